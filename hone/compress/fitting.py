@@ -12,6 +12,7 @@ from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import MEMORY
+from hone.compress import engines
 from hone.compress.allocations.base import read_bytes
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ def choose(
         candidate = type(spec).read(spec.model_dump(mode="json") | fields)
         try:
             planned = plan(candidate)
+        except engines.Refused as refused:
+            tried.append(Tried(option.name, most, float("nan"), refused.what))
+            continue
         except FitError:
             tried.append(Tried(option.name, most, float("nan"), "too large with the fewest bits"))
             continue

@@ -39,6 +39,27 @@ _ROUNDING_BYTES = {"int": 24.0, "e4m3": 80.0, "e2m1": 130.0}
 """The same for rounding to a format."""
 
 
+Inputs = Literal[
+    "none",
+    "int8_token",
+    "int8_token_asymmetric",
+    "int4_token",
+    "int4_token_asymmetric",
+    "int8_tensor",
+    "int8_tensor_asymmetric",
+    "fp8_token",
+    "fp8_tensor",
+    "fp8_group",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
+]
+INPUTS_SAID = (
+    "Rounding of the linears' inputs, too. token: a scale each at run time; tensor: one, from calibration; "
+    "nvfp4, mxfp4, mxfp8, fp8_group: groups of 16, 32, 32, 128 columns."
+)
+
+
 class Errors(NamedTuple):
     """Errors of a matrix: ||W' - W|| / ||W||, ||(W' - W) X|| / ||W X|| (None without calibration inputs X), zeros in W'."""
 
@@ -184,25 +205,7 @@ class Quantizer(Storage):
         "auto", description="Dtype of the stored scales; auto is the checkpoint's, or float16 for a float32 checkpoint."
     )
 
-    activations: Literal[
-        "none",
-        "int8_token",
-        "int8_token_asymmetric",
-        "int4_token",
-        "int4_token_asymmetric",
-        "int8_tensor",
-        "int8_tensor_asymmetric",
-        "fp8_token",
-        "fp8_tensor",
-        "fp8_group",
-        "nvfp4",
-        "mxfp4",
-        "mxfp8",
-    ] = Field(
-        "none",
-        description="Rounding of the linears' inputs, too. token: a scale each at run time; tensor: one, from calibration; "
-        "nvfp4, mxfp4, mxfp8, fp8_group: groups of 16, 32, 32, 128 columns.",
-    )
+    activations: Inputs = Field("none", description=INPUTS_SAID)
     observer: Annotated[Technique, Choice(OBSERVERS)] = Field(
         MinMax(kind="min_max"), description="Range of the inputs that scales from calibration represent."
     )
@@ -353,8 +356,8 @@ class IntegerQuantizer(Quantizer):
     )
     layout: Literal["auto", "pack-quantized", "int-quantized", "gptq", "gptq_v2", "awq"] = Field(
         "auto",
-        description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row, else "
-        "pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
+        description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row where inputs are "
+        "rounded too, else pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
     )
 
     @model_validator(mode="after")
@@ -411,7 +414,9 @@ class IntegerQuantizer(Quantizer):
     @property
     def stored_layout(self) -> str:
         if self.layout == "auto":
-            return "int-quantized" if self.bits == 8 and not self.group_size else "pack-quantized"
+            # Engines read int-quantized as codes of both operands: vLLM refuses it where inputs are not rounded.
+            both = self.rounding is not None and self.bits == 8 and not self.group_size
+            return "int-quantized" if both else "pack-quantized"
         return self.layout
 
     def check(self, name: str, rows: int, columns: int) -> None:

@@ -18,11 +18,11 @@ from hone.base.plan import MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.compress import ALLOCATIONS, STEPS, fitting, planning
+from hone.compress import ALLOCATIONS, STEPS, engines, fitting, planning
 from hone.compress.allocations.base import Budget, candidates, read_bytes
 from hone.compress.caches.kv_cache import KVCache, kv_cache_of
-from hone.compress.low_rank.base import check_modules, correction_of, low_rank_last
-from hone.compress.matrix import Step, matrix_name, quantizer_of, storage_of
+from hone.compress.low_rank.base import LowRank, check_modules, correction_of, low_rank_last
+from hone.compress.matrix import Quantizer, Step, matrix_name, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
@@ -114,6 +114,11 @@ class Compress(Stage):
         "keep", description="Dtype of the stored embedding and head, which are most of a small model's bytes."
     )
 
+    engine: engines.Engine = Field(
+        "any",
+        description="Engine that is to load the folder: a format that it refuses is an error. llama.cpp loads what `hone export` makes "
+        "of it.",
+    )
     requantize: bool = Field(
         False,
         description="Whether a quantized model may be given: its weights are dequantized, which adds both errors.",
@@ -130,6 +135,8 @@ class Compress(Stage):
                 read(text)
         if wanted and self.allocation is not None:
             raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
+        if wanted and self.engine == "llama.cpp":
+            raise ValueError("fit and target_latency are of the folder, not of a GGUF file: give steps for llama.cpp")
         low_rank_last(self.layer_steps)
         check_order(self.steps, frozenset({"weights:float"}).union(*(step.needs for step in self.steps)), {})
         structured_first(self.steps)
@@ -196,6 +203,7 @@ class Compress(Stage):
                 check_modules(self.layer_steps, linear)
                 if self.quantizer is not None:
                     targets_of.check_modules(linear, self.quantizer.scheme(linear.columns))
+        engines.check(self.engine, self._written(model.config, targets, cache))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self.structured else None) | sizes.untied(whole, model)
         if cache is not None:
@@ -245,6 +253,22 @@ class Compress(Stage):
                     )
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
+
+    def _written(self, config: Any, targets: tuple[tuple[Any, ...], ...], cache: KVCache | None) -> Any:
+        """What an engine has to load: every scheme that a matrix may get."""
+        able = [step for step in self._possible_steps if isinstance(step, Quantizer)]
+        return engines.Written(
+            config,
+            tuple(
+                (matrix_name(index, linear.path), step.scheme(linear.columns), linear.columns)
+                for index, linears in enumerate(targets)
+                for linear in linears
+                for step in able
+            ),
+            cache and cache.scheme,
+            next((step.kind for step in self.layer_steps if isinstance(step, LowRank)), None),
+            bool(self._hadamards(config, targets)),
+        )
 
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""

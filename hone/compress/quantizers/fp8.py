@@ -8,12 +8,13 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.matrix import INPUTS_SAID, Inputs, Matrix, Quantizer
 
 if TYPE_CHECKING:
-    from hone.model.quantized.scheme import Scheme
+    from hone.model.quantized.scheme import Activations, Scheme
 
 torch = lazy("torch")
+activations_of = lazy("hone.model.quantized.activations")
 grid = lazy("hone.compress.grid")
 formats = lazy("hone.ops.formats")
 schemes = lazy("hone.model.quantized.scheme")
@@ -30,6 +31,10 @@ class FP8(Quantizer):
     strategy: Literal["tensor", "channel", "block"] = Field(
         "channel", description="Weights that share a scale: the matrix, a row, or a block of 128 x 128."
     )
+    activations: Literal["auto", Inputs] = Field(
+        "auto",
+        description=f"{INPUTS_SAID} auto: fp8_token, of blocks fp8_group; none where layout fp8 leaves it to the engine.",
+    )
     layout: Literal["auto", "float-quantized", "fp8"] = Field(
         "auto",
         description="Storage format: compressed-tensors' float-quantized, or fp8, which transformers loads without more (blocks "
@@ -41,6 +46,23 @@ class FP8(Quantizer):
         if self.layout == "auto":
             return "fp8" if self.strategy == "block" else "float-quantized"
         return self.layout
+
+    @property
+    def note(self) -> str:
+        if self.rounding is not None or self.stored_layout == "fp8":
+            return ""
+        return (
+            "weights alone: vLLM 0.24 has no kernel for them on GPUs with FP8 products (0.26 has, by humming-kernels); "
+            "activations=auto loads everywhere"
+        )
+
+    @property
+    def rounding(self) -> Activations | None:
+        if self.activations != "auto":
+            return super().rounding
+        if self.stored_layout == "fp8":
+            return None
+        return activations_of.ACTIVATIONS["fp8_group" if self.strategy == "block" else "fp8_token"]
 
     def scheme(self, columns: int) -> Scheme:
         block = BLOCK if self.strategy == "block" else None
