@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from benchmarks.load_in_vllm import FORMATS, LEDGER
 from hone.compress import PRUNERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,12 +54,52 @@ def table() -> str:
     return "\n".join(lines)
 
 
+GENERATIONS = {
+    "int8": "Turing",
+    "w4a8": "Turing",
+    "w4a8-fp8": "Hopper",
+    "fp8": "Ada; older ones round weights alone",
+    "fp8-weights": "Turing",
+    "kv-fp8": "Ada",
+    "w8a8-fp8-kv-fp8": "Ada",
+    "nvfp4": "Blackwell; older ones round weights alone",
+    "mxfp4": "Ampere",
+    "nf4": "Volta",
+    "bf16": "Volta",
+}
+"""The oldest NVIDIA generation by vLLM 0.26's sources, of the longest of these beginnings of a format's name; else Turing."""
+
+
+def vllm_table() -> str:
+    """What vLLM made of every format: the latest row of each in the ledger of benchmarks.load_in_vllm."""
+    latest = {row["format"]: row for row in map(json.loads, LEDGER.read_text(encoding="utf8").splitlines())}
+    lines = [
+        "| steps | on a Hopper GPU | difference from hone, nats | hone in bfloat16 from hone in float32 | same token | runs from |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, steps in FORMATS.items():
+        if name not in latest:
+            continue
+        row = latest[name]
+        said = yaml.safe_dump(steps, default_flow_style=True, width=1000, sort_keys=False).strip()[1:-1]
+        start = f"| {f'`{said}`' if said else 'dense, bfloat16'} | "
+        if row["value"] is None:
+            lines.append(f"{start}refused: {row['refused'].split('(')[0].strip()} | - | - | - | - |")
+            continue
+        known = max((key for key in GENERATIONS if name.startswith(key)), key=len, default="")
+        figures = (f"{row['value']:.3f}", f"{row['of_dtype_alone']:.3f}", f"{100 * row['same_choice']:.0f} %")
+        lines.append(f"{start}loads | {' | '.join(figures)} | {GENERATIONS.get(known, 'Turing')} |")
+    return "\n".join(lines)
+
+
 def page(text: str) -> str:
-    """`text` with the part between the two marks replaced by the table."""
-    before, _, rest = text.partition("<!-- quality -->\n")
-    _, mark, after = rest.partition("<!-- end -->")
-    assert mark, f"{PAGE} lacks the marks of the table"
-    return f"{before}<!-- quality -->\n{table()}\n{mark}{after}"
+    """`text` with the parts between two marks replaced by the tables."""
+    for begin, made in (("<!-- quality -->\n", table()), ("<!-- vllm -->\n", vllm_table())):
+        before, found, rest = text.partition(begin)
+        _, mark, after = rest.partition("<!-- end -->")
+        assert found and mark, f"{PAGE} lacks the marks of the table"
+        text = f"{before}{begin}{made}\n{mark}{after}"
+    return text
 
 
 if __name__ == "__main__":

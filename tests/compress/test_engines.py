@@ -84,7 +84,7 @@ def test_what_an_engine_loads_is_written(engine: str, step: dict, family_folder,
 def test_every_bit_that_an_allocation_may_give_is_checked(family_folder, compress, calibration_text) -> None:
     allocation = {"kind": "hessian", "bits": [3, 4], "bits_per_weight": 3.8}
     step = {"kind": "rtn", "group_size": 32, "layout": "gptq"}
-    with pytest.raises(SpecError, match="vllm does not load .*3 bits"):
+    with pytest.raises(SpecError, match=r"vllm does not load .*3 bits"):
         compress(
             family_folder("llama"),
             step,
@@ -95,7 +95,7 @@ def test_every_bit_that_an_allocation_may_give_is_checked(family_folder, compres
 
 
 def test_a_fit_counts_the_folder(family_folder, compress) -> None:
-    with pytest.raises(SpecError, match="give steps for llama.cpp"):
+    with pytest.raises(SpecError, match=r"give steps for llama\.cpp"):
         compress(family_folder("llama"), fit="100KB", engine="llama.cpp")
 
 
