@@ -5,22 +5,23 @@ Shapes: B sequences, S tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hone.base.durable import sha256
 from hone.base.errors import ArtifactError, SpecError
+from hone.compress import texts
 from hone.data.load import PackedTokens
-from hone.data.readers.formats.kinds import UNKNOWN, kind_of
 from hone.model.tokenizer import load_tokenizer
 
 _TOKENS_PER_FEATURE = 4
 """GPTQ's divergence at 3 bits over that of rounding with searched scales: 1.75 with .17 tokens a feature, 1.02 with 1.3, .69
 with 4, .63 with 11 (the reference model; benchmarks/ledger/compress.jsonl)."""
-_PLAIN = {"text", "code", "tex", UNKNOWN}
-"""Formats that are text as they stand."""
+_READ = 32
+"""Bytes of text that are read of a source of documents for each token that is wanted: about nine times as many tokens, drawn from."""
+_LEAST_READ = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Calibration:
     source: dict[str, object]
     spare: Calibration | None = None
     """Other sequences of the same text, to check the compressed model on; None where none are left."""
+    notes: tuple[str, ...] = ()
+    """What a user must know of how they were drawn."""
 
     def part(self, rows: slice) -> Calibration:
         """The sequences in `rows`."""
@@ -47,13 +50,14 @@ class Calibration:
 def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0) -> Calibration:
     """Shuffled sequences of a data artifact's training split, packed as in training, and `num_spare` others.
 
-    Raises SpecError when it holds no tokens.
+    Raises SpecError when it holds fewer.
     """
     packed = PackedTokens(folder, "train")
     if packed.num_tokens < 2:
         raise SpecError(f"{folder} holds no training tokens to calibrate with", fix="give a data stage with text in it")
     there = packed.num_sequences(seq_len)
-    count, end = min(num_sequences, there), min(num_sequences + num_spare, there)
+    _enough(there, num_sequences, seq_len, str(folder))
+    count, end = num_sequences, min(num_sequences + num_spare, there)
     batch = packed.sequences(np.arange(count), seq_len, seed)
     spare = None
     if end > count:
@@ -62,74 +66,77 @@ def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_
     return Calibration(batch.tokens, batch.document_ids, {"split": "train", "tokens": int(batch.tokens.size)}, spare)
 
 
-def refuse_markup(path: Path) -> None:
-    """Raises SpecError for a file that is no plain text by its name: a model reads no braces of JSON."""
-    kind = kind_of(path.name)
-    if kind is not None and (kind[1] or kind[0] not in _PLAIN):
-        raise SpecError(
-            f"calibration_text {path} is {' in '.join(filter(None, kind))}, and is read as it stands: plain text alone",
-            fix="read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and calibrate with that: --from.data=DATA",
-        )
-
-
-def text_bytes(path: Path) -> int:
-    """Size of a calibration text. Raises SpecError when it cannot be read, or is no plain text."""
-    refuse_markup(path)
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
-
-
 def from_text(
-    path: Path, model: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0
+    source: str | Path, model: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0
 ) -> Calibration:
-    """Windows of `seq_len` tokens of the text in `path`, drawn without overlap, and `num_spare` others.
+    """Sequences of `seq_len` tokens of the texts in `source` (see `hone.compress.texts`), and `num_spare` others.
 
-    Each begins with the token that the tokenizer puts before a text, if any: models expect it there, and give it keys and
-    activations like those of no other token. Raises SpecError when the text is missing, no UTF-8 or shorter than one window.
+    A plain file is cut into windows, drawn without overlap; documents of rows and of several files are drawn, cut into windows
+    where they are longer, and packed, each attending to itself alone. Each begins with the token that the tokenizer puts before
+    a text, if any: models expect it there, and give it keys and activations like those of no other token. Raises SpecError when
+    there is no text, or less than was asked for.
     """
-    refuse_markup(path)
-    try:
-        text = path.read_text(encoding="utf8")
-    except OSError as error:
-        raise SpecError(f"calibration_text {path}: {error.strerror}", fix="name a text file") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(f"calibration_text {path} is not UTF-8: {error}", fix="name a text file") from None
-    tokenizer = load_tokenizer(model)
-    ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
-    start = np.array(tokenizer.start_ids[: seq_len - 1], np.int64)
+    tokenizer, wanted = load_tokenizer(model), num_sequences + num_spare
+    found = texts.read(str(source), tokenizer, max(_LEAST_READ, _READ * wanted * seq_len))
+    start = () if found.special else tokenizer.start_ids[: seq_len - 1]
     own = seq_len - len(start)
-    windows = len(ids) // own
-    if windows < 1:
-        raise SpecError(
-            f"calibration_text {path} has {len(ids)} tokens, one sequence needs {own}",
-            fix="give a longer text, or lower seq_len",
-        )
+    documents = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(found.documents, add_special_tokens=False)]
+    least = own if found.whole else 1  # tokens of the last window of a document
+    places = [(ids, begin) for ids in documents for begin in range(0, len(ids) - least + 1, own)]
     # Raw PCG64 output is equal in every numpy version; that of Generator.permutation is not guaranteed to be.
-    order = np.argsort(np.random.PCG64(seed).random_raw(windows), kind="stable")
-    cut = np.hstack([np.tile(start, (windows, 1)), ids[: windows * own].reshape(windows, own)])
-    tokens, others = (
-        cut[np.sort(part)] for part in (order[:num_sequences], order[num_sequences : num_sequences + num_spare])
-    )
-    spare = Calibration(others, None, {}) if len(others) else None
-    return Calibration(tokens, None, {"text_sha256": sha256(path), "tokens": int(tokens.size)}, spare)
+    order = np.argsort(np.random.PCG64(seed).random_raw(max(len(places), 1)), kind="stable")[: len(places)]
+    if found.whole:
+        order = np.concatenate([np.sort(order[:num_sequences]), np.sort(order[num_sequences:wanted])])
+    head = np.array(start, np.int64)
+    drawn = (np.concatenate([head, ids[begin : begin + own]]) for ids, begin in (places[place] for place in order))
+    tokens, owners = _packed(drawn, seq_len, wanted)
+    _enough(len(tokens), num_sequences, seq_len, f"calibration_text {source}")
+    ids = None if found.whole else owners
+    spare = None
+    if len(tokens) > num_sequences:
+        spare = Calibration(tokens[num_sequences:], None if ids is None else ids[num_sequences:], {})
+    tokens, ids = tokens[:num_sequences], None if ids is None else ids[:num_sequences]
+    said = {"text_sha256": found.digest, "tokens": int(tokens.size)}
+    return Calibration(tokens, ids, said, spare, tuple(found.notes))
 
 
-def shortage(calibration: Calibration, asked: int, widest: int) -> list[str]:
-    """What to say of a calibration with fewer sequences than `asked`, or too few tokens for a Hessian of `widest` input features."""
-    count, seq_len = calibration.tokens.shape
-    said = []
-    if count < asked:
-        said.append(f"the calibration source has {count} sequences of {seq_len} tokens, {asked} were asked for")
-    wanted = _TOKENS_PER_FEATURE * widest
-    if calibration.num_tokens < wanted:
-        said.append(
-            f"calibrated with {calibration.num_tokens} tokens, the widest matrix has {widest} input features: below {wanted} tokens "
-            f"(num_sequences={-(-wanted // seq_len)}) steps fit the text that was drawn and may be worse than rounding; trust the "
-            "divergence from the given model, not the errors of layers, which look the better the less text there is"
+def _packed(drawn: Iterator[np.ndarray], seq_len: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int64 [B, S], document ids int32 [B, S]) of at most `most` sequences of whole documents, of which the last of a
+    sequence is cut to fit; a sequence that is not filled is left out."""
+    tokens, owners, place = np.zeros((most, seq_len), np.int64), np.zeros((most, seq_len), np.int32), 0
+    number = 0
+    for document in drawn:
+        row, column = divmod(place, seq_len)
+        if row == most:
+            break
+        number = number + 1 if column else 0
+        fits = document[: seq_len - column]
+        tokens[row, column : column + len(fits)] = fits
+        owners[row, column : column + len(fits)] = number
+        place += len(fits)
+    filled = place // seq_len
+    return tokens[:filled], owners[:filled]
+
+
+def _enough(there: int, asked: int, seq_len: int, where: str) -> None:
+    """Raises SpecError when fewer sequences are there than were asked for."""
+    if there < asked:
+        raise SpecError(
+            f"{where} has {there} sequences of {seq_len} tokens, num_sequences asks for {asked}",
+            fix=f"set num_sequences={there}, or give more text" if there else "give a longer text, or lower seq_len",
         )
-    return said
+
+
+def shortage(calibration: Calibration, widest: int) -> list[str]:
+    """What to say of too few tokens for a Hessian of `widest` input features."""
+    seq_len, wanted = calibration.tokens.shape[1], _TOKENS_PER_FEATURE * widest
+    if calibration.num_tokens >= wanted:
+        return []
+    return [
+        f"calibrated with {calibration.num_tokens} tokens, the widest matrix has {widest} input features: below {wanted} tokens "
+        f"(num_sequences={-(-wanted // seq_len)}) steps fit the text that was drawn and may be worse than rounding; trust the "
+        "divergence from the given model, not the errors of layers, which look the better the less text there is"
+    ]
 
 
 def check(calibration: Calibration, vocab_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hone.base.errors import SpecError
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from hone.model.facts import CheckpointFacts
 
 allocating = lazy("hone.compress.allocations.planning")
-calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
+texts = lazy("hone.compress.texts")
 
 DEFAULT_SEQ_LEN = 512
 """Default tokens of a calibration sequence for models with a longer context."""
@@ -56,7 +55,7 @@ def calibrated(spec: Any, model: CheckpointFacts, data: DataFacts | None) -> Cal
             f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
         )
     if data is None:
-        size = calibration.text_bytes(Path(str(spec.calibration_text)))
+        size = texts.num_bytes(str(spec.calibration_text))
         there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
     else:
         if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:

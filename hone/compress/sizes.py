@@ -16,6 +16,7 @@ from hone.compress.targets import Linear
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import DTYPES as FLOATS
+from hone.model.hf import refuse_unread
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 
@@ -27,6 +28,7 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
 
     Quantized linears count as dense ones in the checkpoint's dtype, and scales of a KV cache not at all, as
     `DenseCheckpoint` reads them. With `config`, the tensors of the smaller model of that config, which has the dtypes of `model`.
+    Raises ArtifactError for a tensor that the model does not read.
     """
     folder = Path(model.where)
     planned = _planned(config or model.config, FLOATS[model.dtype])
@@ -40,6 +42,8 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
             for name in one.tensors:
                 found.pop(name, None)  # a missing one is an error when it is read
             found[f"{one.name}.weight"] = (FLOATS[model.dtype], (one.rows, one.columns))
+    read = _planned(model.config, FLOATS[model.dtype])
+    refuse_unread(dict.fromkeys(found, folder), read, model.config)  # it would be kept or lost without a word
     if config is None:
         return found
     return {name: (found.get(name, entry)[0], entry[1]) for name, entry in planned.items()}

@@ -28,6 +28,7 @@ from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
 from hone.cost.energy import with_energy
 from hone.data.facts import DataFacts
+from hone.data.readers.remote import is_remote
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -50,6 +51,7 @@ sizes = lazy("hone.compress.sizes")
 statistics = lazy("hone.compress.statistics")
 stream = lazy("hone.compress.stream")
 targets_of = lazy("hone.compress.targets")
+texts = lazy("hone.compress.texts")
 
 _WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
 _FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibration inputs are needed"
@@ -105,7 +107,11 @@ class Compress(Stage):
         ge=0,
         description="Sequences outside the calibration, on which predictions are compared with the given model's.",
     )
-    calibration_text: str | None = Field(None, description="Text file to calibrate with, in place of the role data.")
+    calibration_text: str | None = Field(
+        None,
+        description="Texts to calibrate with, in place of the role data: a text file, JSONL (.gz, .zst, .xz) or Parquet with rows of "
+        "text or messages, a folder of them, or hf:owner/name.",
+    )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Dtype of the forward passes; auto is float32 on a CPU, bfloat16 on a GPU."
     )
@@ -164,9 +170,13 @@ class Compress(Stage):
         return self
 
     def files(self) -> dict[str, Path]:
-        """The calibration text: another text at the same path changes the fingerprint."""
-        path = None if self.calibration_text is None else Path(self.calibration_text)
-        return {"calibration_text": path} if path is not None and path.is_file() else {}
+        """The calibration texts: others at the same path change the fingerprint."""
+        if self.calibration_text is None or is_remote(self.calibration_text):
+            return {}
+        path = Path(self.calibration_text).expanduser()
+        if not path.is_dir():
+            return {"calibration_text": path} if path.is_file() else {}
+        return {f"calibration_text/{file.name}": file.path for file in texts.files_of(self.calibration_text)}
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.
@@ -287,7 +297,7 @@ class Compress(Stage):
         if samples is not None:
             columns = [linear.columns for linears in plan.targets for linear in linears]
             widest = max(columns, default=0) if self._fits_hessian else 0
-            for line in calibration.shortage(samples, self.num_sequences, widest):
+            for line in (*samples.notes, *calibration.shortage(samples, widest)):
                 run.say(line)
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
@@ -430,7 +440,7 @@ class Compress(Stage):
         options = {"num_sequences": self.num_sequences, "seq_len": plan.calibrated.seq_len, "seed": self.seed}
         options["num_spare"] = self.check_sequences
         if self.calibration_text is not None:
-            samples = calibration.from_text(Path(self.calibration_text), checkpoint.folder, **options)
+            samples = calibration.from_text(self.calibration_text, checkpoint.folder, **options)
         else:
             samples = calibration.from_data(parents["data"].folder, **options)
         calibration.check(samples, checkpoint.config.vocab_size)

@@ -14,8 +14,8 @@ from hone.base.plan import Facts
 from hone.cost.memory import BYTES
 from hone.model.adapters.peft import with_adapter
 from hone.model.config import ModelConfig
-from hone.model.families.config_json import from_hf
-from hone.model.folder import no_whole_model, read_json, weights_bytes
+from hone.model.folder import no_whole_model, weights_bytes
+from hone.model.tied import read_config
 
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats by their names in a safetensors header."""
@@ -40,11 +40,11 @@ class CheckpointFacts(Facts):
         """The facts of a Hugging Face folder. Raises ArtifactError for a corrupt file, SpecError for a config hone cannot run."""
         from hone.model.tokenizer import identity_of
 
-        values = read_json(folder / cls.mark)
+        values, config = read_config(folder)
         stated = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
         return cls(
             where=str(folder),
-            config=with_adapter(from_hf(values, str(folder / cls.mark)), values, folder),
+            config=with_adapter(config, values, folder),
             dtype=stated if stated in BYTES else _dtype(folder),
             quantization=values.get("quantization_config"),
             weights_bytes=weights_bytes(folder),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,12 +13,13 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
-from hone.model.families.config_json import OWN, from_hf, own_format, to_hf
+from hone.model.families.config_json import OWN, own_format, to_hf
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
+from hone.model.tied import read_config
 from hone.ops.dispatch import say_once
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,8 +52,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = model_folder(folder)
-        self.values = read_json(self.folder / CONFIG)
-        plain = from_hf(self.values, str(self.folder / CONFIG))
+        self.values, plain = read_config(self.folder)
+        if not plain.tie_embeddings and read_json(self.folder / CONFIG).get("tie_word_embeddings"):
+            say_once(
+                f"{self.folder} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
+                "used, as in transformers"
+            )
         self.config = peft.with_adapter(plain, self.values, self.folder)
         self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
         self._shards: Shards | peft.AdaptedShards = Shards(self.folder)
@@ -143,16 +148,7 @@ class Checkpoint:
             found = self.shape(name)
             if not _fits(found, shape):
                 raise self._misfit(name, found, shape)
-        for name in self.names():
-            spare = (
-                name == "lm_head.weight" and self.config.tie_embeddings
-            )  # some checkpoints with a tied head store the head too
-            if name not in expected and not spare and not name.endswith(_IGNORED):
-                raise ArtifactError(
-                    f"{self.file(name)}: {name} is not a tensor of the {self.config.num_layers}-layer "
-                    f"{self.config.family} model in {CONFIG}",
-                    fix="pair the weights with the config.json they were saved with",
-                )
+        refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
 
     def _maker(self) -> MakeLinear:
         """The maker of dense linears, or of those that the quantization config describes.
@@ -303,6 +299,20 @@ class Checkpoint:
             f"{self.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
             fix="pair the weights with the config.json they were saved with",
         )
+
+
+def refuse_unread(files: Mapping[str, Path], expected: Iterable[str], config: ModelConfig) -> None:
+    """Raises ArtifactError for a tensor of `files` (the file by the tensor's name) that the model of `config` does not read.
+
+    Some checkpoints with a tied head store the head too, and old ones buffers that are computed.
+    """
+    able = {*expected, *(("lm_head.weight",) if config.tie_embeddings else ())}
+    for name, file in files.items():
+        if name not in able and not name.endswith(_IGNORED):
+            raise ArtifactError(
+                f"{file}: {name} is not a tensor of the {config.num_layers}-layer {config.family} model in {CONFIG}",
+                fix="pair the weights with the config.json they were saved with",
+            )
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -1,52 +1,202 @@
-"""Calibration sequences are what the model sees when it is served."""
+"""Calibration sequences are what the model sees when it is served, whatever the texts are kept in."""
 
 from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from hone.base.errors import SpecError
-from hone.compress.calibration import from_text, text_bytes
+from hone.compress.calibration import from_text
+from hone.compress.texts import num_bytes
 from hone.model.tokenizer import load_tokenizer
 from tests.conftest import byte_tokenizer
 
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+STORIES = [f"Story {number}: " + "once there was a fox. " * (1 + number % 5) for number in range(80)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a tokenizer whose texts begin with a token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def read(source: Path | str, model: Path, **options: int):
+    return from_text(source, model, **{"num_sequences": 10, "seq_len": 16, "seed": 0, "num_spare": 3, **options})
+
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_every_sequence_begins_as_a_served_text_does(begins, tmp_path):
-    tokenizer = byte_tokenizer()
-    if begins:
-        template = tokenizers.processors.TemplateProcessing(
-            single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
-        )
-        tokenizer.backend_tokenizer.post_processor = template
-    tokenizer.save_pretrained(tmp_path)
+def test_every_sequence_begins_as_a_served_text_does(begins, model, tmp_path):
+    if not begins:
+        byte_tokenizer().save_pretrained(model)
     text = " ".join(f"{number} the fox" for number in range(300))
     (tmp_path / "text").write_text(text)
-    served = load_tokenizer(tmp_path)
-    assert served.start_ids == ((tokenizer.eos_token_id,) if begins else ())
-    found = from_text(tmp_path / "text", tmp_path, num_sequences=1000, seq_len=16, seed=0)
-    assert found.tokens.shape[1] == 16 and len(found.tokens) > 50
+    served = load_tokenizer(model)
+    assert served.start_ids == (served.eos_ids[:1] if begins else ())
+    ids = served.encode(text, add_special_tokens=False)
+    count = len(ids) // (16 - begins)
+    found = read(tmp_path / "text", model, num_sequences=count)
+    assert found.tokens.shape == (count, 16) and found.document_ids is None
     if begins:
-        assert (found.tokens[:, 0] == tokenizer.eos_token_id).all()
+        assert (found.tokens[:, 0] == served.start_ids[0]).all()
         assert found.tokens[0, :9].tolist() == served.encode(text)[:9]
     own = found.tokens[:, int(begins) :]
-    assert np.array_equal(own.ravel(), served.encode(text, add_special_tokens=False)[: own.size])
+    assert np.array_equal(own.ravel(), ids[: own.size])
+
+
+def _written(name: str, folder: Path) -> Path:
+    """The stories in a file of this name."""
+    path = folder / name
+    if name.endswith(".parquet"):
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": STORIES, "id": list(range(80))}), path)
+        return path
+    raw = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in STORIES).encode()
+    if name.endswith(".zst"):
+        raw = pytest.importorskip("zstandard").compress(raw)
+    packs = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    path.write_bytes(packs.get(path.suffix, bytes)(raw))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"])
+def test_rows_give_documents_that_attend_to_themselves(name, model, tmp_path):
+    served = load_tokenizer(model)
+    start = served.start_ids[0]
+    found = read(_written(name, tmp_path), model)
+    stories = [served.encode(text, add_special_tokens=False) for text in STORIES]
+    windows = [ids[begin : begin + 15] for ids in stories for begin in range(0, len(ids), 15)]
+    assert found.tokens.shape == (10, 16) and found.spare.tokens.shape == (3, 16)
+    pieces = 0
+    for tokens, ids in zip(found.tokens, found.document_ids, strict=True):
+        for number in range(ids.max() + 1):
+            first, *rest = tokens[ids == number].tolist()
+            assert first == start and any(window[: len(rest)] == rest for window in windows)
+            pieces += 1
+    assert pieces > 10 and (np.diff(found.document_ids, axis=1) >= 0).all()
+    again = read(_written(f"again-{name}", tmp_path), model)
+    assert np.array_equal(again.tokens, found.tokens) and again.source == found.source
+    assert not np.array_equal(read(tmp_path / name, model, seed=1).tokens, found.tokens)
+
+
+def test_files_of_a_folder_are_documents(model, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for number in range(40):
+        (tmp_path / "folder" / f"{number}.md").write_text(f"note {number} about a fox and a dog")
+    _written("folder/rows.jsonl.gz", tmp_path)
+    (tmp_path / "folder" / "page.html").write_text("<p>not this</p>")
+    found = read(tmp_path / "folder", model, num_sequences=100)
+    said = load_tokenizer(model).decode(found.tokens.ravel().tolist())
+    assert "about a fox" in said and "Story" in said and "not this" not in said
+    assert num_bytes(str(tmp_path / "folder")) > 1000
+    assert num_bytes(str(tmp_path / "folder" / "*.md")) < 3000
+
+
+MESSAGES = [{"role": "user", "content": "Where is the fox?"}, {"role": "assistant", "content": "In its den."}]
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.jsonl", "rows.jsonl.gz", "table.parquet", "page.html", "notes.txt.zst", "rows.csv"]
+    "row",
+    [
+        {"messages": MESSAGES},
+        {
+            "conversations": [
+                {"from": "human", "value": "Where is the fox?"},
+                {"from": "gpt", "value": "In its den."},
+            ]
+        },
+    ],
 )
-def test_what_is_no_plain_text_is_not_read_as_one(name, tmp_path):
-    """A model calibrated with the braces and quotation marks of JSON is worse than one rounded without text."""
-    (tmp_path / name).write_text('{"text": "a story"}\n' * 900)
-    for read in (text_bytes, lambda path: from_text(path, tmp_path, num_sequences=1, seq_len=8, seed=0)):
-        with pytest.raises(SpecError, match="plain text alone") as caught:
-            read(tmp_path / name)
-        assert "hone data" in caught.value.fix and "--from.data" in caught.value.fix
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet"])
+def test_conversations_are_written_by_the_models_own_template(row, name, model, tmp_path):
+    (model / "chat_template.jinja").write_text(CHAT)
+    if name.endswith(".parquet"):
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist([row] * 30), tmp_path / name)
+    else:
+        (tmp_path / name).write_text((json.dumps(row) + "\n") * 30)
+    served = load_tokenizer(model)
+    wanted = served.chat(MESSAGES, add_generation_prompt=False)
+    assert wanted == "<user>Where is the fox?</user><assistant>In its den.</assistant>"
+    ids = served.encode(wanted, add_special_tokens=False)
+    found = read(tmp_path / name, model, num_sequences=5, seq_len=len(ids), num_spare=1)
+    assert (found.tokens == np.array(ids)).all(), "no token before the template's own"
+    assert (found.document_ids == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.html", b"<p>a story</p>", "a.html is html"),
+        ("a.csv", b"text\na story\n", "a.csv is csv"),
+        ("a.pdf", b"%PDF", "a.pdf is pdf"),
+        ("a.txt", b"caf\xe9", "not UTF-8"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a story"}\n' * 500, mtime=0)[:60],
+            "a.jsonl.gz: Compressed file ended",
+        ),
+        ("a.jsonl", b'{"body": "a story"}\n', "no field text or messages, but body"),
+        ("a.jsonl", b"a story\n", "no JSON: a story"),
+        ("a.jsonl", b"", "it is empty"),
+        ("a.parquet", b"no table", "a.parquet is no Parquet table"),
+        ("a.jsonl", json.dumps({"messages": MESSAGES}).encode(), "this model has no chat template"),
+        ("a.jsonl", b'{"text": "a story"}\n' * 9, "has 9 sequences of 8 tokens, num_sequences asks for 10"),
+        ("a.txt", b"a story", "has 0 sequences of 16 tokens"),
+    ],
+)
+def test_what_cannot_calibrate_is_an_error_with_a_way(name, content, message, model, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=message) as caught:
+        read(path, model, **({"seq_len": 8} if "of 8 tokens" in message else {}))
+    assert caught.value.fix
+
+
+def test_rows_that_are_left_out_are_said(model, tmp_path):
+    rows = [{"text": text} for text in STORIES] + [{"body": "x"}] * 7 + [{"text": "\ud800"}] * 2
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = read(tmp_path / "a.jsonl", model).notes
+    assert notes[0].startswith("7 rows of ") and notes[0].endswith("no field text or messages, but body")
+    assert "2 rows" in notes[1] and "surrogate" in notes[1]
+
+
+def test_a_large_source_is_read_as_far_as_is_needed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("hone.compress.calibration._LEAST_READ", 500)
+    monkeypatch.setattr("hone.compress.calibration._READ", 2)
+    with open(tmp_path / "a.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in STORIES)
+        file.write("this line is never parsed\n")
+    (note,) = read(tmp_path / "a.jsonl", model).notes
+    assert "drawn from the first 0.0 MB" in note
+
+
+def test_conversations_and_texts_are_not_mixed(model, tmp_path):
+    (model / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n" + json.dumps({"text": "x"}) + "\n")
+    with pytest.raises(SpecError, match="1 conversations and 1 texts"):
+        read(tmp_path / "a.jsonl", model)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "README.md", "code.py", "paper.tex", "LICENSE", "server.log"])
-def test_plain_text_is_read_whatever_it_is_called(name, tmp_path):
-    (tmp_path / name).write_text("a story")
-    assert text_bytes(tmp_path / name) == 7
+def test_plain_text_is_read_whatever_it_is_called(name, model, tmp_path):
+    (tmp_path / name).write_text("a story " * 100)
+    assert num_bytes(str(tmp_path / name)) == 800
+    assert read(tmp_path / name, model).document_ids is None

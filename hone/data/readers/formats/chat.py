@@ -7,7 +7,7 @@ from typing import Any
 
 FIELDS = ("messages", "conversations", "conversation")
 """Fields that hold a conversation in data sets of chats; they are used where a row has no text."""
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 """Names of roles in older data sets (ShareGPT)."""
 
 
@@ -28,7 +28,7 @@ def rendered(value: Any) -> str | None:
         calls = [json.dumps(call, ensure_ascii=False, sort_keys=True) for call in one.get("tool_calls") or ()]
         whole = "\n".join(part for part in (content, *calls) if part)
         if whole:
-            said.append(f"{_ROLES.get(role, role)}: {whole}")
+            said.append(f"{ROLES.get(role, role)}: {whole}")
     return "\n\n".join(said) if said else None
 
 

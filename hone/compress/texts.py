@@ -1,0 +1,239 @@
+"""Texts to calibrate with: plain text, rows of JSONL and Parquet, folders of them, data sets of the hub; conversations by the model's own chat template.
+
+The readers of the data stage judge and repair what they read, with kernels that are compiled first. Calibration needs a few
+megabytes as they are, so rows are read plainly here, from the same files and streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.data.readers.formats.chat import FIELDS, ROLES
+from hone.data.readers.formats.kinds import UNKNOWN, kind_of
+from hone.data.readers.remote import is_remote
+
+if TYPE_CHECKING:
+    from hone.data.readers.listing import File
+    from hone.model.tokenizer import Tokenizer
+
+listing = lazy("hone.data.readers.listing")
+streams = lazy("hone.data.readers.streams")
+
+_PLAIN = ("text", "code", "tex", UNKNOWN)
+"""Formats that are text as they stand."""
+_ROWS = ("jsonl", "parquet")
+_BROKEN = ("LZMAError", "ZstdError", "Unreadable")
+_EXPANSION = 3.0
+"""Bytes of text of a byte in a compressed file or a Parquet table, to estimate how much there is."""
+_WAY = "read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and calibrate with that: --from.data=DATA"
+
+
+@dataclass
+class Texts:
+    """Documents in the order of their files; `whole` is the text of a single plain file. `notes`: what a user must know."""
+
+    documents: list[str]
+    special: bool = False
+    """Whether the documents hold their special tokens already, as a chat template writes them."""
+    whole: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the documents, of a plain file of its bytes."""
+        end = b"" if self.whole else b"\0"
+        return hashlib.sha256(end.join(text.encode("utf8", "surrogatepass") for text in self.documents)).hexdigest()
+
+
+def files_of(source: str) -> list[File]:
+    """The files of `source` that calibrate. Raises SpecError when there are none, naming the way for other formats."""
+    path = Path(source).expanduser()
+    if (path / "tokens" / "meta.json").exists():
+        raise SpecError(
+            f"calibration_text {source} is a data set of hone", fix=f"give it as data: --from.data={source}"
+        )
+    if not is_remote(source) and not path.is_dir() and not any(letter in source for letter in "*?["):
+        kind = kind_of(path.name) or (UNKNOWN, "")  # of an unknown ending the content decides: it is text or not UTF-8
+        if kind[0] not in (*_PLAIN, *_ROWS):
+            raise SpecError(f"calibration_text {source} is {kind[0]}", fix=f"give text, JSONL or Parquet; else {_WAY}")
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise SpecError(f"calibration_text {source}: {error.strerror}", fix="name a text file") from None
+        return [listing.File(path, path.name, status.st_size, *kind)]
+    try:
+        found = listing.list_source(source).files
+    except SpecError as error:
+        raise SpecError(f"calibration_text: {error.what}", fix=error.fix) from None
+    able = [file for file in found if file.format in (*_PLAIN, *_ROWS)]
+    if not able:
+        kinds = ", ".join(sorted({file.format for file in found}))
+        raise SpecError(
+            f"calibration_text {source} holds {kinds} alone", fix=f"give text, JSONL or Parquet; else {_WAY}"
+        )
+    return able
+
+
+def num_bytes(source: str) -> float:
+    """About how many bytes of text `source` holds. Raises SpecError as `files_of`."""
+    return sum(
+        file.size * (_EXPANSION if file.compression or file.format == "parquet" else 1.0) for file in files_of(source)
+    )
+
+
+def read(source: str, tokenizer: Tokenizer, most: int) -> Texts:
+    """The documents of `source`, at most about `most` bytes of them, in the order of the files.
+
+    Raises SpecError when there is none, when a plain file is not UTF-8, or when rows are conversations and the model has no
+    chat template.
+    """
+    files = files_of(source)
+    if len(files) == 1 and files[0].format in _PLAIN:
+        return Texts([_plain(files[0])], whole=True)
+    documents: list[str] = []
+    chats, size, problems = 0, 0, Counter[str]()
+    reads = (item for file in files for item in _documents(file, tokenizer, problems))
+    for text, is_chat in reads:
+        documents.append(text)
+        chats += is_chat
+        size += len(text)
+        if size >= most:
+            break
+    if not documents:
+        why = "; ".join(problem for problem, _ in problems.most_common(3)) or "it is empty"
+        raise SpecError(
+            f"calibration_text {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_WAY}"
+        )
+    if 0 < chats < len(documents):
+        raise SpecError(
+            f"calibration_text {source} has {chats} conversations and {len(documents) - chats} texts",
+            fix="calibrate with one of the two: conversations hold special tokens that texts get",
+        )
+    notes = [f"{count} rows of {source} are left out: {problem}" for problem, count in problems.most_common(3)]
+    if size >= most:
+        notes.append(f"calibration sequences are drawn from the first {size / 1e6:.1f} MB of {source}")
+    return Texts(documents, special=bool(chats), notes=notes)
+
+
+def _documents(file: File, tokenizer: Tokenizer, problems: Counter[str]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a conversation) of every document of a file; what is none is counted in `problems`."""
+    if file.format in _PLAIN:
+        yield _plain(file), False
+        return
+    for row in _rows(file, problems):
+        try:
+            found = _text_of(row, tokenizer)
+        except SpecError as error:
+            if not tokenizer.has_chat_template:
+                raise
+            problems[error.what] += 1
+            continue
+        if found is None:
+            problems[f"no field text or messages, but {', '.join(sorted(row)[:6]) or 'nothing'}"] += 1
+        elif not _is_unicode(found[0]):
+            problems["half a surrogate pair, which no tokenizer takes"] += 1
+        elif found[0].strip():
+            yield found
+
+
+def _text_of(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[str, bool] | None:
+    """The text of a row. Raises SpecError when it is a conversation that the chat template does not take, or there is none."""
+    if isinstance(row.get("text"), str):
+        return row["text"], False
+    for name in FIELDS:
+        messages = row.get(name)
+        if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+            if not tokenizer.has_chat_template:
+                raise SpecError(
+                    f"calibration_text has conversations ({name}), and this model has no chat template to write them with",
+                    fix=f"calibrate with texts like those that the model will see, or {_WAY}",
+                )
+            variables = {"tools": row["tools"]} if row.get("tools") else {}
+            return tokenizer.chat([_message(one) for one in messages], add_generation_prompt=False, **variables), True
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON may hold half of a surrogate pair."""
+    try:
+        text.encode("utf8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _message(said: dict[str, Any]) -> dict[str, Any]:
+    """A message under the names of chat templates; older data sets have `from` and `value`."""
+    if "role" in said or "from" not in said:
+        return {name: value for name, value in said.items() if value is not None}
+    return {"role": ROLES.get(said["from"], said["from"]), "content": said.get("value")}
+
+
+def _rows(file: File, problems: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL or Parquet file."""
+    if file.format == "parquet":
+        yield from _table(file)
+        return
+    with _opened(file) as stream:
+        for line in stream:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                problems[f"no JSON: {line[:40].decode('utf8', 'replace').strip()}"] += 1
+                continue
+            if isinstance(row, dict):
+                yield row
+            else:
+                problems["no JSON object"] += 1
+
+
+def _table(file: File) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    wanted = ("text", *FIELDS, "tools")
+    try:
+        with streams.open_raw(file) as raw, parquet.ParquetFile(raw) as table:
+            names = [name for name in table.schema_arrow.names if name in wanted]
+            for batch in table.iter_batches(batch_size=256, columns=names or None, use_threads=False):
+                yield from batch.to_pylist()
+    except pa.ArrowException as error:
+        raise SpecError(f"calibration_text {file.name} is no Parquet table: {error}", fix="give a whole file") from None
+
+
+def _plain(file: File) -> str:
+    """The text of a plain file. Raises SpecError when it is not UTF-8."""
+    with _opened(file) as stream:
+        raw = stream.read()
+    try:
+        return raw.decode("utf8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"calibration_text {file.path} is not UTF-8: {error}", fix="name a text file") from None
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[Any]:
+    """A file's decompressed bytes. Raises SpecError with the file's name when they end early or cannot be read."""
+    try:
+        with streams.open_stream(file) as stream:
+            yield stream
+    except Exception as error:
+        broken = isinstance(error, (OSError, EOFError, zlib.error)) or type(error).__name__ in _BROKEN
+        if not broken:
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        raise SpecError(
+            f"calibration_text {file.name}: {why}", fix="give a file that is whole and can be read"
+        ) from None

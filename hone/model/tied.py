@@ -1,0 +1,64 @@
+"""Tied heads: a checkpoint whose config.json ties the head to the embedding, and that stores another head all the same."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hone.model.config import ModelConfig
+from hone.model.families.config_json import from_hf
+from hone.model.folder import CONFIG, read_json
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_CHUNK = 1 << 26
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json's values and the model that they and the weights describe.
+
+    A stored head that differs from the embedding is the model's head, whatever `tie_word_embeddings` says: transformers 5
+    computes with it, and so does whoever reads these values, in which the two are apart.
+    """
+    values = read_json(folder / CONFIG)
+    config = from_hf(values, str(folder / CONFIG))
+    if config.tie_embeddings and has_own_head(folder):
+        return values | {"tie_word_embeddings": False}, config.model_copy(update={"tie_embeddings": False})
+    return values, config
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether the folder stores a head with other bytes than the embedding's. False where a file cannot be read: reading tensors says why."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with open(path, "rb") as file:
+                size = struct.unpack("<Q", file.read(8))[0]
+                header = json.loads(file.read(size))
+            found |= {name: (path, 8 + size, header[name]) for name in (HEAD, EMBEDDING) if name in header}
+        except (OSError, ValueError, struct.error, MemoryError, OverflowError):
+            return False
+    return len(found) == 2 and not _equal(found[HEAD], found[EMBEDDING])
+
+
+def _equal(one: tuple[Path, int, dict[str, Any]], other: tuple[Path, int, dict[str, Any]]) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes."""
+    if any(one[2][key] != other[2][key] for key in ("dtype", "shape")):
+        return False
+    (first, last), (start, end) = (
+        (base + row["data_offsets"][0], base + row["data_offsets"][1]) for _, base, row in (one, other)
+    )
+    if last - first != end - start:
+        return False
+    with ExitStack() as stack:
+        a, b = (
+            stack.enter_context(mmap.mmap(stack.enter_context(open(path, "rb")).fileno(), 0, access=mmap.ACCESS_READ))
+            for path in (one[0], other[0])
+        )
+        return all(
+            a[first + step : min(first + step + _CHUNK, last)] == b[start + step : min(start + step + _CHUNK, end)]
+            for step in range(0, last - first, _CHUNK)
+        )
