@@ -17,6 +17,8 @@ How = Literal["absmax", "signed", "search"]
 SHRINK = [1.0 - 0.02 * step for step in range(21)]
 """Fractions of the group's largest weight that the search tries as the largest value of the grid."""
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+_NOTHING = 2.0**-12
+"""A group whose scale is below this part of the median group's is next to zero."""
 
 
 class Grid(NamedTuple):
@@ -159,6 +161,15 @@ def _error(groups: Tensor, grid: Grid, low: int, high: int, importance: Tensor |
 def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`scales` in `dtype`: 1 for all-zero groups, the nearest finite non-zero value for those that would round to zero or infinity."""
     limits = torch.finfo(dtype)
-    magnitude = scales.abs().clamp(min=limits.tiny, max=limits.max)
+    # float16 has few exponents: its subnormal numbers are scales of small weights, with fewer bits.
+    least = limits.smallest_normal * limits.eps if dtype == torch.float16 else limits.smallest_normal
+    magnitude = scales.abs().clamp(min=least, max=limits.max)
     held = torch.where(scales == 0, torch.ones_like(scales), torch.where(scales < 0, -magnitude, magnitude))
     return held.to(dtype)
+
+
+def float16_holds(scales: Tensor) -> bool:
+    """Whether float16 has a number within 3 % of every scale, but those of zeros and of groups that are nothing beside the others."""
+    size = scales.abs().flatten()
+    size = size[size > _NOTHING * size.median()]
+    return bool(((size >= 2.0**-20) & (size <= torch.finfo(torch.float16).max)).all())

@@ -254,6 +254,27 @@ class Quantizer(Storage):
             return getattr(torch, self.scale_dtype)
         return torch.float16 if checkpoint_dtype == torch.float32 else checkpoint_dtype
 
+    def scale_dtype_of(self, matrix: Matrix, scales: Callable[[], Tensor]) -> Any:
+        """The torch dtype of this matrix's scales, which are about those that `scales` computes.
+
+        bfloat16, which has as many bytes, where float16 does not hold them and was not asked for. Raises SpecError where it was, or
+        where the format has no other.
+        """
+        dtype = self.stored_scale_dtype(matrix.stored_dtype)
+        if dtype != torch.float16:
+            return dtype
+        found = scales()
+        by_module = found.split(matrix.modules) if len(found) == sum(matrix.modules) else (found,)
+        if all(grid.float16_holds(part) for part in by_module):
+            return dtype
+        if self.stored_scale_dtype(torch.bfloat16) == torch.bfloat16:
+            matrix.notes.append("scales in bfloat16: float16 has no numbers as small or as large")
+            return torch.bfloat16
+        raise SpecError(
+            f"{self.kind}: float16 cannot hold the scales of {matrix.name}, of which some are below {2.0**-20:.2g} or above 65504",
+            fix="set scale_dtype=auto and a layout that stores other scales (pack-quantized), or leave this matrix out with ignore",
+        )
+
     def entries(self, rows: int, columns: int, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
         return layouts.tensors_of(self.scheme(columns), rows, columns, self.stored_scale_dtype(dtype))
 
@@ -390,13 +411,15 @@ class IntegerQuantizer(Quantizer):
 
     def find_grid(self, matrix: Matrix, weights: Tensor | None = None) -> Grid:
         """The grid of `weights` (None: the current ones), as the option `scale` says; a search heeds H's diagonal if known."""
-        hessian = matrix.statistics.get("hessian")
+        hessian, size = matrix.statistics.get("hessian"), self.groups_of(matrix.original.shape[1])
         return grid.find_grid(
             matrix.weight if weights is None else weights,
             self.bits,
-            self.groups_of(matrix.original.shape[1]),
+            size,
             self.scale,
-            self.stored_scale_dtype(matrix.stored_dtype),
+            self.scale_dtype_of(
+                matrix, lambda: grid.find_scales(matrix.original, self.bits, size, "absmax", torch.float32)
+            ),
             None if hessian is None else hessian.diagonal(),
             symmetric=self.symmetric,
         )

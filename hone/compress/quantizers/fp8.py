@@ -93,5 +93,5 @@ class FP8(Quantizer):
         (high, wide), (down, across) = scheme.extent(*weights.shape), scheme.grid(*weights.shape)
         padded = torch.nn.functional.pad(weights.abs(), (0, -weights.shape[1] % wide, 0, -len(weights) % high))
         largest = padded.view(down, high, across, wide).amax((1, 3)) / formats.LARGEST[torch.float8_e4m3fn]
-        scales = grid.stored(largest, self.stored_scale_dtype(matrix.stored_dtype))
+        scales = grid.stored(largest, self.scale_dtype_of(matrix, lambda: largest))
         matrix.stored = scheme.quantize(weights, scales)
