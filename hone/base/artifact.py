@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -258,6 +258,11 @@ class Draft:
             note = more.get("note")
             value, more["note"] = None, f"{value}, which is not finite" + (f"; {note}" if note else "")
         self._figures[name] = Figure(name=name, value=value, unit=unit, **more)
+
+    @property
+    def figures(self) -> Mapping[str, Figure]:
+        """What was recorded so far, by name."""
+        return self._figures
 
     def _record_window(self, window: _Window) -> None:
         """Adds time, peak memory and energy as measured by a `measure.Window`; time includes killed runs.

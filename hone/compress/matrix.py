@@ -60,6 +60,10 @@ INPUTS_SAID = (
 )
 
 
+_ZEROS = 0.01
+"""Share of exact zeros above which a weight was pruned; training leaves next to none."""
+
+
 class Errors(NamedTuple):
     """Errors of a matrix: ||W' - W|| / ||W||, ||(W' - W) X|| / ||W X|| (None without calibration inputs X), zeros in W'."""
 
@@ -117,6 +121,20 @@ class Matrix:
         if self.stored is not None:
             return self.stored.weight(self.original.dtype)
         return self.current if self.keep is None else self.current.masked_fill(~self.keep, 0)
+
+    def keep_zeros(self, *, quantized: bool = False) -> None:
+        """Zeros of a weight that was pruned before stay zero: more of them than training leaves.
+
+        A weight that was `quantized` has zeros of its grid: there two of every four neighbours must be zero.
+        """
+        zeros = self.original == 0
+        share = float(zeros.sum() / max(zeros.numel(), 1))
+        if quantized:
+            pairs = zeros.shape[1] % 4 == 0 and bool((zeros.view(len(zeros), -1, 4).sum(-1) >= 2).all())
+            share = share if pairs else 0.0
+        if _ZEROS < share < 1:
+            self.prune(~zeros)
+            self.notes.append("zeros of the given model stay zero")
 
     def prune(self, keep: Tensor) -> None:
         """Sets weights to zero where `keep` bool [N, K] is False; later steps keep them zero."""

@@ -40,6 +40,7 @@ allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
+card = lazy("hone.compress.card")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
 gradients = lazy("hone.compress.gradients")
@@ -347,6 +348,7 @@ class Compress(Stage):
         result.techniques(draft, run, self, samples, said, None if self.allocation is None else allocated.loss)
         result.record(draft, folder, checkpoint, rows)
         result.record_check(draft, checked, self.check_sequences, self.rotation is not None)
+        card.write(draft.folder, folder, self, draft.figures, quantization)
         if mesh.world_size > 1:
             note = "time is of all, memory and energy are of rank 0's device"
             draft.record("num_ranks", mesh.world_size, "processes", note=note)

@@ -41,6 +41,7 @@ from hone.compress.transforms.base import Transform
 from hone.cost.compress import spread
 from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
+from hone.model.quantized.dense import DenseCheckpoint
 from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.quantized.low_rank import FACTORS
 from hone.model.quantized.rounded_inputs import RoundedInputs
@@ -359,6 +360,7 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
     modules = tuple(rows for _, rows in linear.modules)
     quantizer = job.quantizers.of(index, linear.path)
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantizer=quantizer)
+    matrix.keep_zeros(quantized=isinstance(job.checkpoint, DenseCheckpoint))
     for step in job.matrix_steps(index, linear):
         step.apply(matrix)
     if quantizer is not None:
@@ -418,7 +420,10 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
     correction = correction_of(job.steps)
     if correction is not None:
         adapter.finish(draft, count - 1, adapter.spec(correction, job.checkpoint.config, job.targets))
+    noted: dict[str, list[str]] = {}
     for row in rows:
         for note in row["notes"]:
-            run.say(f"{row['name']}: {note}")
+            noted.setdefault(note, []).append(row["name"])
+    for note, names in noted.items():
+        run.say(f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}")
     return rows

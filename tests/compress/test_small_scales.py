@@ -59,7 +59,9 @@ def test_float16_scales_give_way_where_they_do_not_hold(step: dict, rescaled, co
 def test_a_format_with_float16_scales_alone_refuses_them(rescaled, compress) -> None:
     _, folder = rescaled
     for more in ({"layout": "gptq"}, {"scale_dtype": "float16"}):
-        with pytest.raises(SpecError, match=r"float16 cannot hold the scales of model.layers.0.feed_forward.\w+") as caught:
+        with pytest.raises(
+            SpecError, match=r"float16 cannot hold the scales of model.layers.0.feed_forward.\w+"
+        ) as caught:
             compress(folder, {"kind": "rtn", "group_size": 32, **more}, name=str(len(more)))
         assert "ignore" in caught.value.fix
 
