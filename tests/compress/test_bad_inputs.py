@@ -104,7 +104,7 @@ SPECS: dict[str, tuple[dict, str]] = {
     "a pruner after a quantizer": ({"steps": [INT4, {"kind": "magnitude"}]}, "which rtn removes"),
     "no calibration": ({"steps": [GPTQ], "calibration_text": None}, "needs hessian"),
     "no such text": ({"steps": [GPTQ], "calibration_text": "/nowhere.txt"}, "No such file"),
-    "too little text": ({"steps": [GPTQ], "calibration_text": "SHORT"}, "one sequence needs 32"),
+    "too little text": ({"steps": [GPTQ], "calibration_text": "SHORT"}, "has 0 sequences of 32 tokens"),
     "a text that is none": ({"steps": [GPTQ], "calibration_text": "BINARY"}, "not UTF-8"),
     "too long sequences": ({"steps": [GPTQ], "seq_len": 4096}, "longer than the model's context"),
     "a pattern that is none": ({"steps": [INT4], "targets": ["("]}, "not a regular expression"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hone.base.artifact import Artifact
+from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.compress.calibration import from_text
 from hone.compress.stage import Compress
@@ -45,8 +47,11 @@ def test_a_text_without_other_sequences_is_said(family_folder, compress, calibra
     step = {"kind": "rtn", "bits": 4, "group_size": 32}
     made = compress(family_folder("llama"), step)
     assert made.figures["kl_to_dense"].value is None and "no calibration inputs" in made.figures["kl_to_dense"].note
+    with pytest.raises(SpecError, match=r"has \d+ sequences of 32 tokens, num_sequences asks for 100000") as caught:
+        compress(family_folder("llama"), step, num_sequences=100_000, calibration_text=str(calibration_text))
+    there = int(re.findall(r"set num_sequences=(\d+)", caught.value.fix)[0])
     made = compress(
-        family_folder("llama"), step, num_sequences=100_000, calibration_text=str(calibration_text), name="all"
+        family_folder("llama"), step, num_sequences=there, calibration_text=str(calibration_text), name="all"
     )
     assert made.figures["kl_to_dense"].value is None
     made = compress(
