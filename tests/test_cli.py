@@ -342,6 +342,18 @@ def test_calibrate_measures_again(monkeypatch, tmp_path, capsys):
     assert "GFLOP/s" in capsys.readouterr().out and list(tmp_path.rglob("calibration-*.json"))
 
 
+def test_env_says_what_a_bug_report_needs(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr("hone.cli.look._PACKAGES", ("torch", "no-such-package"))
+    assert main(["env"]) == 0
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert said.keys() == {"hone", "python", "cpu", "gpus", "packages", "limits"}
+    assert said["packages"] == f"torch {torch.__version__}, no-such-package missing"
+    assert "ATEN_CPU_CAPABILITY=avx2" in said["limits"] and "cores" in said["cpu"]
+
+
 @pytest.mark.slow
 def test_a_file_where_a_folder_should_be(tmp_path):
     (tmp_path / "file").write_text("x")

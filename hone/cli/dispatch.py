@@ -34,6 +34,7 @@ looking
   redecide DATA     what other filters would keep of a data stage's input
   schema [STAGE]    the JSON schema of a stage, or of all
   techniques [SLOT] every technique: slot, name, paper, file
+  env               versions, machine and settings, for a bug report
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
 
 options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
@@ -58,6 +59,7 @@ VERBS = {
     "redecide": "hone.cli.look:redecide",
     "schema": "hone.cli.look:schema",
     "techniques": "hone.cli.look:techniques",
+    "env": "hone.cli.look:env",
     "calibrate": "hone.cli.look:calibrate",
 }
 """The function of each verb, `(words, options) -> exit code`, imported on use."""

@@ -1,4 +1,4 @@
-"""Verbs that only read: show, redecide, schema, techniques, calibrate."""
+"""Verbs that only read: show, redecide, schema, techniques, env, calibrate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _ABOUT = {
     "texts are not read again.",
     "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
     "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
+    "env": "\n\nPrints versions, machine and settings that decide how hone runs here: a block for bug reports.",
     "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and stores them for estimates. Under "
     "torchrun also the seconds of collectives between the ranks.",
 }
@@ -86,6 +87,49 @@ def techniques(words: list[str], options: dict[str, str]) -> int:
     only(words, options)
     at_most(words, 1, "one SLOT or NAME")
     print("\n".join(describe(words[1] if len(words) > 1 else None)))
+    return 0
+
+
+_PACKAGES = (
+    "torch", "triton", "numpy", "numba", "pyarrow", "pydantic", "safetensors", "tokenizers", "transformers", "compressed-tensors",
+    "bitsandbytes", "fastapi", "uvicorn", "ray",
+)  # fmt: skip
+"""Packages that `env` names, also where they are missing."""
+
+
+def env(words: list[str], options: dict[str, str]) -> int:
+    """Prints what a bug report needs."""
+    import os
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hone.base.figure import human_bytes
+    from hone.base.provenance import provenance
+    from hone.measure.compilers import LIMITS
+    from hone.measure.machine import describe
+
+    if _explained(words, options):
+        return 0
+    only(words, options)
+    at_most(words, 0, "no argument")
+    made, machine = provenance(), describe()
+
+    def there(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} missing"
+
+    commit = f", commit {made['commit']}{' with changes' if made['dirty'] else ''}" if made["commit"] else ""
+    rows = {
+        "hone": f"{made['hone']}{commit}",
+        "python": f"{machine.python}, {machine.os}",
+        "cpu": f"{machine.cpu}, {machine.num_cores} cores, {machine.num_threads} threads, {human_bytes(machine.ram_bytes)}",
+        "gpus": "; ".join(f"{gpu.name}, {human_bytes(gpu.memory_bytes)}" for gpu in machine.gpus) or "none",
+        "packages": ", ".join(there(name) for name in _PACKAGES),
+        "limits": ", ".join(f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ) or "none set",
+    }
+    for name, said in rows.items():
+        print(f"{name:9} {said}")
     return 0
 
 
