@@ -137,6 +137,7 @@ class Recipe(Spec):
             try:
                 stage.check_roles(node.inputs)
                 parents = {role: there.get(name) or _outside(name, nodes) for role, name in node.inputs.items()}
+                _wait_for_paths(stage, line, [one.folder for one in nodes])
                 wanted = "all" in redo or node.folder in redo or None in parents.values()
                 made = None if wanted else _finished(stage, out, parents, run, forgive="drifted" in redo)
                 if made is not None:
@@ -299,6 +300,18 @@ def _finished(stage: Stage, out: Path, parents: Any, run: Run, *, forgive: bool)
 def _outside(source: str, nodes: list[Node]) -> Artifact | None:
     """The artifact in a folder given as an input; None for a stage of the recipe."""
     return None if any(node.folder == source for node in nodes) else Artifact.read(source)
+
+
+def _wait_for_paths(stage: Stage, line: Path, folders: list[str]) -> None:
+    """Raises _Waits when a field of `stage`, such as a tokenizer's path, names an artifact of the line that is not made yet."""
+    folder = {str(line / one): one for one in folders}
+    pending: list[Any] = [stage.model_dump(mode="json")]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str) and value.rstrip("/") in folder and not (Path(value) / MANIFEST).exists():
+            raise _Waits(folder[value.rstrip("/")])
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def _facts(source: str, planned: Mapping[str, Facts], there: Artifact | None) -> Facts:
