@@ -28,7 +28,6 @@ from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
 from hone.cost.energy import with_energy
 from hone.data.facts import DataFacts
-from hone.data.readers.remote import is_remote
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -172,12 +171,7 @@ class Compress(Stage):
 
     def files(self) -> dict[str, Path]:
         """The calibration texts: others at the same path change the fingerprint."""
-        if self.calibration_text is None or is_remote(self.calibration_text):
-            return {}
-        path = Path(self.calibration_text).expanduser()
-        if not path.is_dir():
-            return {"calibration_text": path} if path.is_file() else {}
-        return {f"calibration_text/{file.name}": file.path for file in texts.files_of(self.calibration_text)}
+        return {} if self.calibration_text is None else texts.local_files(self.calibration_text)
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.

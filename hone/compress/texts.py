@@ -84,6 +84,19 @@ def files_of(source: str) -> list[File]:
     return able
 
 
+def local_files(source: str) -> dict[str, Path]:
+    """The files of `source` on this machine by a name of each: none of the hub's, and none where there is no such file."""
+    path = Path(source).expanduser()
+    if is_remote(source) or not _is_several(source):
+        return {"calibration_text": path} if path.is_file() else {}
+    return {f"calibration_text/{file.name}": file.path for file in files_of(source)}
+
+
+def _is_several(source: str) -> bool:
+    """Whether a source is a folder, a pattern or a data set of the hub, not one file."""
+    return is_remote(source) or Path(source).expanduser().is_dir() or any(letter in source for letter in "*?[")
+
+
 def num_bytes(source: str) -> float:
     """About how many bytes of text `source` holds. Raises SpecError as `files_of`."""
     return sum(

@@ -14,7 +14,7 @@ import tokenizers
 
 from hone.base.errors import SpecError
 from hone.compress.calibration import from_text
-from hone.compress.texts import num_bytes
+from hone.compress.texts import local_files, num_bytes
 from hone.model.tokenizer import load_tokenizer
 from tests.conftest import byte_tokenizer
 
@@ -105,6 +105,10 @@ def test_files_of_a_folder_are_documents(model, tmp_path):
     assert "about a fox" in said and "Story" in said and "not this" not in said
     assert num_bytes(str(tmp_path / "folder")) > 1000
     assert num_bytes(str(tmp_path / "folder" / "*.md")) < 3000
+    assert (
+        len(local_files(str(tmp_path / "folder"))) == 41 and len(local_files(str(tmp_path / "folder" / "*.md"))) == 40
+    )
+    assert local_files(str(tmp_path / "nothing.txt")) == local_files("hf:owner/name") == {}
 
 
 MESSAGES = [{"role": "user", "content": "Where is the fox?"}, {"role": "assistant", "content": "In its den."}]
