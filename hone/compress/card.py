@@ -73,7 +73,7 @@ def write(
         "",
         "```python",
         "import hone",
-        f'hone.load("{folder_name(folder)}")  # or transformers.AutoModelForCausalLM.from_pretrained, or `vllm serve`',
+        'hone.load("FOLDER")  # or transformers.AutoModelForCausalLM.from_pretrained, or `vllm serve`',
         "```",
         "",
         "## Licence",
@@ -90,11 +90,6 @@ def base_name(given: Path) -> str:
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"
     return given.resolve().name
-
-
-def folder_name(folder: Path) -> str:
-    """The name of the folder when it is finished."""
-    return folder.name.removesuffix(".partial")
 
 
 def command(name: str, spec: Any) -> str:
