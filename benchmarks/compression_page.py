@@ -81,7 +81,8 @@ def vllm_table() -> str:
         if name not in latest:
             continue
         row = latest[name]
-        said = yaml.safe_dump(steps, default_flow_style=True, width=1000, sort_keys=False).strip()[1:-1]
+        said = yaml.safe_dump(steps, default_flow_style=True, width=1000, sort_keys=False).strip()
+        said = said[1:-1] if len(steps) < 2 else said
         start = f"| {f'`{said}`' if said else 'dense, bfloat16'} | "
         if row["value"] is None:
             lines.append(f"{start}refused: {row['refused'].split('(')[0].strip()} | - | - | - | - |")

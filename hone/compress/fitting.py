@@ -12,8 +12,8 @@ from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import MEMORY
-from hone.compress import engines
 from hone.compress.allocations.base import read_bytes
+from hone.compress.written import engines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

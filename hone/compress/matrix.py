@@ -5,12 +5,11 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
@@ -23,7 +22,6 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.compress.grid import Grid
     from hone.model.quantized.scheme import Activations, Scheme, Stored
 
 torch = lazy("torch")
@@ -372,119 +370,3 @@ class Assigned:
 def matrix_name(index: int, path: str) -> str:
     """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv'."""
     return f"layers.{index}.{path}"
-
-
-_FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
-"""Layouts whose scales are float16 whatever the checkpoint's dtype is."""
-
-
-class IntegerQuantizer(Quantizer):
-    """Base of the integer quantizers: bits, groups of columns that share a scale, and how scales are found."""
-
-    bits: int = Field(4, ge=2, le=8, description="Bits per weight.")
-    group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale per row.")
-    symmetric: bool = Field(
-        True, description="Grids around zero; false adds a zero point to each scale, which few libraries load."
-    )
-    scale: Literal["absmax", "signed", "search"] = Field(
-        "search",
-        description="absmax: textbook; signed: full range, scale may be negative; search: least squared error.",
-    )
-    uneven: Literal["error", "nearest"] = Field(
-        "error", description="Where group_size does not divide a matrix's columns: an error, or the nearest divisor."
-    )
-    layout: Literal["auto", "pack-quantized", "int-quantized", "gptq", "gptq_v2", "awq"] = Field(
-        "auto",
-        description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row where inputs are "
-        "rounded too, else pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
-    )
-
-    @model_validator(mode="after")
-    def _one_sign(self) -> IntegerQuantizer:
-        if not self.symmetric and self.scale == "signed":
-            raise ValueError("scale signed is for symmetric grids: with zero points use absmax or search")
-        return self
-
-    @property
-    def note(self) -> str:
-        if self.symmetric or self.stored_layout != "pack-quantized":
-            return ""
-        return (
-            "zero points: transformers with compressed-tensors 0.20 loads this model only with "
-            "CompressedTensorsConfig(dequantize=True); symmetric=true loads everywhere"
-        )
-
-    def nearest(self, weights: Tensor) -> Tensor:
-        """As the base; scales are not searched."""
-        how = self.scale if self.scale != "search" else "signed" if self.symmetric else "absmax"
-        scheme = self.scheme(weights.shape[1])
-        found = grid.find_grid(weights, self.bits, scheme.group_size, how, torch.float32, symmetric=self.symmetric)
-        return scheme.quantize(weights, *found).weight(weights.dtype)
-
-    def scheme(self, columns: int) -> Scheme:
-        groups = self.groups_of(columns)
-        return schemes.Scheme(
-            self.bits, groups, self.stored_layout, symmetric=self.symmetric, activations=self.rounding
-        )
-
-    def find_grid(self, matrix: Matrix, weights: Tensor | None = None) -> Grid:
-        """The grid of `weights` (None: the current ones), as the option `scale` says; a search heeds H's diagonal if known."""
-        hessian, size = matrix.statistics.get("hessian"), self.groups_of(matrix.original.shape[1])
-        return grid.find_grid(
-            matrix.weight if weights is None else weights,
-            self.bits,
-            size,
-            self.scale,
-            self.scale_dtype_of(
-                matrix, lambda: grid.find_scales(matrix.original, self.bits, size, "absmax", torch.float32)
-            ),
-            None if hessian is None else hessian.diagonal(),
-            symmetric=self.symmetric,
-        )
-
-    def groups_of(self, columns: int) -> int:
-        """The group size used for a matrix of `columns` input features."""
-        if not self.group_size or columns % self.group_size == 0 or self.uneven == "error":
-            return self.group_size
-        divisors = [size for size in range(8, columns) if columns % size == 0]
-        return min(divisors, key=lambda size: abs(math.log(size / self.group_size)), default=0)
-
-    def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        return torch.float16 if self.layout in _FLOAT16_SCALES else super().stored_scale_dtype(checkpoint_dtype)
-
-    @property
-    def stored_layout(self) -> str:
-        if self.layout == "auto":
-            # Engines read int-quantized as codes of both operands: vLLM refuses it where inputs are not rounded.
-            both = self.rounding is not None and self.bits == 8 and not self.group_size
-            return "int-quantized" if both else "pack-quantized"
-        return self.layout
-
-    def check(self, name: str, rows: int, columns: int) -> None:
-        if self.stored_layout == "int-quantized" and (self.bits != 8 or self.group_size):
-            raise SpecError(
-                f"{self.kind}: layout int-quantized stores 8 bits with one scale per row, not {self.bits} bits "
-                f"with group_size {self.group_size}",
-                fix="set bits=8 and group_size=0, or layout=pack-quantized",
-            )
-        if self.layout in _FLOAT16_SCALES and self.scale_dtype not in ("auto", "float16"):
-            raise SpecError(
-                f"{self.kind}: layout {self.layout} stores float16 scales, not {self.scale_dtype}",
-                fix="set scale_dtype=auto, or layout=pack-quantized",
-            )
-        if self.group_size and columns % self.group_size and self.uneven == "error":
-            divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0]
-            raise SpecError(
-                f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
-                fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale per row, or uneven=nearest",
-            )
-        super().check(name, rows, columns)
-
-    def work(self, rows: int, columns: int) -> Work:
-        """Rounding, the search over scales if any, and packing: by bytes for 4 bits, code by code otherwise."""
-        passes = 1 if self.scale != "search" else 40 if self.symmetric else 24
-        packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
-        # A scale is tried in chunks that a CPU's cache holds; on a GPU each of its eight operations moves all of a chunk.
-        size, starts = rows * columns, passes * 12
-        on_gpu = Work(num_bytes=(passes * 64.0 + packing) * size, num_ops=starts)
-        return Work(num_bytes=(passes * 22.0 + packing) * size, num_ops=starts, on_gpu=on_gpu)

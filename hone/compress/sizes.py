@@ -15,8 +15,8 @@ from hone.compress.shards import DTYPES, shard_bytes
 from hone.compress.targets import Linear
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
+from hone.model.families.stored import refuse_unread
 from hone.model.hf import DTYPES as FLOATS
-from hone.model.hf import refuse_unread
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 

@@ -18,7 +18,7 @@ from hone.base.plan import MEMORY, Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.compress import ALLOCATIONS, STEPS, engines, fitting, planning
+from hone.compress import ALLOCATIONS, STEPS, fitting, planning
 from hone.compress.allocations.base import Budget, candidates, read_bytes
 from hone.compress.caches.kv_cache import KVCache, kv_cache_of
 from hone.compress.low_rank.base import LowRank, check_modules, correction_of, low_rank_last
@@ -26,6 +26,7 @@ from hone.compress.matrix import Quantizer, Step, matrix_name, quantizer_of, sto
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
+from hone.compress.written import engines
 from hone.cost.energy import with_energy
 from hone.data.facts import DataFacts
 from hone.measure.machine import Machine
@@ -39,12 +40,12 @@ allocating = lazy("hone.compress.allocations.planning")
 calibration = lazy("hone.compress.calibration")
 chain = lazy("hone.compress.structured.chain")
 capture = lazy("hone.compress.capture")
-card = lazy("hone.compress.card")
+card = lazy("hone.compress.written.card")
 checks = lazy("hone.compress.check")
 dense = lazy("hone.model.quantized.dense")
 gradients = lazy("hone.compress.gradients")
 hf = lazy("hone.model.hf")
-result = lazy("hone.compress.result")
+result = lazy("hone.compress.written.result")
 rotation = lazy("hone.compress.transforms.rotated")
 shards = lazy("hone.compress.shards")
 sizes = lazy("hone.compress.sizes")
@@ -119,11 +120,9 @@ class Compress(Stage):
     rest_dtype: Literal["keep", "bfloat16", "float16"] = Field(
         "keep", description="Dtype of the stored embedding and head, which are most of a small model's bytes."
     )
-
     engine: engines.Engine = Field(
         "any",
-        description="Engine that is to load the folder: a format that it refuses is an error. llama.cpp loads what `hone export` makes "
-        "of it.",
+        description="Engine that is to load the folder: a format that it refuses is an error. llama.cpp: after `hone export`.",
     )
     requantize: bool = Field(
         False,

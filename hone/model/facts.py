@@ -14,8 +14,8 @@ from hone.base.plan import Facts
 from hone.cost.memory import BYTES
 from hone.model.adapters.peft import with_adapter
 from hone.model.config import ModelConfig
+from hone.model.families.stored import read_config
 from hone.model.folder import no_whole_model, weights_bytes
-from hone.model.tied import read_config
 
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats by their names in a safetensors header."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -14,12 +14,12 @@ from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families.config_json import OWN, own_format, to_hf
+from hone.model.families.stored import read_config, refuse_unread
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
-from hone.model.tied import read_config
 from hone.ops.dispatch import say_once
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,8 +29,6 @@ _CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.
 _AS_STORED = (
     "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".k_scale", ".v_scale", ".scales", "absmax", "quant_map", ".SCB",
 )  # fmt: skip
-_IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
-"""Buffers that old checkpoints stored."""
 
 
 class Module(NamedTuple):
@@ -299,20 +297,6 @@ class Checkpoint:
             f"{self.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
             fix="pair the weights with the config.json they were saved with",
         )
-
-
-def refuse_unread(files: Mapping[str, Path], expected: Iterable[str], config: ModelConfig) -> None:
-    """Raises ArtifactError for a tensor of `files` (the file by the tensor's name) that the model of `config` does not read.
-
-    Some checkpoints with a tied head store the head too, and old ones buffers that are computed.
-    """
-    able = {*expected, *(("lm_head.weight",) if config.tie_embeddings else ())}
-    for name, file in files.items():
-        if name not in able and not name.endswith(_IGNORED):
-            raise ArtifactError(
-                f"{file}: {name} is not a tensor of the {config.num_layers}-layer {config.family} model in {CONFIG}",
-                fix="pair the weights with the config.json they were saved with",
-            )
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from hone.compress.card import base_name
+from hone.compress.written.card import base_name
 
 
 def parts(folder: Path) -> tuple[dict, str]:

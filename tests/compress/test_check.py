@@ -48,7 +48,9 @@ def test_a_text_without_other_sequences_is_said(family_folder, compress, calibra
     made = compress(family_folder("llama"), step)
     assert made.figures["kl_to_dense"].value is None and "no calibration inputs" in made.figures["kl_to_dense"].note
     with pytest.raises(SpecError, match=r"has \d+ sequences of 32 tokens, num_sequences asks for 100000") as caught:
-        compress(family_folder("llama"), step, num_sequences=100_000, calibration_text=str(calibration_text))
+        compress(
+            family_folder("llama"), step, num_sequences=100_000, calibration_text=str(calibration_text), name="many"
+        )
     there = int(re.findall(r"set num_sequences=(\d+)", caught.value.fix)[0])
     made = compress(
         family_folder("llama"), step, num_sequences=there, calibration_text=str(calibration_text), name="all"

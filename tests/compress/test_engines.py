@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import SpecError
-from hone.compress import QUANTIZERS, engines
+from hone.compress import QUANTIZERS
+from hone.compress.written import engines
 
 ROWS = {"bits": 8, "group_size": 0}
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from hone.compress import QUANTIZERS
-from hone.compress.matrix import IntegerQuantizer, Matrix
+from hone.compress.matrix import Matrix
+from hone.compress.quantizers.integer import IntegerQuantizer
 from hone.compress.stage import Compress
 from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing

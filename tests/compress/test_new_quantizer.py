@@ -26,7 +26,7 @@ def test_a_new_technique_is_one_file_and_one_table_line(
         """Round to nearest with three bits, as someone new would add it."""
         from pydantic import Field
         from hone.compress.grid import find_scales
-        from hone.compress.matrix import IntegerQuantizer
+        from hone.compress.quantizers.integer import IntegerQuantizer
 
         class Int3(IntegerQuantizer):
             """Rounds every weight to one of eight levels."""

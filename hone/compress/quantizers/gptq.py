@@ -21,8 +21,9 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.base.spec import Quiet
-from hone.compress.matrix import IntegerQuantizer, Matrix
+from hone.compress.matrix import Matrix
 from hone.compress.pruners.base import NofM, Sparse
+from hone.compress.quantizers.integer import IntegerQuantizer
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:

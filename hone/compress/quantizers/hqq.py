@@ -16,7 +16,8 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
-from hone.compress.matrix import IntegerQuantizer, Matrix
+from hone.compress.matrix import Matrix
+from hone.compress.quantizers.integer import IntegerQuantizer
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from hone.compress.matrix import IntegerQuantizer, Matrix
+from hone.compress.matrix import Matrix
+from hone.compress.quantizers.integer import IntegerQuantizer
 
 
 class RoundToNearest(IntegerQuantizer):

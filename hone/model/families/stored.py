@@ -1,20 +1,25 @@
-"""Tied heads: a checkpoint whose config.json ties the head to the embedding, and that stores another head all the same."""
+"""What a checkpoint stores against what its config.json says: a head of its own beside tied embeddings, tensors that no model reads."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import struct
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hone.base.durable import kind_of
+from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, read_json
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CHUNK = 1 << 26
+_IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+"""Buffers that old checkpoints stored."""
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
@@ -35,6 +40,8 @@ def has_own_head(folder: Path) -> bool:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            if kind_of(path):
+                return False  # opening a pipe would block for ever
             with open(path, "rb") as file:
                 size = struct.unpack("<Q", file.read(8))[0]
                 header = json.loads(file.read(size))
@@ -62,3 +69,17 @@ def _equal(one: tuple[Path, int, dict[str, Any]], other: tuple[Path, int, dict[s
             a[first + step : min(first + step + _CHUNK, last)] == b[start + step : min(start + step + _CHUNK, end)]
             for step in range(0, last - first, _CHUNK)
         )
+
+
+def refuse_unread(files: Mapping[str, Path], expected: Iterable[str], config: ModelConfig) -> None:
+    """Raises ArtifactError for a tensor of `files` (the file by the tensor's name) that the model of `config` does not read.
+
+    Some checkpoints with a tied head store the head too, and old ones buffers that are computed.
+    """
+    able = {*expected, *(("lm_head.weight",) if config.tie_embeddings else ())}
+    for name, file in files.items():
+        if name not in able and not name.endswith(_IGNORED):
+            raise ArtifactError(
+                f"{file}: {name} is not a tensor of the {config.num_layers}-layer {config.family} model in {CONFIG}",
+                fix="pair the weights with the config.json they were saved with",
+            )
