@@ -53,7 +53,7 @@ class FP8(Quantizer):
             return ""
         return (
             "weights alone: vLLM 0.24 has no kernel for them on GPUs with FP8 products (0.26 has, by humming-kernels); "
-            "activations=auto loads everywhere"
+            "activations=auto loads in both"
         )
 
     @property

@@ -76,7 +76,7 @@ def refuse_unread(files: Mapping[str, Path], expected: Iterable[str], config: Mo
 
     Some checkpoints with a tied head store the head too, and old ones buffers that are computed.
     """
-    able = {*expected, *(("lm_head.weight",) if config.tie_embeddings else ())}
+    able = {*expected, *((HEAD,) if config.tie_embeddings else ())}
     for name, file in files.items():
         if name not in able and not name.endswith(_IGNORED):
             raise ArtifactError(
