@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import Board, Heard, Told, newest
 from hone.serve.http.processes.tallies import Counter, state_of
 from hone.serve.http.server import listen, listen_together
 from hone.serve.http.spec import ProcessesSpec, ServerSpec
@@ -75,6 +76,14 @@ def stream(server: LiveServer, first: int = 40, count: int = LONG) -> socket.soc
     return sock
 
 
+def counters(server: LiveServer) -> dict[str, float]:
+    """What may only grow, from whichever front a new connection reaches."""
+    with plain() as client:
+        text = client.get(f"{server.url}/metrics").text
+    rows = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in rows if name.partition("{")[0].endswith(("_total", "_count"))}
+
+
 def metric(server: LiveServer, name: str) -> float:
     """As `LiveServer.metric`, from whichever front a new connection reaches."""
     with plain() as client:
@@ -98,12 +107,40 @@ def test_connections_are_divided_and_metrics_are_summed(server: LiveServer):
         with plain(headers={"authorization": "Bearer secret"}) as client:
             reply = client.post(f"{server.url}/v1/completions", json={"prompt": [number + 20], "max_tokens": 2})
         assert reply.json()["choices"][0]["token_ids"] == [number + 21, number + 22]
-    until(server, "hone:generation_tokens_total", before + 48)
-    until(server, "hone:requests_outstanding", 0)
     for name in counts:  # a front tells the others a moment after its reply
         until(server, name, done + 24)
+    until(server, "hone:generation_tokens_total", before + 48)
+    until(server, "hone:requests_outstanding", 0)
     for _ in range(4):  # whichever front replies
         assert [metric(server, name) for name in counts] == [done + 24] * 2
+
+
+def test_counters_never_fall_whichever_front_replies(server: LiveServer):
+    """A fall is a restart to Prometheus: `rate()` would count everything once more."""
+    ends = threading.Event()
+
+    def ask() -> None:
+        while not ends.is_set():
+            with plain(headers={"authorization": "Bearer secret"}) as client:
+                client.post(f"{server.url}/v1/completions", json={"prompt": [20], "max_tokens": 3})
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        before: dict[str, float] = {}
+        falls = []
+        for _ in range(150):
+            now = counters(server)
+            falls += [(name, value, now[name]) for name, value in before.items() if now[name] < value]
+            before = now
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    assert not falls
+    assert {name.partition("{")[0] for name in before} >= {"hone:steps_total", "hone:generation_tokens_total"}
+    until(server, "hone:requests_outstanding", 0)
 
 
 def test_the_key_holds_at_every_front(server: LiveServer):
@@ -146,7 +183,6 @@ def test_a_disconnect_at_any_front_reaches_the_engine(server: LiveServer):
 def test_a_front_that_is_killed_is_started_again(server: LiveServer):
     streams = [stream(server) for _ in range(4)]
     until(server, "hone:requests_outstanding", 4)
-    time.sleep(0.6)  # what was counted is published every 0.25 s
     counted, victims = metric(server, "hone:http_replies_total"), fronts(server)
     victim = max(victims, key=lambda one: len(one.net_connections("tcp")))  # it has a stream at least
     ended = len([one for one in victim.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
@@ -250,12 +286,40 @@ def test_what_is_read_of_a_front_outlives_it():
     assert [board.outstanding(0), board.outstanding(1), board.total()] == [2, 8, 10]
     counter = Counter("hone:x", "X.", ("a",))
     counter.inc(3, ("one",))
-    board.publish(1, state_of([counter]))
+    told = Told(state_of([counter]), (Heard(5, 1.5, {"pages": 2.0}),))
+    board.tell(1, told)
     board.leave(1)
-    assert board.total() == 5 and board.state(1) == {"hone:x": {("one",): [3.0]}}
-    assert board.state(0) == {}
-    board._memory[board._tallies(1) + 12] ^= 255  # as if it were being written
-    assert board.state(1) == {"hone:x": {("one",): [3.0]}}
+    assert board.total() == 5 and board.told(1) == told
+    assert board.told(0) == Told()
+    start, end = board._half(1, board._turn(1) + 1)
+    board._memory[start:end] = b"\xff" * (end - start)  # a front that was killed while it wrote
+    assert board.told(1) == told
+    board.tell(1, Told(heard=(Heard(6),)))
+    assert board.told(1) == Told(heard=(Heard(6),)) and board.told(0) == Told()
+
+
+def test_what_is_told_is_read_whole_while_it_is_written():
+    """A reader and a writer in two processes: what is read is one of what was told, and never an earlier one."""
+    board = Board(2)
+    states = [Told({"x": {("label",): [float(number)] * (1 + number % 700)}}) for number in range(3000)]
+    if (writer := os.fork()) == 0:
+        for told in states:
+            board.tell(1, told)
+        os._exit(0)
+    seen = [0]
+    while seen[-1] < len(states) - 1 and len(seen) < 10**6:
+        if told := board.told(1).counted:
+            (values,) = told["x"].values()
+            assert len(values) == 1 + int(values[0]) % 700 and len(set(values)) == 1
+            seen.append(int(values[0]))
+    assert os.waitpid(writer, 0)[1] == 0 and seen[-1] == len(states) - 1 and seen == sorted(seen)
+
+
+def test_the_newest_figures_are_those_that_any_front_heard_last():
+    one = (Heard(7, 1.0, {"pages": 1.0}), Heard(3, 9.0, {"pages": 4.0}))
+    two = (Heard(5, 2.0, {"pages": 2.0}), Heard(4, 8.0, {"pages": 3.0}))
+    assert newest([one, (), two]) == [Heard(7, 2.0, {"pages": 2.0}), Heard(4, 9.0, {"pages": 4.0})]
+    assert newest([two, one]) == newest([one, two]) and newest([()]) == []
 
 
 @pytest.mark.slow

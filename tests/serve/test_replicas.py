@@ -17,6 +17,7 @@ import pytest
 
 from hone.base.errors import MachineError
 from hone.serve.engine import Engine
+from hone.serve.http.processes.board import Heard, added
 from hone.serve.http.processes.replicas import Replicas
 from hone.serve.replicas.router import Router
 from hone.serve.replicas.shares import share_of
@@ -131,7 +132,8 @@ class Link:
 
     def __init__(self, outstanding: int, progress_s: float) -> None:
         self.outstanding, self.last_progress_s = outstanding, progress_s
-        self.stats, self.steps, self.death = {"running": 1.0, "pages_total": 10.0}, 3, None
+        self.heard = (Heard(3, progress_s, {"running": 1.0, "pages_total": 10.0}),)
+        self.steps, self.death = 3, None
         self.given: list[list[str]] = []
         self.told: list[list[bytes]] = []
 
@@ -157,7 +159,8 @@ def test_several_engines_are_like_one():
     assert links[0].given == [["a", "b"], ["c"]] and [len(keys) for keys in links[0].told] == [4, 4]
     links[0].on_held(both._router.place(one)[1])
     assert (both.outstanding, both.steps, both.last_progress_s) == (2, 6, 1.0)  # the other is idle
-    assert both.stats == {"running": 2.0, "pages_total": 20.0}
+    assert [one.at for one in both.heard] == [50.0, 1.0]
+    assert added(both.heard) == {"running": 2.0, "pages_total": 20.0}
     assert both.trouble(30) == "replica 0: stuck" and both.death is None
     links[1].death = "gone"
     assert both.death == "gone"

@@ -182,9 +182,10 @@ def test_tallies_of_processes_are_summed():
     two.replied("/v1/models", 404)
     one.latency_s.observe(0.3)
     two.latency_s.observe(1000.0)
-    both = ServerMetrics("m", dict, others=lambda: [state_of(one.settle()), state_of(two.settle())])
-    both.latency_s.observe(0.5, 2)
-    text = both.text().decode()
+    three = ServerMetrics("m", dict)
+    three.latency_s.observe(0.5, 2)
+    all_of_them = ServerMetrics("m", dict, counted=lambda: [state_of(each.settle()) for each in (one, two, three)])
+    text = all_of_them.text().decode()
     assert 'hone:http_replies_total{endpoint="/health",model_name="m",status="200"} 2.0' in text
     assert 'hone:http_replies_total{endpoint="/v1/models",model_name="m",status="404"} 1.0' in text
     for bound, count in (("0.25", 0), ("0.5", 3), ("320.0", 3), ("+Inf", 4)):

@@ -20,10 +20,10 @@ from hone.serve.http.chat_forms import Parsers
 from hone.serve.http.defaults import GenerationDefaults
 from hone.serve.http.edge.guard import ChunkWriter
 from hone.serve.http.metrics import ServerMetrics
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import Board, Told, added, newest
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.replicas import Replicas
-from hone.serve.http.processes.tallies import State, adopt
+from hone.serve.http.processes.tallies import adopt, state_of
 from hone.serve.http.processes.token_events import TokenEvents
 from hone.serve.http.processes.wire import Refused
 from hone.serve.http.prompts import Prompts
@@ -69,9 +69,15 @@ class Front:
         self.board, self.index = board, index
         self.prompts = prompts
         self.settings = settings
-        self.metrics = ServerMetrics(settings.names[0], self.figures, settings.metrics_prefix, self._others, self._each)
+        self.metrics = ServerMetrics(
+            settings.names[0],
+            self.figures,
+            settings.metrics_prefix,
+            lambda: [told.counted for told in self.tell()],
+            self._each,
+        )
         if board is not None:
-            adopt(self.metrics.tallies, board.state(index))  # those of the front that was here before
+            adopt(self.metrics.tallies, board.told(index).counted)  # those of the front that was here before
         self.draining = False
         self.started_at = int(time.time())
         self._serial = 0
@@ -202,29 +208,36 @@ class Front:
         self.engine.submit(prompts, job.deliver, job.streams if body.stream else ())
         return job
 
-    def _each(self) -> list[dict[str, float]]:
-        """The figures of each replica, where there are several."""
-        if not isinstance(self.engine, Replicas) or self.board is None:
-            return []
-        loads = map(self.board.outstanding, range(self.board.replicas))
-        return [{**stats, "requests_outstanding": load} for stats, load in zip(self.engine.each_stats, loads)]
-
-    def _others(self) -> Iterator[State]:
-        if self.board is not None:
-            for other in range(self.board.fronts):
-                if other != self.index:
-                    yield self.board.state(other)
-
     # ---- state out --------------------------------------------------------------------------------------------------
 
+    def tell(self) -> list[Told]:
+        """What every front of the server told the others, this one just now.
+
+        Whoever shows what it counted tells it first, so that no front shows less than another did before: to Prometheus
+        a counter that falls has begun anew.
+        """
+        told = Told(state_of(self.metrics.settle()), self.engine.heard)
+        if self.board is None:
+            return [told]
+        self.board.tell(self.index, told)
+        return [self.board.told(front) for front in range(self.board.fronts)]
+
     def figures(self) -> dict[str, float]:
-        """The latest figures of the engine and of this object, for /metrics."""
+        """The newest figures of the engines, summed, and of this object, for /metrics."""
+        heard = newest(told.heard for told in self.tell())
         return {
-            **self.engine.stats,
+            **added(heard),
             "requests_outstanding": self.outstanding,
-            "steps": self.engine.steps,
+            "steps": sum(one.steps for one in heard),
             "last_step_age_seconds": self.engine.last_progress_s,
         }
+
+    def _each(self) -> list[dict[str, float]]:
+        """The figures of each replica, where there are several."""
+        if self.board is None or self.board.replicas == 1:
+            return []
+        heard = newest(told.heard for told in self.tell())
+        return [{**one.stats, "requests_outstanding": self.board.outstanding(place)} for place, one in enumerate(heard)]
 
 
 class Job:

@@ -64,8 +64,8 @@ class ServerMetrics:
     """Counters and histograms of one server, in a registry of its own.
 
     `engine_stats` returns the engine's latest figures; each becomes the gauge `hone:<name>`. `alias` ('vllm') repeats
-    every line under that prefix, for dashboards of another engine. `others` returns what the server's other processes
-    counted: it is added when Prometheus scrapes; `each_replica` the figures of each of several engines.
+    every line under that prefix, for dashboards of another engine. `counted` returns what each of the server's processes
+    counted, this one included, where there are several; `each_replica` the figures of each of several engines.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class ServerMetrics:
         model: str,
         engine_stats: Callable[[], dict[str, float]],
         alias: str = "",
-        others: Callable[[], Iterable[State]] = tuple,
+        counted: Callable[[], Iterable[State]] | None = None,
         each_replica: Callable[[], list[dict[str, float]]] = list,
     ) -> None:
         self._registry = CollectorRegistry()
         self._alias = alias
         self._values = {"model_name": model}
-        self._others = others
+        self._counted = counted or (lambda: [state_of(self.settle())])
         self.tallies: list[Counter | Histogram] = []
         self.gaps: dict[tuple[float, float], int] = {}
         """Tokens by the times (s) of the token before and their own: those of one step are counted together."""
@@ -134,8 +134,8 @@ class ServerMetrics:
         return self.tallies
 
     def families(self) -> Iterator[Metric]:
-        """What this process and the others counted, for Prometheus."""
-        total = summed([state_of(self.settle()), *self._others()])
+        """What the server's processes counted, for Prometheus."""
+        total = summed(self._counted())
         for one in self.tallies:
             yield one.family(total[one.name], self._values)
 

@@ -195,7 +195,7 @@ class Loop:
         front: Any = origin[0] if origin else self._channel
         if kind == "join":
             self.fronts.append(front)
-            front.send(("stats", self._engine.stats(), self._steps))
+            front.send(("stats", self._engine.stats(), self._steps, time.monotonic()))
         elif kind == "gone":
             self.fronts.remove(front)
             self._abort([request_id for request_id, owner in self._live.items() if owner is front])
@@ -251,7 +251,7 @@ class Loop:
         self._stats_at = time.monotonic()
         stats = self._engine.stats()
         for front in self.fronts:
-            front.send(("stats", stats, self._steps))
+            front.send(("stats", stats, self._steps, self._stats_at))
 
 
 def _one_line(error: BaseException) -> str:

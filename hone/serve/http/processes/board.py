@@ -1,4 +1,4 @@
-"""Memory that the fronts of one server share: how many sequences each has in progress, and what each has counted."""
+"""Memory that the fronts of one server share: the sequences in progress of each, what it counted and what it heard."""
 
 from __future__ import annotations
 
@@ -6,22 +6,65 @@ import mmap
 import os
 import pickle
 import struct
+import time
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
 from hone.serve.http.processes.tallies import State
 
-_SLOT = 2**17
+_SLOT = 2**18
 _NUMBER = struct.Struct("=q")
 _HEAD = struct.Struct("=II")
 
 
-class Board:
-    """One slot for each front: its outstanding sequences at each of `replicas` engines, and its tallies.
+@dataclass(frozen=True)
+class Heard:
+    """What a front last heard of one engine: its steps, and its figures with the time (s, monotonic) they are of."""
 
-    A front writes only its own slot, and reads all of them without a lock: numbers are written whole, tallies have a
-    checksum. The slot outlives its front: the next one goes on counting from it.
+    steps: int = 0
+    at: float = 0.0
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a front tells the others: what it counted, and what it last heard of each engine."""
+
+    counted: State = field(default_factory=dict)
+    heard: tuple[Heard, ...] = ()
+
+
+def newest(each: Iterable[tuple[Heard, ...]]) -> list[Heard]:
+    """Of each engine what is newest of all that fronts heard."""
+    found: list[Heard] = []
+    for heard in each:
+        for place, one in enumerate(heard):
+            if place == len(found):
+                found.append(one)
+            other = found[place]
+            latest = one if one.at > other.at else other
+            found[place] = replace(latest, steps=max(one.steps, other.steps))
+    return found
+
+
+def added(heard: Iterable[Heard]) -> dict[str, float]:
+    """The figures of several engines, added up."""
+    total: dict[str, float] = {}
+    for one in heard:
+        for name, value in one.stats.items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+class Board:
+    """One slot for each front: its outstanding sequences at each of `replicas` engines, and what it tells the others.
+
+    A front writes only its own slot, and reads all of them without a lock. Numbers are written whole. What is told is
+    written to the half of the slot that is not read, then a number turns readers to it: they find what was told last,
+    also of a front that is killed while it writes. The slot outlives its front: the next one goes on counting from it.
     """
 
     def __init__(self, fronts: int, replicas: int = 1, handle: int | None = None) -> None:
@@ -30,7 +73,6 @@ class Board:
         if handle is None:
             os.ftruncate(self._handle, fronts * _SLOT)
         self._memory = mmap.mmap(self._handle, fronts * _SLOT)
-        self._latest: dict[int, State] = {}
 
     def __reduce__(self) -> Any:  # to a process that is being spawned
         return _opened, (self.fronts, self.replicas, DupFd(self._handle))
@@ -53,25 +95,38 @@ class Board:
         """Sequences of all fronts in progress at all replicas."""
         return sum(map(self.outstanding, range(self.replicas)))
 
-    def publish(self, front: int, state: State) -> None:
-        """Replaces what `front` has counted."""
-        data = zlib.compress(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), 1)
-        start = self._tallies(front)
-        assert start + _HEAD.size + len(data) <= (front + 1) * _SLOT, "tallies do not fit their slot"
+    def tell(self, front: int, told: Told) -> None:
+        """Replaces what `front` tells the others."""
+        data = zlib.compress(pickle.dumps(told, pickle.HIGHEST_PROTOCOL), 1)
+        turn = self._turn(front) + 1
+        start, end = self._half(front, turn)
+        assert start + _HEAD.size + len(data) <= end, "what a front tells does not fit its slot"
         self._memory[start + _HEAD.size : start + _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._memory, start, len(data), zlib.crc32(data))
+        _NUMBER.pack_into(self._memory, front * _SLOT + self.replicas * _NUMBER.size, turn)
 
-    def state(self, front: int) -> State:
-        """What `front` has counted; while it is being written, what was read before."""
-        start = self._tallies(front)
-        length, check = _HEAD.unpack_from(self._memory, start)
-        data = self._memory[start + _HEAD.size : start + _HEAD.size + min(length, _SLOT)]
-        if length and zlib.crc32(data) == check:
-            self._latest[front] = pickle.loads(zlib.decompress(data))
-        return self._latest.get(front, {})
+    def told(self, front: int) -> Told:
+        """What `front` told last."""
+        while turn := self._turn(front):
+            start, end = self._half(front, turn)
+            length, check = _HEAD.unpack_from(self._memory, start)
+            data = self._memory[start + _HEAD.size : min(start + _HEAD.size + length, end)]
+            if zlib.crc32(data) == check:
+                told: Told = pickle.loads(zlib.decompress(data))
+                return told
+            time.sleep(0)  # it told twice meanwhile
+        return Told()
 
-    def _tallies(self, front: int) -> int:
-        return front * _SLOT + self.replicas * _NUMBER.size
+    def _turn(self, front: int) -> int:
+        number: int = _NUMBER.unpack_from(self._memory, front * _SLOT + self.replicas * _NUMBER.size)[0]
+        return number
+
+    def _half(self, front: int, turn: int) -> tuple[int, int]:
+        """Where what is told at `turn` begins, and where its room ends."""
+        numbers = (self.replicas + 1) * _NUMBER.size
+        size = (_SLOT - numbers) // 2
+        start = front * _SLOT + numbers + turn % 2 * size
+        return start, start + size
 
 
 def _opened(fronts: int, replicas: int, handle: Any) -> Board:

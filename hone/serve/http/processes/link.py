@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, Self
 
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import Board, Heard
 from hone.serve.http.processes.wire import Columns, EngineFacts, Frames, Refused, unpack
 from hone.serve.request import Output, Request
 
@@ -49,6 +49,7 @@ class EngineLink:
         self._task: asyncio.Task[None] | None = None  # tells everyone that the process ended
         self.facts: EngineFacts
         self.stats: dict[str, float] = {}
+        self._stats_at = 0.0
         self.steps = 0
         self.death: str | None = None
         self._fronts = 1
@@ -137,6 +138,11 @@ class EngineLink:
             deliver(Output(request_id, finish="error", error=text))
 
     @property
+    def heard(self) -> tuple[Heard, ...]:
+        """What the engine said last."""
+        return (Heard(self.steps, self._stats_at, self.stats),)
+
+    @property
     def last_progress_s(self) -> float:
         """Seconds since the engine last finished a step or received work while idle."""
         return time.monotonic() - self._progress_at
@@ -196,7 +202,7 @@ class EngineLink:
             for output in unpack(([], [], []), others):
                 self._pass_on(output)
         elif kind == "stats":
-            self.stats, steps = rest
+            self.stats, steps, self._stats_at = rest
             if steps != self.steps:  # steps without outputs for this front
                 self.steps, self._progress_at = steps, time.monotonic()
         elif kind == "held":

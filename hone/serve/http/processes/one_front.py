@@ -24,7 +24,6 @@ from hone.serve.http.front import Front, FrontSettings
 from hone.serve.http.processes.board import Board
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.replicas import Replicas
-from hone.serve.http.processes.tallies import state_of
 from hone.serve.http.prompts import Prompts
 from hone.serve.http.spec import API_KEY_VARIABLE, ServerSpec
 from hone.serve.http.texts.opening import read_tokenizer
@@ -33,7 +32,7 @@ from hone.serve.http.texts.pool import TextPool
 if TYPE_CHECKING:
     import uvicorn
 
-_PUBLISH_S = 0.25
+_TELL_S = 0.25
 
 
 class OneFront:
@@ -75,7 +74,7 @@ class OneFront:
                 await self._run(front, sock, ready)
             finally:
                 if board is not None:
-                    board.publish(index, state_of(front.metrics.settle()))
+                    front.tell()
                     board.leave(index)
         finally:
             await engine.stop()
@@ -129,19 +128,18 @@ class OneFront:
             await asyncio.sleep(0.01)
         if server.started:
             ready(stopping)
-        publishing = asyncio.create_task(_publish(front))
+        telling = asyncio.create_task(_tell(front))
         try:
             with frozen_heap():
                 await running
         finally:
-            publishing.cancel()
+            telling.cancel()
 
 
-async def _publish(front: Front) -> None:
-    """Lets the other fronts know what this one counted."""
+async def _tell(front: Front) -> None:
     while front.board is not None:
-        front.board.publish(front.index, state_of(front.metrics.settle()))
-        await asyncio.sleep(_PUBLISH_S)
+        front.tell()
+        await asyncio.sleep(_TELL_S)
 
 
 class Stopping:

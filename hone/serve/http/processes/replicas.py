@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import Board, Heard
 from hone.serve.http.processes.link import EngineLink, TokenSink
 from hone.serve.http.processes.wire import EngineFacts, Refused
 from hone.serve.replicas.router import Router
@@ -86,18 +86,9 @@ class Replicas:
         return max(busy) if busy else min(link.last_progress_s for link in self._links)
 
     @property
-    def stats(self) -> dict[str, float]:
-        """The engines' figures, summed."""
-        total: dict[str, float] = {}
-        for link in self._links:
-            for name, value in link.stats.items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    @property
-    def each_stats(self) -> list[dict[str, float]]:
-        """The figures of each engine."""
-        return [link.stats for link in self._links]
+    def heard(self) -> tuple[Heard, ...]:
+        """What each engine said last."""
+        return tuple(heard for link in self._links for heard in link.heard)
 
     @property
     def death(self) -> str | None:
