@@ -252,7 +252,7 @@ def test_load_is_divided(fakes: LiveServer):
             tasks = [
                 asyncio.create_task(
                     http.post(
-                        "/v1/completions", json={"prompt": prompt(200 + n, 20), "max_tokens": 150, "ignore_eos": True}
+                        "/v1/completions", json={"prompt": prompt(200 + n, 20), "max_tokens": 1000, "ignore_eos": True}
                     )
                 )
                 for n in range(8)

@@ -81,16 +81,16 @@ def test_a_template_that_hangs_or_swells_fails_alone(folder: Path):
 
 def test_a_text_beyond_its_time_or_memory_and_a_killed_process(folder: Path):
     async def work(pool: TextPool) -> None:
-        with pytest.raises(TextError, match=r"more than 0\.05 s"):
-            await pool.encode(["the quick " * 200_000], True)
+        with pytest.raises(TextError, match=r"more than 0\.5 s"):
+            await pool.encode(["the quick " * 400_000], True)
         assert len(await pool.encode(["a"], True)) == 1
-        for child in psutil.Process().children():
-            if "hone.serve.http.texts.child" in child.cmdline():
-                child.kill()
-        await asyncio.sleep(0.2)
+        (child,) = pool._idle
+        child._process.kill()
+        while child.alive:  # until it is known that it ended
+            await asyncio.sleep(0.01)
         assert len(await pool.encode(["a"], True)) == 1
 
-    with_pool(work, folder, encode_s=0.05)
+    with_pool(work, folder, encode_s=0.5)
 
     async def small(pool: TextPool) -> None:
         with pytest.raises(TextError, match="memory"):
@@ -114,17 +114,13 @@ def test_a_text_of_megabytes_stops_nobody_and_its_memory_is_given_back(server: L
         counts.append(server.post("/tokenize", prompt="the quick brown " * 200_000).json()["count"])
 
     asking = threading.Thread(target=ask)
-    started = time.monotonic()
     asking.start()
-    waits = []
+    replies = 0
     while asking.is_alive():
-        before = time.monotonic()
-        assert server.http.get("/health").status_code == 200
-        waits.append(time.monotonic() - before)
+        replies += server.http.get("/health").status_code == 200
         time.sleep(0.01)
-    took = time.monotonic() - started
     assert counts and counts[0] > 200_000
-    assert max(waits) < max(1.0, took / 3), (max(waits), took)  # it was all of it with tokenization in this process
+    assert replies > 5  # two with tokenization in the server's process: one before it, one after
     assert psutil.Process(server.process.pid).memory_info().rss < 600 * 2**20
 
 

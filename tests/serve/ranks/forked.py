@@ -142,17 +142,16 @@ def break_rank(folder: str, spec: dict, how: str) -> dict:
         engine.runner.links._workers[0].steps.send(3, b"no step")
     elif how == "lead":
         engine.runner.sampler = None
-    began, said = time.monotonic(), []
+    said = []
     for _ in range(2):  # and every later step
         try:
             while True:
                 engine.step()
         except HoneError as error:
             said.append(f"{type(error).__name__}: {error.what}")
-    seconds = time.monotonic() - began
     left = [pid for pid in workers if alive(pid)]
     engine.close()
-    return {"said": said, "seconds": seconds, "left": left}
+    return {"said": said, "left": left}
 
 
 def refuse(folder: str, spec: dict) -> dict:

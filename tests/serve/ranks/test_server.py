@@ -24,7 +24,7 @@ def workers(server: LiveServer) -> list[int]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, f"{pids} still run"
         time.sleep(0.05)
@@ -40,7 +40,7 @@ def test_a_server_on_two_ranks_answers_and_names_the_rank_that_was_killed(tmp_pa
     reply = server.post("/v1/completions", **body).json()
     assert reply["choices"][0]["token_ids"] == dense_greedy(model, [3, 4, 5], 8)
     os.kill(rank, signal.SIGKILL)  # while no request runs
-    assert server.process.wait(30) != 0
+    assert server.process.wait(60) != 0
     assert "rank 1 of 2 ended: killed by SIGKILL" in server.errors()
     wait_until_gone([rank])
     server.stop()
