@@ -23,7 +23,7 @@ def own_head(family_folder, tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     tensors = load_file(source / "model.safetensors")
-    head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1)) / 50
     tensors["lm_head.weight"] = head.to(tensors["model.embed_tokens.weight"].dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}

@@ -97,8 +97,8 @@ gradients or add them in another order. On 4, where stages have two neighbours, 
     ids=["2", "4-few", "4"],
 )
 def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, tmp_path):
-    """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order,
-    in bfloat16 if they have that: each step of lr 1e-3 is then off by up to 2^-8."""
+    """To the bit; the gradients of DualPipe's two copies of a stage and of a tied embedding are added in another order. In
+    bfloat16 sums that nearly cancel then differ by percents, and so do those weights' steps of lr 1e-3."""
     numbers = [number for _, number in chosen]
     if num_ranks == 2:
         settings, alone = SETTINGS, request.getfixturevalue("alone")
@@ -106,7 +106,7 @@ def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, 
         settings = [{**one, **DEEP} for one in SETTINGS[: max(numbers) + 1]]
         alone = of_one_process(settings, data_folder, tmp_path)
     bounds = [
-        (1e-5 if "precision" in settings[number] else 2e-6)
+        (1e-4 if "precision" in settings[number] else 2e-6)
         if name == "dualpipe" or settings[number].get("tied")
         else 0.0
         for name, number in chosen
@@ -139,23 +139,25 @@ def test_products_with_other_axes_train_as_one_process_does(num_ranks, alone, da
 
 def check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path) -> None:
     """That each of `settings` gives the losses and weights of setting `numbers[i]` in one process, within `bounds[i]`: absolute
-    differences, to which bfloat16 adds a rounding of each weight and, of a sum of many, an eighth of one."""
+    differences, on average at most 1e-5, to which bfloat16 adds a rounding of each weight and, of a sum of many, an eighth."""
     losses, weights = alone
     every = on_ranks(num_ranks, trained, str(data_folder), str(tmp_path), settings)
     assert all(one == every[0] for one in every), "ranks differ in losses"
     for at, (setting, bound, number) in enumerate(zip(settings, bounds, numbers, strict=True)):
+        average = min(bound, 1e-5)
         rounding = torch.finfo(torch.bfloat16).eps if bound and "precision" in setting else 0.0
         for ours, theirs in zip(every[0][at], losses[number], strict=True):
             torch.testing.assert_close(
                 torch.tensor(ours),
                 torch.tensor(theirs),
-                rtol=bound + rounding / 8,
-                atol=bound,
+                rtol=average + rounding / 8,
+                atol=average,
                 msg=lambda said, one=setting: f"{one}: {said}",
             )
         for one in weights_of(tmp_path, at, num_ranks):
             for key, whole in weights[number].items():
-                assert ((one[key] - whole).abs() <= bound + rounding * whole.abs()).all(), f"{setting} {key}"
+                off = (one[key] - whole).float().abs()
+                assert (off <= bound + rounding * whole.abs()).all() and off.mean() <= average, f"{setting} {key}"
 
 
 def test_every_layout_reads_the_checkpoints_of_every_other(data_folder, tmp_path):
