@@ -2,22 +2,22 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile all of hone again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
 
-.PHONY: demo test test-slow test-all lint clean
+.PHONY: demo test test-all lint clean
 
 demo: .venv/.all
 	$(BIN)/hone run recipes/tiny.yaml
 
-# The default tier. `make test-all` is everything that a CPU can run: the default tier, then the slow rest.
+# The default tier. `make test-all` is everything that a CPU can run.
 test: .venv/.dev
 	$(PYTEST) -m "not slow"
 
-test-slow: .venv/.dev
-	$(PYTEST) -m slow
-
-test-all: test test-slow
+# In one process a worker: what is imported, compiled and made for one tier serves the other.
+test-all: .venv/.dev
+	$(PYTEST)
 
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -28,12 +28,12 @@ lint: .venv/.dev
 
 # The stamps change with what is installed, so that an edit of either file installs again.
 .venv/.all: .venv/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	$(INSTALL) -e '.[all]'
 	touch $@
 
-.venv/.dev: .venv/.all
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
-	touch $@
+.venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[all,dev]'
+	touch .venv/.all $@
 
 clean:
 	rm -rf .venv work build *.egg-info
