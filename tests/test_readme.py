@@ -25,7 +25,7 @@ def home(mini_line, tmp_path, monkeypatch):
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = [command.split()[1] for command in COMMANDS if command.startswith("make ")]
-    assert targets == ["demo", "test"]
+    assert targets == ["demo", "test-all"]
     for target in targets:
         assert f"\n{target}:" in makefile
 

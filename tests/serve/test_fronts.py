@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -61,16 +62,22 @@ def fronts(server: LiveServer) -> list[psutil.Process]:
     return found
 
 
-def stream(server: LiveServer, first: int = 40, count: int = LONG) -> socket.socket:
-    """A stream that has begun, on a connection of its own."""
+def asked(server: LiveServer, first: int = 40, count: int = LONG, *, stream: bool = False) -> socket.socket:
+    """A request that is sent, on a connection of its own that ends with the reply."""
     host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=30)
-    body = json.dumps({"prompt": [first], "max_tokens": count, "stream": True}).encode()
+    sock = socket.create_connection((host, int(port)), timeout=60)
+    body = json.dumps({"prompt": [first], "max_tokens": count, "stream": stream}).encode()
     sock.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer secret\r\n"
-        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
+    return sock
+
+
+def stream(server: LiveServer) -> socket.socket:
+    """A stream that has begun, on a connection of its own."""
+    sock = asked(server, stream=True)
     assert sock.recv(12) == b"HTTP/1.1 200"
     return sock
 
@@ -150,37 +157,20 @@ def test_the_key_holds_at_every_front(server: LiveServer):
 
 def test_the_queue_is_bounded_over_all_fronts(server: LiveServer):
     """4 run and 4 may wait: of 24 requests at once on connections of their own exactly 8 are taken."""
-    taken, refused = [], []
-    known = threading.Event()
-
-    def ask() -> None:
-        body = {"prompt": [60], "max_tokens": LONG, "stream": True}
-        with (
-            plain(headers={"authorization": "Bearer secret"}) as client,
-            client.stream("POST", f"{server.url}/v1/completions", json=body) as reply,
-        ):
-            if reply.status_code == 200:
-                taken.append(reply)
-                known.wait(60)
-            else:
-                reply.read()
-                refused.append(reply)
-
-    threads = [threading.Thread(target=ask) for _ in range(24)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    while len(refused) < 16:
-        assert time.monotonic() < deadline, (len(taken), len(refused))
-        time.sleep(0.05)
+    open_ = [asked(server) for _ in range(24)]
+    for _ in range(16):
+        ready, _, _ = select.select(open_, [], [], 60)
+        sock = ready[0]
+        open_.remove(sock)
+        with sock.makefile("rb") as file:
+            head, _, body = file.read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503") and b"retry-after:" in head.lower()
+        assert json.loads(body)["error"]["code"] == "queue_full"
+        sock.close()
     until(server, "hone:requests_outstanding", 8)
-    known.set()
-    for thread in threads:
-        thread.join()
-    assert len(taken) == 8 and len(refused) == 16
-    for reply in refused:
-        assert reply.status_code == 503 and reply.headers["retry-after"]
-        assert reply.json()["error"]["code"] == "queue_full"
+    assert select.select(open_, [], [], 0)[0] == []
+    for sock in open_:
+        sock.close()
     until(server, "hone:requests_outstanding", 0)
 
 
