@@ -24,7 +24,7 @@ from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
 from hone.base.identity import by_earlier, changed_file, drift, foreign_fingerprint, identify, same
 from hone.base.lazy import resolve
-from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take
+from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take, work_in
 from hone.base.provenance import provenance
 from hone.base.run import Run
 from hone.base.spec import Spec, fingerprint
@@ -298,8 +298,7 @@ class Draft:
 
     def __exit__(self, *_: object) -> None:
         """Releases the folder for another attempt; removes it when nothing was written yet."""
-        made = any(path.is_file() and path.name != BEGUN for path in self.folder.rglob("*"))
-        if not made and not self._lock.closed:
+        if not work_in(self.folder) and not self._lock.closed:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
@@ -400,7 +399,7 @@ def reserve(
         lock.close()
         shutil.rmtree(partial_of(out), ignore_errors=True)
         return there
-    return lock, resume(out, lock, token, run)
+    return lock, resume(out, lock, token, run, identity, kind)
 
 
 def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:

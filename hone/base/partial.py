@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.durable import sync
-from hone.base.errors import ArtifactError, SpecError
+from hone.base.errors import ArtifactError, DriftError, SpecError
+from hone.base.identity import drift
 from hone.base.run import Run
+from hone.base.spec import Spec
 
 STATE = "state"
 BEGUN = "begun.json"
@@ -69,25 +72,41 @@ def _is_at(file: Any, path: Path) -> bool:
         return False
 
 
-def resume(out: Path, lock: Any, token: str, run: Run) -> bool:
-    """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it."""
+def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any], kind: type[Spec] | None) -> bool:
+    """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it.
+
+    Raises DriftError when it has work of a stage (`kind` its class, `identity` its manifest) with another spec, unless
+    `run.redo`.
+    """
     partial = partial_of(out)
     lock.seek(0)
-    before = lock.read()
+    before, _, row = lock.read().partition("\n")
     if before == token and not run.redo:
         run.say(f"resuming {out.name}")
         return True
+    if before and not run.redo and kind is not None and work_in(partial):
+        lock.close()
+        change = drift(json.loads(row), identity, kind) if row else ""
+        raise DriftError(
+            f"{partial} has unfinished work of another spec{change and ': '}{change}",
+            fix=f"give that spec again and it resumes, give the new one another name, or drop that work with --redo={out.name}",
+        )
     if before:
-        run.say(f"{partial} was started and not finished, and cannot be resumed with this spec; starting it again")
+        run.say(f"{partial} was started and not finished; starting it again")
     for path in partial.iterdir():
         if path.name != BEGUN:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     lock.seek(0)
     lock.truncate()
-    lock.write(token)
+    lock.write(token if kind is None else f"{token}\n{json.dumps(identity)}")
     lock.flush()
     os.fsync(lock.fileno())
     return False
+
+
+def work_in(partial: Path) -> bool:
+    """Whether a stage has written anything there."""
+    return any(path.is_file() and path.name != BEGUN for path in partial.rglob("*"))
 
 
 def publish(out: Path, lock: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +14,30 @@ from typing import Any
 
 from hone.base.figure import human_bytes, human_seconds
 from hone.base.mesh import Mesh
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended the work in order. The text says where, and what is saved."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.number = number
+        """Of the signal."""
+
+
+class Ending:
+    """Whether Ctrl-C or SIGTERM came while work is in a block of `Run.ending`."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def asked(self) -> bool:
+        """Whether the work should end as soon as what it has done is saved."""
+        return self.number is not None
+
+    def interrupted(self, text: str) -> Interrupted:
+        """What the work raises when it has ended; another process may have been asked instead of this one."""
+        return Interrupted(text, self.number or signal.SIGTERM)
 
 
 @dataclass
@@ -38,6 +64,30 @@ class Run:
             from rich.console import Console
 
             Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def ending(self) -> Iterator[Ending]:
+        """A block that Ctrl-C and SIGTERM do not interrupt, so that it can save its work: it looks at `Ending.asked` and ends
+        itself. A second one interrupts it at once. Outside the main thread, where no handler can be set, both do as before.
+        """
+        ending = Ending()
+        if threading.current_thread() is not threading.main_thread():
+            yield ending
+            return
+
+        def ask(number: int, _: object) -> None:
+            if ending.asked():
+                raise Interrupted("", number)
+            ending.number = number
+            if self.mesh.leads and not self.quiet:  # written as it is: `print` may be what was interrupted
+                os.write(2, b"\nsaving what is done, then ending; once more ends at once\n")
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield ending
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str = "") -> Iterator[Progress]:

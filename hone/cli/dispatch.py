@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -66,7 +67,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted."""
+    """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted, 143 by SIGTERM."""
     from hone.base.errors import HoneError, without_models
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -81,9 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         if missing is None:
             raise
         return _complain(missing.what, missing.fix)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command resumes where it stopped", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{error or 'interrupted'}; the same command resumes where it stopped", file=sys.stderr)
+        return 128 + getattr(error, "number", signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -114,6 +114,22 @@ class Stored:
             )
 
 
+def _opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
+    """(tensors, numbers) of the checkpoint in `folder`. Raises ArtifactError when a file of it is cut off or another's."""
+    from safetensors import SafetensorError
+
+    try:
+        numbers = json.loads((folder / "numbers.json").read_text("utf8"))
+        if not isinstance(numbers, dict):
+            raise ValueError("numbers.json is no object")
+        return Stored(folder), numbers
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ArtifactError(
+            f"the checkpoint {folder} is damaged: {type(error).__name__}: {error}",
+            fix="--redo starts the training over",
+        ) from None
+
+
 class Snapshot:
     """Copies of tensors in the host's memory, pinned where they come from a GPU; the memory is kept for the next copy."""
 
@@ -314,13 +330,27 @@ class Checkpoints:
         if writing is not None:
             writing.close()
 
-    def newest(self) -> tuple[Stored, dict[str, Any]] | None:
-        """(tensors, numbers) of the newest whole checkpoint; None when there is none."""
-        whole = self.mesh.from_leader(self._whole)
-        if not whole:
-            return None
-        _, folder = whole[-1]
-        return Stored(folder), json.loads((folder / "numbers.json").read_text("utf8"))
+    def newest(self, say: Callable[[str], None] = print) -> tuple[Stored, dict[str, Any]] | None:
+        """(tensors, numbers) of the newest checkpoint that can be read; None when there is none. `say` is told of damaged ones.
+
+        Raises ArtifactError when there are some, all damaged.
+        """
+        folder = self.mesh.from_leader(lambda: self._readable(say))
+        return None if folder is None else _opened(folder)
+
+    def _readable(self, say: Callable[[str], None]) -> Path | None:
+        damaged = None
+        for _, folder in reversed(self._whole()):
+            try:
+                _opened(folder)
+            except ArtifactError as error:
+                say(f"{error.what}; it is passed over")
+                damaged = error
+            else:
+                return folder
+        if damaged is not None:
+            raise damaged
+        return None
 
     def _bytes(self) -> int:
         return sum(file.stat().st_size for _, folder in self._whole() for file in folder.iterdir())

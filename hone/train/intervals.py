@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from hone.base.mesh import Mesh
-from hone.base.spec import Spec
+from hone.base.spec import Circumstance, Spec
 
 if TYPE_CHECKING:
     from hone.train.checkpoint import Checkpoints
@@ -41,5 +41,7 @@ class Checkpointing(Spec):
 class Validation(Spec):
     """How often the loss on the val split is computed, and on how much of it."""
 
-    interval: int = Field(0, ge=0, description="Steps between evaluations on the val split; 0: only at the end.")
+    interval: Annotated[int, Circumstance()] = Field(
+        0, ge=0, description="Steps between evaluations on the val split; 0: only at the end."
+    )
     sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")

@@ -7,7 +7,7 @@ decoder, and `fit` with packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,6 +153,10 @@ class Trainer:
         self.scaler = LossScaler(enabled=precision == "fp16")
         self.done = 0
         self.tokens = 0
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether this rank was asked to end."""
+        self.stopping = False
+        """Whether all ranks end after this step, because one was asked to."""
         self.device = next(model.parameters()).device
         if compile:
             keep_kernels_apart()
@@ -215,8 +219,10 @@ class Trainer:
 
     def _counts(self, batch: Batch) -> Counts:
         """The counts of a whole step, known before its first backward pass."""
-        own = torch.tensor([self.objective.count(batch.targets), batch.tokens.size], dtype=torch.float64)
-        targets, tokens = self._over_ranks(own * self.ranks.counts_tokens).tolist()
+        own = [self.objective.count(batch.targets), batch.tokens.size] if self.ranks.counts_tokens else [0, 0]
+        sums = self._over_ranks(torch.tensor([*own, self.asked()], dtype=torch.float64))
+        targets, tokens, asked = sums.tolist()
+        self.stopping = asked > 0
         return Counts(max(targets, 1.0), tokens)
 
     def _means(self, sums: Sums, counts: Counts) -> tuple[float, float | None, float]:
@@ -304,12 +310,12 @@ def fit(
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 0,
 ) -> None:
-    """Trains until `trainer.steps` are done, from its current step.
+    """Trains until `trainer.steps` are done, from its current step, or until it is `stopping`.
 
     A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
     equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` steps and
     after the last one. `watch` logs every step; `checkpoints` saves the
-    whole state every `checkpoint_every` steps, after `watch` has synced its logs.
+    whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs.
     """
     index, parts = trainer.ranks.data
     while trainer.done < trainer.steps:
@@ -331,12 +337,15 @@ def fit(
             if watch is not None:
                 bits = loss / math.log(2) * val.num_tokens / val.num_bytes
                 watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
-        if checkpoints is not None and checkpoint_every and trainer.done % checkpoint_every == 0 and not last:
+        due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
+        if checkpoints is not None and due and not last:
             if watch is not None:
                 watch.sync()
             trainer.save(checkpoints)
             if watch is not None:
                 watch.restart_clock()
+        if trainer.stopping:
+            break
     if checkpoints is not None:
         checkpoints.finish()
 

@@ -386,11 +386,12 @@ class Train(Stage):
         """Runs the loop from the newest checkpoint's step. Rank 0 alone watches it."""
         from hone.train.loop import fit
 
-        found = checkpoints.newest()
+        found = checkpoints.newest(run.say)
         if found is not None:
             trainer.restore(*found)
             run.say(f"resuming at step {trainer.done} of {trainer.steps}")
-        with run.progress("train: step", trainer.steps) as progress:
+        with run.ending() as ending, run.progress("train: step", trainer.steps) as progress:
+            trainer.asked = ending.asked
             progress.skip(trainer.done)
             watch = self._watch(draft, trainer, progress, run) if run.mesh.leads else None
             try:
@@ -416,6 +417,8 @@ class Train(Stage):
                 checkpoints.close()
                 if watch is not None:
                     watch.close()
+        if trainer.done < trainer.steps:
+            raise ending.interrupted(f"ended after step {trainer.done} of {trainer.steps}, which is saved")
         return watch
 
     def _watch(self, draft: Draft, trainer: Trainer, progress: Progress, run: Run) -> Watch:

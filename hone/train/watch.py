@@ -37,7 +37,8 @@ class Watch:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.path = folder / "steps.jsonl"
-        _cut_back(self.path, resume_at)
+        for path in (self.path, log / "timing.jsonl"):
+            _cut_back(path, resume_at)
         self._steps = open(self.path, "a", encoding="utf8")
         self._timing = open(log / "timing.jsonl", "a", encoding="utf8")
         # TensorBoard itself drops events after the step of the resume when it reads the same step again.

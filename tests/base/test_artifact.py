@@ -113,12 +113,28 @@ def test_a_kill_during_commit_loses_nothing(tmp_path, monkeypatch, moment):
     again.verify()
 
 
-def test_an_interrupted_stage_with_another_spec_starts_anew(tmp_path):
+def test_an_interrupted_stage_with_another_spec_loses_nothing_unasked(tmp_path):
     first = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
     (first.folder / "half.txt").write_text("half")
     first._lock.close()
-    second = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=QUIET)
-    assert not second.resumed and not (second.folder / "half.txt").exists()
+    with pytest.raises(DriftError, match=r"unfinished work of another spec: spec\.depth was 2, is 9\n.*--redo=data-a"):
+        start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=QUIET)
+    resumed = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    assert resumed.resumed and (resumed.folder / "half.txt").read_text() == "half"
+    resumed._lock.close()
+    anew = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=Run(quiet=True, redo=True))
+    assert not anew.resumed and not (anew.folder / "half.txt").exists()
+
+
+def test_a_folder_that_was_begun_by_an_earlier_hone_is_resumed(tmp_path):
+    """Its file has the fingerprint alone."""
+    first = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
+    (first.folder / "half.txt").write_text("half")
+    (first.folder / "begun.json").write_text(first.fingerprint)
+    first._lock.close()
+    with pytest.raises(DriftError, match="unfinished work of another spec\n"):
+        start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=QUIET)
+    assert start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET).resumed
 
 
 def test_two_at_once_is_refused(tmp_path):

@@ -123,8 +123,11 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
     return found
 
 
-def made(spec: dict[str, Any], data: str, out: str, kill_at: int = 0, **others: str) -> str:
-    """The content of the artifact that all ranks make of `data` and `others`; rank 1 is killed when it begins step `kill_at`."""
+def made(
+    spec: dict[str, Any], data: str, out: str, kill_at: int = 0, number: int = signal.SIGKILL, **others: str
+) -> str:
+    """The content of the artifact that all ranks make of `data` and `others`, or the error that they end with; rank 1 gets
+    signal `number` when it begins the step after `kill_at`."""
     torch.set_num_threads(1)
     run = Run(quiet=True)
     if kill_at and run.mesh.rank == 1:
@@ -132,14 +135,14 @@ def made(spec: dict[str, Any], data: str, out: str, kill_at: int = 0, **others: 
 
         def dying(self: Trainer, batch: Any) -> Any:
             if self.done == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             return step(self, batch)
 
         Trainer.step = dying  # type: ignore[method-assign]
     try:
         parents = {role: Artifact.read(folder) for role, folder in {"data": data, **others}.items()}
         return Train.read(spec).make(out, parents, run).content
-    except HoneError as error:
+    except (HoneError, KeyboardInterrupt) as error:
         return str(error)
 
 

@@ -37,8 +37,10 @@ class LocalTrainer(Trainer):
     def step(self, batch: Batch) -> Step:
         """As `Trainer.step`; then the outer step, where one is due."""
         step = super().step(batch)
+        asked, self.stopping = self.stopping, False
         if self.done % self.sync_every == 0 or self.done == self.steps:
             self._combine()
+            self.stopping = self.ranks.mesh.sum(torch.tensor([float(asked)])).item() > 0
         return step
 
     @torch.no_grad()
