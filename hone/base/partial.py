@@ -75,8 +75,8 @@ def _is_at(file: Any, path: Path) -> bool:
 def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any], kind: type[Spec] | None) -> bool:
     """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it.
 
-    Raises DriftError when it has work of a stage (`kind` its class, `identity` its manifest) with another spec, unless
-    `run.redo`.
+    `kind` is the class of the stage, `identity` its manifest. Raises DriftError when the folder has a stage's work with another
+    spec, unless `run.redo`; what was pulled can be pulled again.
     """
     partial = partial_of(out)
     lock.seek(0)
@@ -84,7 +84,7 @@ def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any],
     if before == token and not run.redo:
         run.say(f"resuming {out.name}")
         return True
-    if before and not run.redo and kind is not None and work_in(partial):
+    if before and not before.startswith("pull ") and not run.redo and work_in(partial):
         lock.close()
         change = drift(json.loads(row), identity, kind) if row else ""
         raise DriftError(

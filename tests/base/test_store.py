@@ -299,8 +299,12 @@ def test_a_pull_and_a_stage_do_not_resume_each_other(tmp_path, bucket, monkeypat
     assert isinstance(draft, Draft) and not draft.resumed and not (draft.folder / "a.txt").exists()
     with pytest.raises(ArtifactError, match="another process is making"):
         pull(bucket, tmp_path / "back", QUIET)
+    (draft.folder / "a.txt").write_text("hours of work")
     draft.__exit__()
-    pull(bucket, tmp_path / "back", QUIET).verify()
+    with pytest.raises(DriftError, match=r"unfinished work of another spec.*\n.*--redo=back"):
+        pull(bucket, tmp_path / "back", QUIET)
+    assert (draft.folder / "a.txt").read_text() == "hours of work"
+    pull(bucket, tmp_path / "back", REDO).verify()
 
 
 def test_an_existing_folder_is_reused_or_refused(tmp_path, bucket, capsys):
