@@ -24,7 +24,7 @@ from hone.base.errors import ArtifactError, DriftError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
 from hone.base.identity import by_earlier, changed_file, drift, foreign_fingerprint, identify, same
 from hone.base.lazy import resolve
-from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, resume, sweep, take, work_in
+from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, release, resume, sweep, take
 from hone.base.provenance import provenance
 from hone.base.run import Run
 from hone.base.spec import Spec, fingerprint
@@ -296,11 +296,9 @@ class Draft:
     def __enter__(self) -> Draft:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object = None, error: object = None, *__: object) -> None:
         """Releases the folder for another attempt; removes it when nothing was written yet."""
-        if not work_in(self.folder) and not self._lock.closed:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
+        release(self.folder, self._lock, error)
 
     def commit(self) -> Artifact:
         """Hashes and syncs the files, writes hone.json, renames the folder. Returns the finished artifact."""

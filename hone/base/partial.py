@@ -8,17 +8,20 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hone.base.durable import sync
-from hone.base.errors import ArtifactError, DriftError, SpecError
+from hone.base.errors import ArtifactError, DriftError, HoneError, MachineError, SpecError
 from hone.base.identity import drift
 from hone.base.run import Run
 from hone.base.spec import Spec
 
 STATE = "state"
 BEGUN = "begun.json"
+MISTAKE = f"{STATE}/mistake"
+"""The file that says that the work ended with an error of its spec or its inputs: with another spec it begins anew."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # a Path keeps one slash; a single letter would be a drive
 PULL = "hone pull URL FOLDER copies it here; then give FOLDER"
 PUSH = "give a folder here; hone push FOLDER URL copies it there when it is whole"
@@ -76,15 +79,17 @@ def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any],
     """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it.
 
     `kind` is the class of the stage, `identity` its manifest. Raises DriftError when the folder has a stage's work with another
-    spec, unless `run.redo`; what was pulled can be pulled again.
+    spec, unless `run.redo` or that work ended with a mistake in its spec; what was pulled can be pulled again.
     """
     partial = partial_of(out)
     lock.seek(0)
     before, _, row = lock.read().partition("\n")
+    mistaken = (partial / MISTAKE).exists()
     if before == token and not run.redo:
+        (partial / MISTAKE).unlink(missing_ok=True)
         run.say(f"resuming {out.name}")
         return True
-    if before and not before.startswith("pull ") and not run.redo and work_in(partial):
+    if before and not (before.startswith("pull ") or run.redo or mistaken) and _work_in(partial):
         lock.close()
         change = drift(json.loads(row), identity, kind) if row else ""
         raise DriftError(
@@ -104,7 +109,17 @@ def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any],
     return False
 
 
-def work_in(partial: Path) -> bool:
+def release(partial: Path, lock: Any, error: object = None) -> None:
+    """Gives back the lock of work that ended, by `error` if by one; removes the folder when nothing was written yet."""
+    if not _work_in(partial) and not lock.closed:
+        shutil.rmtree(partial, ignore_errors=True)
+    elif isinstance(error, HoneError) and not isinstance(error, MachineError):
+        with suppress(OSError):  # a stage may have removed its state; the error under way is the one to show
+            (partial / MISTAKE).touch()
+    lock.close()
+
+
+def _work_in(partial: Path) -> bool:
     """Whether a stage has written anything there."""
     return any(path.is_file() and path.name != BEGUN for path in partial.rglob("*"))
 

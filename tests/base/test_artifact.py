@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hone.base.artifact import Artifact, Draft, start
 from hone.base.durable import sha256, write_jsonl
-from hone.base.errors import ArtifactError, DriftError, HoneError
+from hone.base.errors import ArtifactError, DriftError, HoneError, MachineError, SpecError
 from hone.base.figure import Estimate
 from hone.base.identity import difference
 from hone.base.plan import Facts, Plan
@@ -124,6 +124,30 @@ def test_an_interrupted_stage_with_another_spec_loses_nothing_unasked(tmp_path):
     resumed._lock.close()
     anew = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=Run(quiet=True, redo=True))
     assert not anew.resumed and not (anew.folder / "half.txt").exists()
+
+
+@pytest.mark.parametrize(("error", "asks"), [(SpecError, False), (MachineError, True), (KeyboardInterrupt, True)])
+def test_what_ended_with_a_mistake_of_its_spec_is_begun_anew_by_another(error, asks, tmp_path):
+    """The error said what to change; to ask again whether the change is meant would help nobody."""
+
+    def begun(depth: int) -> Draft:
+        return start(tmp_path / "data-a", kind="data", spec=Knobs(depth=depth), run=QUIET)
+
+    with pytest.raises(error), begun(2) as draft:
+        (draft.folder / "half.txt").write_text("half")
+        raise error("no") if error is KeyboardInterrupt else error("no", fix="yes")
+    if asks:
+        with pytest.raises(DriftError):
+            begun(3)
+        return
+    again = begun(2)
+    assert again.resumed
+    again._lock.close()
+    with pytest.raises(DriftError):  # it went on since
+        begun(3)
+    with pytest.raises(error), begun(2):
+        raise error("no", fix="yes")
+    assert not begun(3).resumed
 
 
 def test_a_folder_that_was_begun_by_an_earlier_hone_is_resumed(tmp_path):
