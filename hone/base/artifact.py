@@ -298,7 +298,7 @@ class Draft:
 
     def __exit__(self, _: object = None, error: object = None, *__: object) -> None:
         """Releases the folder for another attempt; removes it when nothing was written yet."""
-        release(self.folder, self._lock, error)
+        release(self.folder, self._lock, None if self.resumed else error)  # what was resumed had gone well before
 
     def commit(self) -> Artifact:
         """Hashes and syncs the files, writes hone.json, renames the folder. Returns the finished artifact."""

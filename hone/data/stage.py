@@ -102,7 +102,7 @@ class Data(Settings):
     def run(self, plan: DataPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the artifact's files in `draft.folder`; every step resumes from `draft.state`.
 
-        A mistake in the spec or the source leaves no partial folder: the same spec cannot be resumed, and another one would be refused.
+        A mistake in the spec or the source leaves no partial folder, in which there would be nothing to resume.
         """
         from hone.data.curate import curate
 

@@ -127,8 +127,8 @@ def test_an_interrupted_stage_with_another_spec_loses_nothing_unasked(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "asks"), [(SpecError, False), (MachineError, True), (KeyboardInterrupt, True)])
-def test_what_ended_with_a_mistake_of_its_spec_is_begun_anew_by_another(error, asks, tmp_path):
-    """The error said what to change; to ask again whether the change is meant would help nobody."""
+def test_work_that_was_resumed_is_never_dropped_unasked(error, asks, tmp_path):
+    """Of what was begun, a mistake of its spec alone is no work to keep: the error said what to change."""
 
     def begun(depth: int) -> Draft:
         return start(tmp_path / "data-a", kind="data", spec=Knobs(depth=depth), run=QUIET)
@@ -143,11 +143,19 @@ def test_what_ended_with_a_mistake_of_its_spec_is_begun_anew_by_another(error, a
     again = begun(2)
     assert again.resumed
     again._lock.close()
-    with pytest.raises(DriftError):  # it went on since
-        begun(3)
-    with pytest.raises(error), begun(2):
-        raise error("no", fix="yes")
-    assert not begun(3).resumed
+    for _ in range(2):  # it went on since, so there may be hours of work in it, whatever ends it now
+        with pytest.raises(DriftError):
+            begun(3)
+        with pytest.raises(error), begun(2):
+            raise error("no", fix="yes")
+
+
+def test_what_began_with_a_mistake_is_begun_anew_by_another_spec(tmp_path):
+    with pytest.raises(SpecError), start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET) as draft:
+        (draft.folder / "half.txt").write_text("half")
+        raise SpecError("no", fix="yes")
+    other = start(tmp_path / "data-a", kind="data", spec=Knobs(depth=9), run=QUIET)
+    assert not other.resumed and not (other.folder / "half.txt").exists()
 
 
 def test_a_folder_that_was_begun_by_an_earlier_hone_is_resumed(tmp_path):
