@@ -36,7 +36,7 @@ class Figure(BaseModel):
     unit: str
     how: How = "measured"
     n: int = Field(1, description="Number of measurements behind the value.")
-    spread: float | None = Field(None, description="Half the range of the measurements, in `unit`.")
+    spread: float | None = Field(None, description="Half of the value's 95 % interval, in `unit`.")
     estimate: Estimate | None = None
     note: str = Field("", description="Conditions of the measurement, or why the value is absent.")
 

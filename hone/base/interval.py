@@ -55,6 +55,20 @@ def half_width(values: Sequence[float], level: float = LEVEL) -> float:
     return t_quantile((1 + level) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def ratio_half_width(totals: Sequence[float], sizes: Sequence[float], level: float = LEVEL) -> float | None:
+    """Half of the interval of sum(totals) / sum(sizes), for groups of `sizes` members each whose values add up to `totals`.
+
+    The groups are independent of each other, their members are not (Cochran, "Sampling Techniques", 1977, 6.4). None for
+    fewer than two groups.
+    """
+    count, whole = len(totals), math.fsum(sizes)
+    if count < 2:
+        return None
+    mean = math.fsum(totals) / whole
+    squares = math.fsum((total - mean * size) ** 2 for total, size in zip(totals, sizes, strict=True))
+    return t_quantile((1 + level) / 2, count - 1) * math.sqrt(count / (count - 1) * squares) / whole
+
+
 @lru_cache(maxsize=256)
 def t_quantile(probability: float, freedom: float) -> float:
     """The quantile at `probability`, in (0, 1), of Student's t distribution with `freedom` > 0 degrees of freedom."""

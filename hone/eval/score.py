@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
+from hone.base.interval import ratio_half_width
 from hone.eval.compare import agreement, divergence
 from hone.eval.windows import LOGITS, Join, Piece, batches, cut
 from hone.model.context import Causal
@@ -21,13 +22,14 @@ from hone.model.decoder import Decoder
 class Scores:
     """Per token of the text, in its order: `scored` bool [N]; `loss` float32 nats where scored, else 0.
 
-    With a reference: `kl` float32 nats (reference || model) and `agree` bool (same most likely token).
+    With a reference: `kl` float32 nats (reference || model), `agree` bool (same most likely token) and `reference_loss` float32.
     """
 
     scored: np.ndarray
     loss: np.ndarray
     kl: np.ndarray | None = None
     agree: np.ndarray | None = None
+    reference_loss: np.ndarray | None = None
 
     @property
     def num_scored(self) -> int:
@@ -52,6 +54,27 @@ class Scores:
     def top1_agreement(self) -> float | None:
         """Share of scored tokens with the same most likely token in both models; None without a reference."""
         return None if self.agree is None else _mean(self.agree, self.scored)
+
+    @property
+    def mean_difference(self) -> float | None:
+        """Nats per scored token by which the loss is above the reference's; None without one."""
+        return None if self.reference_loss is None else self.mean_loss - _mean(self.reference_loss, self.scored)
+
+    def halves(self, starts: np.ndarray) -> dict[str, float | None]:
+        """Halves of the 95 % intervals of `mean_kl` ('kl') and `mean_difference` ('loss'), from the spread over documents.
+
+        Documents begin at `starts`: tokens of one depend on each other. None with fewer than two scored documents.
+        """
+        assert self.kl is not None and self.reference_loss is not None, "only a comparison has these intervals"
+        inside = np.repeat(np.arange(len(starts) - 1), np.diff(starts))[self.scored]
+        sizes = np.bincount(inside, minlength=len(starts) - 1)
+        above = self.loss.astype(np.float64) - self.reference_loss
+
+        def half(values: np.ndarray) -> float | None:
+            totals = np.bincount(inside, values[self.scored], minlength=len(sizes))
+            return ratio_half_width(totals[sizes > 0], sizes[sizes > 0])
+
+        return {"kl": half(self.kl), "loss": half(above)}
 
     def bits_per_byte(self, token_bytes: np.ndarray) -> float | None:
         """Bits per UTF-8 byte of the text. `token_bytes` int [N]: UTF-8 bytes of each token.
@@ -86,6 +109,7 @@ def score(
     scored, loss = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     kl = None if reference is None else np.zeros(num_tokens, np.float32)
     agree = None if reference is None else np.zeros(num_tokens, bool)
+    reference_loss = None if reference is None else np.zeros(num_tokens, np.float32)
     for group in batches(cut(starts, window, stride, join), batch_tokens):
         inputs, targets, kept, where = _stack(tokens, group)
         inputs = inputs.to(device)
@@ -103,13 +127,14 @@ def score(
                 expected = reference.head(theirs[part]).float()
                 kl[where[part]] = divergence(expected, logits).cpu().numpy()
                 agree[where[part]] = agreement(expected, logits).cpu().numpy()
+                reference_loss[where[part]] = _loss(expected, targets[part]).cpu().numpy()
         scored[where] = True
         if watch is not None:
             watch(sum(piece.stop - piece.start for piece in group))
     for name, values in (("loss", loss), ("divergence from the reference", kl)):
         if values is not None and not np.isfinite(values).all():
             raise _not_finite(name, values, int(scored.sum()), decoder.embedding.dtype)
-    return Scores(scored, loss, kl, agree)
+    return Scores(scored, loss, kl, agree, reference_loss)
 
 
 def _not_finite(name: str, values: np.ndarray, num_scored: int, dtype: torch.dtype) -> HoneError:

@@ -22,6 +22,7 @@ from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.data.facts import DataFacts
+from hone.eval.bigram import bigram_perplexity
 from hone.eval.windows import LOGITS
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
@@ -45,7 +46,7 @@ class EvalPlan(Plan):
 
 
 class Eval(Stage):
-    """Perplexity and bits per byte on a split of a data artifact; with a reference model, divergence and agreement."""
+    """Perplexity and bits per byte on a split of a data artifact, beside a bigram model's; with a reference, divergence and agreement."""
 
     stage: ClassVar[str] = "eval"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": True, "reference": False}
@@ -119,6 +120,10 @@ class Eval(Stage):
                     watch=bar.advance,
                 )
         self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
+        bigram, note = None, "the data is packed with another tokenizer"
+        if text.packed:
+            bigram, note = bigram_perplexity(folders["data"], self.split, text.tokens, scores.scored)
+        draft.record("bigram_perplexity", bigram, "", n=scores.num_scored if bigram else 1, note=note)
 
     def _load(self, folder: Path, device: str) -> Any:
         from hone.model.hf import load
@@ -162,9 +167,11 @@ class Eval(Stage):
         draft.record("loss", scores.mean_loss, "nats/token", n=count, note=how)
         draft.record("bits_per_byte", scores.bits_per_byte(text.token_bytes), "bits/byte", n=count, note=how)
         if scores.kl is not None:
-            draft.record(
-                "kl_to_reference", scores.mean_kl, "nats/token", n=count, note=f"KL(reference || model), {how}"
-            )
+            halves, said = scores.halves(text.starts), f"KL(reference || model), {how}"
+            draft.record("kl_to_reference", scores.mean_kl, "nats/token", n=count, spread=halves["kl"], note=said)
+            said = f"loss above the reference's, {how}"
+            more = {"n": count, "spread": halves["loss"], "note": said}
+            draft.record("loss_over_reference", scores.mean_difference, "nats/token", **more)
             draft.record("top1_agreement", scores.top1_agreement, "fraction", n=count, note=how)
         draft.record("tokens_evaluated", count, "tokens")
         draft.record("model_bytes", own_bytes, "B", note="safetensors files")

@@ -13,12 +13,16 @@ from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 
 
 class Text(NamedTuple):
-    """`tokens` int64 [N], document `starts` int64 [num_documents + 1], UTF-8 `token_bytes` int32 [N] (0: special token)."""
+    """`tokens` int64 [N], document `starts` int64 [num_documents + 1], UTF-8 `token_bytes` int32 [N] (0: special token).
+
+    `packed`: the tokens are those of the data, whose tokenizer is the model's.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray
     token_bytes: np.ndarray
     how: str
+    packed: bool
 
 
 def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 0) -> Text:
@@ -28,9 +32,9 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
     the split has no token to score, or its texts no longer exist.
     """
     tokenizer = load_tokenizer(model)
-    if tokenizer.identity == identity_of(data):
-        packed = PackedTokens(data, split)
-        documents, how = packed.documents(), f"{split} split as packed"
+    packed = tokenizer.identity == identity_of(data)
+    if packed:
+        documents, how = PackedTokens(data, split).documents(), f"{split} split as packed"
     else:
         documents, how = _tokenized(data, split, tokenizer), f"{split} split in the model's own tokens"
     kept: list[np.ndarray] = []
@@ -49,7 +53,7 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
         )
     tokens = np.concatenate(kept).astype(np.int64)
     starts = np.cumsum([0, *(len(document) for document in kept)]).astype(np.int64)
-    return Text(tokens, starts, _lengths(tokenizer, tokens), how)
+    return Text(tokens, starts, _lengths(tokenizer, tokens), how, packed)
 
 
 def _tokenized(data: Path, split: str, tokenizer: Tokenizer):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.base.interval import half_width, t_quantile, welch
+from hone.base.interval import half_width, ratio_half_width, t_quantile, welch
 
 TABLE = {
     1: (3.078, 6.314, 12.706, 63.657),
@@ -80,3 +80,15 @@ def test_tiny_spreads_keep_their_freedom() -> None:
 
 def test_the_interval_of_a_mean() -> None:
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.302652729911275 / math.sqrt(3))
+
+
+@given(VALUES)
+def test_groups_of_one_size_have_the_interval_of_their_means(means: list[float]) -> None:
+    found = ratio_half_width([4 * mean for mean in means], [4] * len(means))
+    assert found == pytest.approx(half_width(means), rel=1e-6, abs=1e-6)
+
+
+def test_groups_of_other_sizes_on_paper() -> None:
+    """(1 + 5) / (1 + 3) = 1.5; 2 / 1 (.5^2 + .5^2) = 1 of one degree of freedom, over 4."""
+    assert ratio_half_width([1.0, 5.0], [1, 3]) == pytest.approx(12.706 / 4, abs=1e-3)
+    assert ratio_half_width([7.0], [3]) is None

@@ -109,6 +109,22 @@ def test_divergence_from_another_model(decoder, oracle):
     np.testing.assert_allclose(scores.kl[1:], expected.numpy(), rtol=1e-4, atol=1e-5)
     same = (ours.argmax(-1) == theirs.argmax(-1)).numpy()
     assert scores.top1_agreement == pytest.approx(same.mean())
+    targets = torch.from_numpy(tokens[1:])[:, None]
+    above = (theirs - ours).gather(1, targets).mean().item()
+    assert scores.mean_difference == pytest.approx(above, rel=1e-3, abs=1e-4)
+
+
+def test_intervals_are_over_documents(decoder):
+    """Their means of three documents of one size are three independent values."""
+    from hone.base.interval import half_width
+
+    other, tokens, starts = hone.model.decoder.build(decoder.config, seed=5), text(60), np.array([0, 20, 40, 60])
+    scores = score(other, tokens, starts, window=32, reference=decoder)
+    halves = scores.halves(starts)
+    for name, values in (("kl", scores.kl), ("loss", scores.loss - scores.reference_loss)):
+        means = [float(values[start + 1 : start + 20].mean(dtype="float64")) for start in starts[:-1]]
+        assert halves[name] == pytest.approx(half_width(means), rel=1e-4, abs=1e-6)
+    assert score(other, tokens, reference=decoder, window=64).halves(np.array([0, 60])) == {"kl": None, "loss": None}
 
 
 def test_divergence_on_paper():

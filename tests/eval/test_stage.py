@@ -65,6 +65,10 @@ def test_figures(tiny_llama, data, tmp_path):
     assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
     assert figures["kl_to_reference"] == 0.0 and figures["top1_agreement"] == 1.0
     assert figures["model_bytes"] == (tiny_llama / "model.safetensors").stat().st_size
+    assert figures["loss_over_reference"] == 0.0 and made.figures["kl_to_reference"].spread == 0.0
+    assert (
+        figures["bigram_perplexity"] is None and made.figures["bigram_perplexity"].note == "the data has no train split"
+    )
     assert figures["energy_j"] is None or figures["energy_j"] > 0
     for name in ("time_s", "peak_memory_bytes", "memory_growth_bytes"):
         assert made.figures[name].estimate is not None and figures[name] > 0
@@ -97,6 +101,7 @@ def test_another_tokenizer_scores_the_text_itself(tiny_llama, data, tmp_path):
     total = sum(len(text.encode()) + 1 for text in TEXTS)  # every byte is a token, and one end each
     assert found.figures["tokens_evaluated"].value == total - len(TEXTS)
     assert "own tokens" in found.figures["loss"].note
+    assert "another tokenizer" in found.figures["bigram_perplexity"].note
 
 
 def test_mistakes(tiny_llama, data, tmp_path):
