@@ -1,12 +1,18 @@
-"""What a training does every so many steps: checkpoints and evaluations."""
+"""What a training does every so many steps: checkpoints, evaluations, and checks of whether it ends early."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from hone.base.artifact import Draft
+from hone.base.durable import write_atomic
+from hone.base.errors import SpecError
+from hone.base.figure import human_seconds
 from hone.base.mesh import Mesh
 from hone.base.spec import Circumstance, Spec
 
@@ -36,6 +42,95 @@ class Checkpointing(Spec):
         """Checkpoints on disk at once, at most, of a training of `steps`."""
         saved = (steps - 1) // self.interval if self.interval else 0
         return min(saved, self.keep_latest_k + 1)
+
+
+class EarlyStopping(Spec):
+    """When a training ends before its last step."""
+
+    val_loss: float | None = Field(
+        None, gt=0, description="End at the first check with at most this loss on the val split, in nats/token."
+    )
+    max_time_s: float | None = Field(
+        None,
+        gt=0,
+        description="End at the first check after this many seconds of training, however slow the machine is.",
+    )
+    interval: int = Field(20, gt=0, description="Steps between checks.")
+
+    def notes(self, steps: int) -> tuple[str, ...]:
+        """What a plan of `steps` says about it."""
+        ends = [f"at a validation loss of {self.val_loss:g}"] if self.val_loss else []
+        ends += [f"after {human_seconds(self.max_time_s)}"] if self.max_time_s else []
+        return (f"ends {' or '.join(ends)}, if that is before step {steps}",) if ends else ()
+
+    def evaluations(self, steps: int, every: int, sequences: int) -> int:
+        """Evaluations before the last of `steps` on `sequences` of the val split, with those `every` so many steps (0: none).
+
+        Raises SpecError when a loss is asked for and there is no val split.
+        """
+        if self.val_loss and not sequences:
+            raise SpecError(
+                "early_stopping.val_loss needs a val split, and the data has none",
+                fix="make the data with a validation_fraction, or set early_stopping.max_time_s alone",
+            )
+        both = {one for one in (every, self.interval if self.val_loss else 0) if one}
+        found = sum((steps - 1) // one for one in both)
+        return found - ((steps - 1) // math.lcm(*both) if len(both) > 1 else 0)
+
+
+def stored_steps(path: Path, steps: int) -> int:
+    """The steps in `path`, which a run of this training began with; else `steps`, which are stored there."""
+    if not path.exists():
+        write_atomic(path, str(steps).encode())
+    return int(path.read_text())
+
+
+class Stop:
+    """The early end of one training. All ranks ask; rank 0 knows the time, and stores the step at which it ended.
+
+    A run that was killed after that step ends at it again, however long it took to resume.
+    """
+
+    def __init__(self, when: EarlyStopping, draft: Draft, mesh: Mesh) -> None:
+        self.when, self._draft, self._mesh = when, draft, mesh
+        self._path = draft.state / "ended"
+        self._ended: dict[str, int | str] | None = mesh.from_leader(self._stored)
+
+    def _stored(self) -> dict[str, int | str] | None:
+        return json.loads(self._path.read_text()) if self._path.exists() else None
+
+    @property
+    def said(self) -> str:
+        """Why the training ended early; '' if it did not."""
+        return str(self._ended["why"]) if self._ended else ""
+
+    def scores(self, done: int) -> bool:
+        """Whether the loss on the val split is asked for after `done` steps."""
+        return self.when.val_loss is not None and done % self.when.interval == 0
+
+    def over(self, done: int) -> bool:
+        """Whether the time is over after `done` steps."""
+        if self._ended is not None:
+            return done == self._ended["step"]
+        if self.when.max_time_s is None or done % self.when.interval:
+            return False
+        spent = self._mesh.from_leader(lambda: self._draft.elapsed_s)
+        if spent < self.when.max_time_s:
+            return False
+        before = f", before the validation loss was {self.when.val_loss:g}" if self.when.val_loss else ""
+        return self._end(done, f"{human_seconds(self.when.max_time_s)} were over{before}")
+
+    def reached(self, done: int, loss: float) -> bool:
+        """Whether `loss`, on the val split after `done` steps, is low enough."""
+        if self._ended is not None or not self.scores(done) or loss > (self.when.val_loss or 0.0):
+            return False
+        return self._end(done, f"the validation loss came down to {self.when.val_loss:g}")
+
+    def _end(self, done: int, why: str) -> bool:
+        self._ended = {"step": done, "why": why}
+        if self._mesh.leads:
+            write_atomic(self._path, json.dumps(self._ended).encode())
+        return True
 
 
 class Validation(Spec):

@@ -27,6 +27,7 @@ from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll
 from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.data_parallel.sums import Sum
+from hone.train.intervals import Stop
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
@@ -157,6 +158,8 @@ class Trainer:
         """Whether this rank was asked to end."""
         self.stopping = False
         """Whether all ranks end after this step, because one was asked to."""
+        self.early: Stop | None = None
+        """Decides whether the training is complete before its last step."""
         self.device = next(model.parameters()).device
         if compile:
             keep_kernels_apart()
@@ -310,7 +313,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 0,
 ) -> None:
-    """Trains until `trainer.steps` are done, from its current step, or until it is `stopping`.
+    """Trains until `trainer.steps` are done, from its current step, or until it is `stopping` or ends `early`, which sets `steps`.
 
     A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
     equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` steps and
@@ -324,8 +327,12 @@ def fit(
         step = trainer.step(data.sequences(mine, seq_len, seed))
         if watch is not None:
             watch.stepped(step.row())
+        early = trainer.early
+        if early is not None and early.over(trainer.done):
+            trainer.steps = trainer.done
         last = trainer.done == trainer.steps
-        if val is not None and (last or (eval_every and trainer.done % eval_every == 0)):
+        scored = (eval_every and trainer.done % eval_every == 0) or (early is not None and early.scores(trainer.done))
+        if val is not None and (last or scored):
             loss = validate(
                 trainer.model,
                 val,
@@ -337,6 +344,8 @@ def fit(
             if watch is not None:
                 bits = loss / math.log(2) * val.num_tokens / val.num_bytes
                 watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
+            if early is not None and early.reached(trainer.done, loss):
+                trainer.steps, last = trainer.done, True
         due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
         if checkpoints is not None and due and not last:
             if watch is not None:

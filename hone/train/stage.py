@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Progress, Run
-from hone.base.spec import Circumstance
+from hone.base.spec import Circumstance, Quiet
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.cost.activations.segments import keep_all
@@ -36,7 +35,7 @@ from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, sizes_of
 from hone.train.checkpoint import Checkpoints
 from hone.train.inputs import data_of, same_tokens
-from hone.train.intervals import Checkpointing, Validation
+from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation, stored_steps
 from hone.train.mask import check_mask, masked, sparsity, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
@@ -128,6 +127,9 @@ class Train(Stage):
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
+    early_stopping: Annotated[EarlyStopping, Quiet()] = Field(
+        EarlyStopping(), description="An end before the last step."
+    )
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
         Checkpointing(), description="Checkpoints from which a killed training resumes."
     )
@@ -196,6 +198,7 @@ class Train(Stage):
         )
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
+        said = (*self.early_stopping.notes(steps), *said)
         found = {"notes": said, "steps": steps, "wanted_steps": wanted, "segments": work.segments}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, **found)
 
@@ -206,7 +209,7 @@ class Train(Stage):
         """
         from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
-        from hone.train.result import record
+        from hone.train.result import record, record_way
 
         mesh = run.mesh
         plan = mesh.from_leader(lambda: self._begun(plan, draft, parents, run))
@@ -222,6 +225,7 @@ class Train(Stage):
             model, teacher = self._models(parents, reading.sources.train, run)
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
             trainer = self._trainer(model, teacher, plan, zeros, run)
+            trainer.early = early = Stop(self.early_stopping, draft, mesh)
             model = trainer.model  # frees the whole one where a rank has a part
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             watch = self._train(draft, trainer, reading, checkpoints, run)
@@ -242,37 +246,35 @@ class Train(Stage):
             seq_len=self.seq_len,
             sequences=self.validation.sequences,
         )
-        for slot in ("objective", "schedule", "optimizer", "activation_checkpointing"):
-            technique = getattr(self, slot)
-            if technique.kind != "none":
-                draft.did({"slot": slot, **technique.model_dump(mode="json")})
-        said = f"of {plan.wanted_steps}: what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
-        draft.record("num_steps", plan.steps, "steps", note=said)
-        if mesh.world_size > 1:
-            note = f"{self.parallelism.said()}; time is of all, memory and energy are of rank 0's device"
-            draft.record("num_ranks", mesh.world_size, "processes", note=note)
-        if zeros:
-            draft.record(
-                "sparsity", sparsity(zeros), "fraction", note="zeros in the layers' linears, fixed by the mask"
-            )
-        if CHECKPOINTS in plan.estimates:
-            draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
+        if trainer.done < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
+            warm = self.schedule.model_copy(update={"warmup": 0.0})  # its warm-up may be longer
+            draft.predict(self._plan_of(trainer.done, parents, run, schedule=warm).estimates)
+        budget = f"what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
+        record_way(
+            draft,
+            {slot: getattr(self, slot) for slot in ("objective", "schedule", "optimizer", "activation_checkpointing")},
+            steps=(trainer.done, plan.wanted_steps, early.said or budget),
+            ranks=(mesh.world_size, self.parallelism.said()),
+            zeros=sparsity(zeros) if zeros else None,
+            checkpoint_bytes=checkpoints.largest_bytes if CHECKPOINTS in plan.estimates else None,
+        )
         reading.record(draft)
 
     def _begun(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> TrainPlan:
         """The plan with the steps that the run began with: a new calibration must not change them in the middle."""
         if self.time_budget_s is None:
             return plan
-        path = draft.state / "steps"
-        if not path.exists():
-            write_atomic(path, str(plan.steps).encode())
-        elif (steps := int(path.read_text())) != plan.steps:
-            fixed = self.model_copy(update={"steps": steps, "tokens": None, "time_budget_s": None})
-            facts = {role: facts_of(parent) for role, parent in parents.items()}
-            again = fixed.plan(facts, machine_of(run))
-            draft.predict(again.estimates)
-            return again.model_copy(update={"wanted_steps": plan.wanted_steps})
-        return plan
+        steps = stored_steps(draft.state / "steps", plan.steps)
+        if steps == plan.steps:
+            return plan
+        again = self._plan_of(steps, parents, run)
+        draft.predict(again.estimates)
+        return again.model_copy(update={"wanted_steps": plan.wanted_steps})
+
+    def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run, **changes: Technique) -> TrainPlan:
+        """The plan of `steps`, whatever its budget, with `changes` of other fields."""
+        fixed = self.model_copy(update={"steps": steps, "tokens": None, "time_budget_s": None, **changes})
+        return fixed.plan({role: facts_of(parent) for role, parent in parents.items()}, machine_of(run))
 
     def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
         """The config of the model to train, checked against the data and the parents in their roles."""
@@ -324,7 +326,7 @@ class Train(Stage):
         facts, dtype = config.facts(), TORCH_NAMES[self.precision]
         val = [one.splits["val"].num_sequences(self.seq_len) for one in data if "val" in one.splits]
         evaluated = min(sum(val), self.validation.sequences or sum(val))
-        evaluations = 1 + ((steps - 1) // self.validation.interval if self.validation.interval else 0)
+        evaluations = 1 + self.early_stopping.evaluations(steps, self.validation.interval, evaluated)
         if len(data) > 1:  # the sources of a mixture are also evaluated one by one
             by_source = sum(min(rows, self.validation.sequences or rows) for rows in val)
         else:

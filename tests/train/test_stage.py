@@ -11,13 +11,15 @@ import tokenizers
 import torch
 import transformers
 
-from hone.base.artifact import Artifact
+from hone.base.artifact import Artifact, Draft
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
+from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.data.facts import DataFacts
 from hone.measure.machine import describe
 from hone.train import loop
+from hone.train.intervals import EarlyStopping
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, content_after_kills, write_data
 
@@ -146,6 +148,73 @@ def test_a_time_budget_gives_the_steps_and_a_resumed_run_keeps_them(trained, dat
     weights = "model.safetensors"
     assert made.manifest["files"][weights]["sha256"] == trained.manifest["files"][weights]["sha256"]
     assert trained.figures["num_steps"].value == 12 and trained.figures["num_steps"].note == ""
+
+
+@pytest.mark.slow
+def test_a_training_ends_at_its_loss_as_one_of_so_many_steps(data_folder, tmp_path):
+    """The learning rate follows the schedule of all steps; the estimates are those of the steps made."""
+    data = {"data": Artifact.read(data_folder)}
+    spec = {**SPEC, "steps": 40, "schedule": {"kind": "cosine", "warmup": 20}}
+    whole = Train.read({**spec, "validation": {"interval": 4, "sequences": 8}}).make(
+        tmp_path / "train-whole", data, QUIET
+    )
+    losses = {row["step"]: row["val_loss"] for row in read_jsonl(whole.folder / "steps.jsonl") if "val_loss" in row}
+    ends = {"val_loss": losses[12], "interval": 4}
+    early = Train.read({**spec, "validation": {"sequences": 8}, "early_stopping": ends})
+    made = early.make(tmp_path / "train-early", data, QUIET)
+    rows = read_jsonl(made.folder / "steps.jsonl")
+    last = next(step for step, loss in losses.items() if loss <= losses[12])
+    assert [row["step"] for row in rows if "val_loss" in row] == [*range(4, last + 1, 4)]
+    assert made.figures["num_steps"].value == last
+    assert made.figures["num_steps"].note == f"of 40: the validation loss came down to {losses[12]:g}"
+    assert made.figures["train_tokens"].error == 0
+    assert made.figures["time_s"].estimate.formula.startswith(f"{last} steps")
+    theirs = [row for row in read_jsonl(whole.folder / "steps.jsonl") if row["step"] <= last]
+    assert rows == theirs, "the steps of the longer training"
+
+
+@pytest.mark.slow
+def test_a_training_ends_when_its_time_is_over_and_a_resumed_one_at_the_same_step(data_folder, tmp_path, monkeypatch):
+    data, out = {"data": Artifact.read(data_folder)}, tmp_path / "train-slow"
+    clock = {"elapsed": 0.0}
+    monkeypatch.setattr(Draft, "elapsed_s", property(lambda self: clock["elapsed"]))
+    ends = {"max_time_s": 60, "val_loss": 0.1, "interval": 3}
+    spec = Train.read({**SPEC, "steps": 40, "checkpoint": {"interval": 5}, "early_stopping": ends})
+    step = loop.Trainer.step
+
+    def slow(trainer, batch):
+        clock["elapsed"] += 8.0  # 64 s after step 8: the next check is at 9
+        return step(trainer, batch)
+
+    def killed(*args, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Trainer, "step", slow)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("hone.train.result.record", killed)  # after the end, before the folder is whole
+        spec.make(out, data, QUIET)
+    made = spec.make(out, data, QUIET)  # from step 5 on, with more than 60 s behind it
+    assert made.figures["num_steps"].value == 9
+    assert made.figures["num_steps"].note == "of 40: 1 min 0 s were over, before the validation loss was 0.1"
+    rows = read_jsonl(made.folder / "steps.jsonl")
+    assert rows[-1]["step"] == 9 and rows[-1]["val_loss"] == made.figures["val_loss"].value
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 10))
+
+
+def test_an_early_end_is_planned_and_no_part_of_earlier_identities(data_folder, trained):
+    plain = Train.read(SPEC)
+    assert "early_stopping" not in plain.identity()
+    facts = {"data": facts_of(Artifact.read(data_folder))}
+    spec = Train.read({**SPEC, "early_stopping": {"val_loss": 3.5, "max_time_s": 360, "interval": 2}})
+    assert "early_stopping" in spec.identity()
+    plan = spec.plan(facts, describe("cpu"))
+    assert plan.notes[0] == "ends at a validation loss of 3.5 or after 6 min 0 s, if that is before step 12"
+    assert plan.estimates["time_s"].value > plain.plan(facts, describe("cpu")).estimates["time_s"].value
+    count = spec.early_stopping.evaluations
+    assert count(12, 5, 8) == len({2, 4, 5, 6, 8, 10})
+    assert count(12, 0, 8) == 5 and EarlyStopping(max_time_s=1.0).evaluations(12, 0, 0) == 0
+    with pytest.raises(SpecError, match="needs a val split"):
+        count(12, 0, 0)
 
 
 def test_a_half_written_line_is_dropped(tmp_path):
