@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
+from hone.base.artifact import Artifact
 from hone.cli import main
+from hone.model.facts import CheckpointFacts
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf8")
@@ -37,6 +40,20 @@ def test_commands_run_in_their_order(home, capsys):
     for arguments in commands:
         assert main(arguments) == 0, arguments
     assert "gptq" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_commands_that_the_demo_prints_work_on_what_it_made(home, mini_source, capsys):
+    assert main(["run", "work/tiny/recipe.yaml", "--quiet"]) == 0
+    printed = capsys.readouterr().out.partition("try next:\n")[2].splitlines()
+    serve, compress, again = (
+        shlex.split(line.partition("-m hone ")[2] or line.partition("hone ")[2]) for line in printed
+    )
+    assert serve[0] == "serve" and CheckpointFacts.of(Path(serve[1])).config.num_layers == 4
+    assert main([*compress, "--quiet"]) == 0
+    assert Artifact.read("work/mine/compress-int4").techniques[-1]["kind"] == "gptq"
+    own = [word.replace("YOUR_TEXT_FOLDER", str(mini_source)) for word in again]
+    assert own != again and main(["plan", *own[1:]]) == 0
 
 
 @pytest.mark.slow

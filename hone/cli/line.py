@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -79,13 +80,21 @@ def run(words: list[str], options: dict[str, str]) -> int:
 
     page = build(line)
     hone, made = invoked(), {node.stage: node.folder for node in reversed(recipe.nodes())}
-    commands = [f"serve {line / made['train']}"] if "train" in made else []
-    commands += ["compress YOUR_HUGGING_FACE_FOLDER --steps=rtn --out=work/mine"]
+    commands = _with_model(line, made) if "train" in made else []
     if sum(node.stage == "data" for node in recipe.nodes()) == 1:
         commands += [f"run {words[1]} --data.source=YOUR_TEXT_FOLDER --work=work/yours"]
     took = f"done in {time.monotonic() - started:.0f} s; the report: {page}"
-    print("\n".join([f"\n{took}", "", "try next:", *(f"  {hone} {command}" for command in commands)]))
+    print("\n".join([f"\n{took}", *["\ntry next:"] * bool(commands), *(f"  {hone} {command}" for command in commands)]))
     return 0
+
+
+def _with_model(line: Path, made: dict[str, str]) -> list[str]:
+    """Commands for the model that was trained first; its folder may be replaced by any of Hugging Face form."""
+    model = shlex.quote(str(line / made["train"]))
+    text = f" --from.data={shlex.quote(str(line / made['data']))}" if "data" in made else ""
+    steps = "[{kind: gptq, uneven: nearest}]" if text else "[{kind: rtn, uneven: nearest}]"  # groups that fit any width
+    out = shlex.quote(str(line.parent / "mine" / "compress-int4"))
+    return [f"serve {model}", f"compress {model}{text} --steps='{steps}' --out={out}"]
 
 
 def _calibrated(recipe: Any, run: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Evaluation of a model: perplexity, bits per byte, distance to a reference model."""
+"""Evaluation of a model: perplexity, bits per byte, distance to a reference model, a bigram model to beat."""

@@ -211,10 +211,18 @@ def verdict(name: str, base: float, found: Difference, *seeds: int, runs: bool =
         count = seeds[0] if len(set(seeds)) == 1 else "these"
         return f"no difference that {count} {'runs' if runs else 'seeds'} can show"
     way = "higher" if found.by > 0 else "lower"
-    change = units.signed_percent(abs(found.by) / abs(base)).lstrip("+") if base else ""
+    change = _size(base, found.by) if base else ""
     good = direction(name) * found.by
     judged = "better: " if good > 0 else "worse: " if good < 0 else ""
     return f"{judged}{change} {way}" if change else f"{judged}{way}"
+
+
+def _size(base: float, by: float) -> str:
+    """A difference as readers compare it: '3.4 %', from half of the larger value up as a factor, '3.57x'."""
+    low, high = sorted((abs(base), abs(base + by)))
+    if low and high / low >= 2 and base * (base + by) > 0:
+        return f"{units.three(high / low)}x"
+    return units.signed_percent(abs(by) / abs(base)).lstrip("+")
 
 
 def direction(name: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from hone.report import units
-from hone.report.compare import Check, error_words
+from hone.report.compare import CLOSE, Check, error_words, near
 from hone.report.svg import Scale, dot, drawing, el, fit, group, line, rect, spread_domain, text, text_width, x_axis
 
 
@@ -110,19 +110,22 @@ def means(
     value_width = max(text_width(text, size) for text in words) + 14
     centers = [fmean(values) for _, values, _ in rows]
     reach = [value for _, values, _ in rows for value in values]
-    reach += [center + way * (half or 0) for center, (*_, half) in zip(centers, rows, strict=True) for way in (-1, 1)]
-    x = Scale(*spread_domain(reach, log=False), name_width, width - value_width)
+    # A rate or a size cannot be below 0, as the interval of few values of it can.
+    least = 0.0 if min(reach) >= 0 else -math.inf
+    ends = [(max(center - (half or 0), least), center + (half or 0)) for center, (*_, half) in zip(centers, rows)]
+    low, high = spread_domain([*reach, *(end for pair in ends for end in pair)], log=False)
+    x = Scale(max(low, least), high, name_width, width - value_width)
     bottom = step * len(rows)
     parts: list[Any] = [x_axis(x, bottom, count=5 if width > 500 else 3, top=0)]
     parts.append(line(x(centers[0]), 0, x(centers[0]), bottom, "leader"))
-    for index, ((name, values, half), center, shown) in enumerate(zip(rows, centers, words, strict=True)):
+    for index, ((name, values, half), center, pair, shown) in enumerate(zip(rows, centers, ends, words, strict=True)):
         middle = index * step + step / 2
         said = f"{name}: mean {center!r}" + (f", 95 % interval +-{half!r}" if half else "") + f", {len(values)} values"
         parts.append(
             group(
                 said,
                 text(name_width - 12, middle + 4, fit(name, name_width - 12, size), "barlabel", "end"),
-                line(x(center - half), middle, x(center + half), middle, "range") if half else None,
+                line(x(pair[0]), middle, x(pair[1]), middle, "range") if half else None,
                 *(dot(x(value), middle, 3.5, "point seed") for value in values),
                 dot(x(center), middle, 6, "point best" if index else "point right"),
                 text(width - 4, middle + 4, shown, "barvalue", "end"),
@@ -131,28 +134,60 @@ def means(
     return drawing(width, bottom + 26, label, *parts)
 
 
-def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = False, band: float = 0.2) -> Markup:
+def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = False) -> Markup:
     """Estimate / measurement of one figure for each artifact on a log axis around 1; bounds are open and labelled 'limit'.
 
-    The shaded band is +-`band`. `mixed` rows are of several figures and labelled with both names.
+    The shaded band is +-`CLOSE`, and dots inside it have its color. `mixed` rows are of several figures and labelled with both names.
     """
     step, size, top = 30.0, 13.0, 22.0
     name_width = min(
         width * (0.54 if mixed else 0.42), max(text_width(_row_name(check, mixed), size) for check in checks) + 12
     )
-    known = [check.ratio for check in checks if check.ratio is not None]
-    reach = min(max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]), _FARTHEST) ** 1.12
-    x = Scale(1 / reach, reach, name_width, width - 62, True)
     bottom = top + step * len(checks)
-    ticks = next(marks for limit, marks in _RATIO_TICKS if reach <= limit)
-    parts: list[Any] = [rect(x(1 / (1 + band)), top, x(1 + band) - x(1 / (1 + band)), bottom - top, "band", 0)]
-    parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
-    parts += [text(x(tick), bottom + 17, f"{tick:g}x", "tick", "middle") for tick in ticks]
-    low, high = ("← too low", "too high →") if width - 62 - name_width > 130 else ("← low", "high →")
-    parts += [text(name_width, 11, low, "tick"), text(width - 62, 11, high, "tick", "end")]
+    x, parts = _ratio_axis(checks, name_width, width, top, bottom)
     for index, check in enumerate(checks):
         parts.append(_ratio_row(check, _row_name(check, mixed), x, top + index * step + step / 2, width))
     return drawing(width, bottom + 24, label, *parts)
+
+
+def spreads(rows: Sequence[tuple[str, Sequence[Check]]], width: float, label: str) -> Markup:
+    """Estimate / measurement of every figure's artifacts as dots on one axis, with the number of those inside the band."""
+    step, size, top = 34.0, 13.0, 22.0
+    name_width = min(width * 0.42, max(text_width(units.label(name), size) for name, _ in rows) + 12)
+    bottom = top + step * len(rows)
+    x, parts = _ratio_axis([check for _, checks in rows for check in checks], name_width, width, top, bottom)
+    for index, (name, checks) in enumerate(rows):
+        middle = top + index * step + step / 2
+        title = fit(units.label(name), name_width - 10, size)
+        parts.append(text(name_width - 10, middle + 4, title, "barlabel", "end"))
+        for check in sorted(checks, key=lambda check: -abs(math.log(check.ratio or 1.0))):
+            said = f"{check.row.id}, {units.label(name)}: estimate {error_words(check)} the measurement"
+            kind = "limited" if check.bound else "right" if near(check.ratio or 0.0) else "wrong"
+            parts.append(group(said, dot(x(_within(check.ratio or 1.0)), middle, 4.5, f"point {kind}")))
+        inside = sum(near(check.ratio or 0.0) and not check.bound for check in checks)
+        parts.append(text(width - 4, middle + 4, f"{inside} of {len(checks)}", "barvalue", "end"))
+    return drawing(width, bottom + 24, label, *parts)
+
+
+def _within(ratio: float) -> float:
+    return min(max(ratio, 1 / _FARTHEST), _FARTHEST)
+
+
+def _ratio_axis(
+    checks: Sequence[Check], left: float, width: float, top: float, bottom: float
+) -> tuple[Scale, list[Any]]:
+    """The scale of these ratios, and the band, the grid and the words of its axis."""
+    known = [check.ratio for check in checks if check.ratio is not None]
+    reach = min(max([1.5, *(max(ratio, 1 / ratio) for ratio in known)]), _FARTHEST) ** 1.12
+    x = Scale(1 / reach, reach, left, width - 62, True)
+    ticks = next(marks for limit, marks in _RATIO_TICKS if reach <= limit)
+    low, high = 1 / (1 + CLOSE), 1 + CLOSE
+    parts: list[Any] = [rect(x(low), top, x(high) - x(low), bottom - top, "band", 0)]
+    parts += [line(x(tick), top, x(tick), bottom + 4, "axis" if tick == 1 else "grid") for tick in ticks]
+    parts += [text(x(tick), bottom + 17, f"{tick:g}x", "tick", "middle") for tick in ticks]
+    words = ("← too low", "too high →") if width - 62 - left > 130 else ("← low", "high →")
+    parts += [text(left, 11, words[0], "tick"), text(width - 62, 11, words[1], "tick", "end")]
+    return x, parts
 
 
 def _row_name(check: Check, mixed: bool) -> str:
@@ -168,14 +203,14 @@ def _ratio_row(check: Check, name: str, x: Scale, middle: float, width: float) -
     if check.ratio is None:
         why = fit(figure.note or units.ABSENT, width - left - 8, 12)
         return group(said, label, text(left + 8, middle + 4, why, "absent"))
-    end = x(min(max(check.ratio, 1 / _FARTHEST), _FARTHEST))
+    end = x(_within(check.ratio))
     if check.bound:
         d = f"M{end:.1f} {middle - 7:.1f}V{middle + 7:.1f}M{end:.1f} {middle:.1f}H{x(1):.1f}"
         said += "; a speed-of-light limit, not a prediction"
         return group(
             said, label, el("path", d=d, class_="limit"), text(width - 4, middle + 4, "limit", "absent", "end")
         )
-    far = "wrong" if max(check.ratio, 1 / check.ratio) > 1.5 else "right"
+    far = "right" if near(check.ratio) else "wrong"
     return group(
         said,
         label,

@@ -52,32 +52,45 @@ def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def loss(row: Row, width: float, domain: tuple[float, float]) -> Markup:
-    """Training loss (faint: every step; dark: running mean) and validation loss (dots) over steps."""
+def loss(row: Row, width: float, domain: tuple[float, float] | None, *, apart: bool = False) -> Markup:
+    """Training loss (faint: every step; dark: running mean) and validation loss (dots) over steps.
+
+    With `apart` the training loss is another quantity, as a student's distance from its teacher: it is drawn below, on its
+    own axis, and `domain` is that of the validation loss.
+    """
     train, val = loss_series(row)
-    height, left, right, top, bottom = 260.0, 44.0, 16.0, 14.0, 34.0
+    left, right, top, bottom = 44.0, 16.0, 14.0, 34.0
     xs = [x for x, _ in train + val]
     x = Scale(min(xs), max(max(xs), min(xs) + 1), left, width - right)
-    y = Scale(*domain, height - bottom, top)
-    parts: list[Any] = [y_axis(y, left, width - right), x_axis(x, height - bottom)]
-    parts.append(text(width - right, height - 4, "step", "tick", "end"))
+    curve = smooth(train, max(3, len(train) // 25))
+    split = apart and bool(train) and bool(val)
+    height = 300.0 if split else 260.0
+    middle = (height - top - bottom) / 2 + top
+    bands = [(top, middle - 14), (middle + 14, height - bottom)] if split else [(top, height - bottom)]
+    groups: list[tuple[list, list, tuple[float, float] | None]] = [(train, val, domain)]
+    if split:
+        groups = [([], val, domain), (train, [], None)]
+    parts: list[Any] = [x_axis(x, height - bottom), text(width - right, height - 4, "step", "tick", "end")]
+    for (first, last), (steps, dots, given) in zip(bands, groups, strict=True):
+        low, high = given or spread_domain([value for _, value in steps + dots], log=False, pad=0.04)
+        y = Scale(low, high, last, first)
+        parts.append(y_axis(y, left, width - right, count=3 if split else 7))
 
-    def at(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [(x(a), y(min(max(b, domain[0]), domain[1]))) for a, b in points]
+        def at(points: list[tuple[float, float]], y: Scale = y) -> list[tuple[float, float]]:
+            return [(x(a), y(min(max(b, y.low), y.high))) for a, b in points]
 
-    if train:
-        parts.append(path(at(thin(train)), "raw"))
-        parts.append(path(at(thin(smooth(train, max(3, len(train) // 25)))), "curve"))
-    if val:
-        parts.append(path(at(val), "val"))
-        for (px, py), (step, value) in zip(at(val), val, strict=True):
-            parts.append(group(f"step {step:.0f}: validation loss {value!r} nats/token", dot(px, py, 3.5, "valdot")))
-    ends = [("validation", val, "vallabel"), ("training", smooth(train, max(3, len(train) // 25)), "curvelabel")]
-    ends = [(name, series, class_) for name, series, class_ in ends if series]
-    words = [f"{name} {units.three(series[-1][1])}" for name, series, _ in ends]
-    parts += _end_labels(
-        words, [class_ for *_, class_ in ends], at([series[-1] for _, series, _ in ends]), width - right, top
-    )
+        if steps:
+            parts += [path(at(thin(steps)), "raw"), path(at(thin(curve)), "curve")]
+        if dots:
+            parts.append(path(at(dots), "val"))
+            for (px, py), (step, value) in zip(at(dots), dots, strict=True):
+                said = f"step {step:.0f}: validation loss {value!r} nats/token"
+                parts.append(group(said, dot(px, py, 3.5, "valdot")))
+        ends = [("validation", dots, "vallabel")] if dots else []
+        ends += [("teacher's loss, training" if split else "training", curve, "curvelabel")] if steps else []
+        words = [f"{name} {units.three(series[-1][1])}" for name, series, _ in ends]
+        places = at([series[-1] for _, series, _ in ends])
+        parts += _end_labels(words, [class_ for *_, class_ in ends], places, width - right, first)
     said = f"Loss of {row.id} over {len(train)} steps" + (
         f", validation loss from {units.three(val[0][1])} to {units.three(val[-1][1])} nats per token" if val else ""
     )
@@ -96,9 +109,10 @@ def _end_labels(
     ]
 
 
-def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """A common loss axis for these training runs; None without a loss."""
-    values = [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
+def loss_domain(rows: Sequence[Row], val_alone: bool = False) -> tuple[float, float] | None:
+    """A common loss axis for these training runs, with `val_alone` for their validation losses where there are any."""
+    values = [loss_ for row in rows for _, loss_ in loss_series(row)[1]] if val_alone else []
+    values = values or [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
     if not values:
         return None
     low, high = spread_domain(values, log=False, pad=0.04)
@@ -106,10 +120,16 @@ def loss_domain(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Markup:
-    """Each model as a point, size against quality (both: less is better), with the Pareto line."""
+    """Each model as a point, size against quality (both: less is better), with the Pareto line and known intervals.
+
+    The reference of a divergence, whose own is 0, is drawn at the bottom of a logarithmic axis.
+    """
     height, left, right, top, bottom = 340.0 if width > 600 else 320.0, 52.0, 18.0, 22.0, 44.0
     sizes, values = [point.num_bytes for point in points], [point.quality for point in points]
-    log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and max(values) / min(values) > 3
+    to_reference = metric == "kl_to_reference" and min(values) == 0 and max(values) > 0
+    if to_reference:
+        values = [value or min(value for value in values if value) / 3 for value in values]
+    log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and (max(values) / min(values) > 3 or to_reference)
     x = Scale(*spread_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
     y = Scale(*spread_domain(values, log=log_y, pad=0.17, least=0.02), height - bottom, top, log_y)
     parts: list[Any] = [
@@ -117,23 +137,31 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
         x_axis(x, height - bottom, unit="B", count=5 if width > 600 else 3, top=top),
     ]
     parts.append(text(width - right, height - 6, "model size" + (" (log scale)" if log_x else ""), "tick", "end"))
-    parts.append(text(4, 11, f"{units.label(metric)}{' (log scale)' if log_y else ''}, lower is better", "tick"))
-    front = [(x(points[i].num_bytes), y(points[i].quality)) for i in pareto(list(zip(sizes, values, strict=True)))]
+    heading = "KL to the uncompressed model, nats/token" if metric == "kl_to_reference" else units.label(metric)
+    heading = heading if width > 600 or metric != "kl_to_reference" else "KL, nats/token"
+    parts.append(text(4, 11, f"{heading}{' (log scale)' if log_y else ''}, lower is better", "tick"))
+    for point, value in zip(points, values, strict=True):
+        if point.half and point.quality:
+            low, high = (max(value + way * point.half, y.low) for way in (-1, 1))
+            parts.append(line(x(point.num_bytes), y(low), x(point.num_bytes), y(min(high, y.high)), "whisker"))
+    front = [(x(sizes[i]), y(values[i])) for i in pareto(list(zip(sizes, values, strict=True)))]
     steps = [front[0]]
     for px, py in front[1:]:
         steps += [(px, steps[-1][1]), (px, py)]
     steps = [(steps[0][0], top), *steps, (width - right, steps[-1][1])]
     parts.append(path(steps, "pareto"))
     walls = [(min(a, c) - 1, min(b, d) - 1, max(a, c) + 1, max(b, d) + 1) for (a, b), (c, d) in pairwise(steps)]
-    anchors = [(x(point.num_bytes), y(point.quality)) for point in points]
+    anchors = [(x(size), y(value)) for size, value in zip(sizes, values, strict=True)]
     order = sorted(range(len(points)), key=lambda index: (not points[index].on_line, anchors[index]))
-    labels = [points[index].label for index in order]
+    labels = [
+        points[index].label + (" (itself)" if to_reference and not points[index].quality else "") for index in order
+    ]
     frame = (left, top - 8, width - 2, height - bottom)
     placed = place_labels([anchors[index] for index in order], labels, frame, size=13, obstacles=walls)
-    boxes = dict(zip(order, placed, strict=True))
+    boxes = dict(zip(order, zip(placed, labels, strict=True), strict=True))
     for index in reversed(order):
         point = points[index]
-        (px, py), box = anchors[index], boxes[index]
+        (px, py), (box, label) = anchors[index], boxes[index]
         said = f"{point.label}: {units.exact(point.num_bytes, 'B')}, {units.label(metric)} {units.exact(point.quality, unit)}"
         far = max(abs((box[0] + box[2]) / 2 - px) - (box[2] - box[0]) / 2, abs((box[1] + box[3]) / 2 - py) - 8) > 14
         leader = line(px, py, min(max(px, box[0]), box[2]), (box[1] + box[3]) / 2, "leader") if far else None
@@ -143,7 +171,7 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
                 said,
                 leader,
                 dot(px, py, 6, f"point {kind}"),
-                text(box[0], box[3] - 4, point.label, f"pointlabel {kind}"),
+                text(box[0], box[3] - 4, label, f"pointlabel {kind}"),
             )
         )
     best = ", ".join(point.label for point in points if point.on_line)

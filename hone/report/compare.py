@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,8 @@ from hone.base.figure import Figure
 from hone.report import units
 from hone.report.collect import Line, Row, sound
 
+CLOSE = 0.2
+"""Relative error up to which an estimate counts as accurate: the band of the charts."""
 NEAR = 0.1
 """Models worse than the best by more than this are left out of the detailed chart."""
 
@@ -19,7 +22,7 @@ NEAR = 0.1
 class Point:
     """One evaluated model: its size and its quality (lower is better), `on_line` when no model is better in both.
 
-    `tokens` is the number of training tokens of it and of the models whose weights it was initialised from; `longer` tells that
+    `half` is half of the quality's 95 % interval, None where it is not known. `tokens` is the number of training tokens of it and of the models whose weights it was initialised from; `longer` tells that
     it is more than the base model's. Such a model is not on the line: others might be as good after as much training.
     """
 
@@ -31,6 +34,30 @@ class Point:
     on_line: bool = False
     tokens: float | None = None
     longer: bool = False
+    half: float | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A relative change of a model's perplexity against the base model's, with its 95 % interval where that is known."""
+
+    by: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def words(self) -> str:
+        """'+0.28 %'; 'none' for a change that is smaller than its interval."""
+        unclear = self.low is not None and self.high is not None and self.low <= 0 <= self.high
+        return "none" if unclear else units.signed_percent(self.by)
+
+    @property
+    def exact(self) -> str:
+        """The change with its interval, for a tooltip."""
+        if self.low is None or self.high is None:
+            return f"{units.signed_percent(self.by)}; no interval is known"
+        ends = f"{units.signed_percent(self.low)} to {units.signed_percent(self.high)}"
+        return f"{units.signed_percent(self.by)}, 95 % interval {ends}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +86,64 @@ def pareto(points: list[tuple[float, float]]) -> list[int]:
 
 
 def quality_metric(line: Line) -> str:
-    """The quality figure of most evaluations: perplexity, else bits per byte, else loss."""
+    """The figure by which models are ranked: KL to the base model where all others have it, else `text_metric`.
+
+    KL compares whole distributions, so that it tells models apart whose perplexities differ by chance.
+    """
+    rows = [row for row in line.of("eval") if row.value(text_metric(line)) is not None]
+    others = [row for row in rows if not _of_base(line, row)]
+    return (
+        "kl_to_reference" if others and all(_kl_to_base(line, row) is not None for row in rows) else text_metric(line)
+    )
+
+
+def _of_base(line: Line, row: Row) -> bool:
+    model = row.parent("model")
+    return model is not None and model.id == base_model(line)
+
+
+def _kl_to_base(line: Line, row: Row) -> float | None:
+    """KL to the base model, which has none to itself; None where it is not known."""
+    reference = row.parent("reference")
+    if reference is None or reference.id != base_model(line):
+        return 0.0 if _of_base(line, row) else None
+    return row.value("kl_to_reference")
+
+
+def perplexity_change(line: Line, row: Row, base: Row) -> Change | None:
+    """How an evaluation's perplexity differs from that of `base`, of the base model; None where it is not known."""
+    reference, above = row.parent("reference"), row.figures.get("loss_over_reference")
+    if above is not None and sound(above.value) and reference is not None and reference.id == base_model(line):
+        by, half = above.value or 0.0, above.spread if sound(above.spread) else None
+        ends = (None, None) if half is None else (_grown(by - half), _grown(by + half))
+        return Change(_grown(by), *ends)
+    metric = text_metric(line)
+    mine, whole = row.value(metric), base.value(metric)
+    return Change(mine / whole - 1) if mine is not None and whole else None
+
+
+def _grown(nats: float) -> float:
+    return math.expm1(min(nats, 50.0))
+
+
+def not_learned(line: Line) -> tuple[str, float, float] | None:
+    """(model, its perplexity, that of a bigram model of the same text) of the base model where it is not the better one of the
+    two, so that the quality of what is made from it means nothing; None where it is, or is not known."""
+    for row in line.of("eval"):
+        mine, bigram = row.value("perplexity"), row.value("bigram_perplexity")
+        if _of_base(line, row) and mine is not None and bigram is not None and mine >= bigram:
+            return line.label(base_model(line) or ""), mine, bigram
+    return None
+
+
+def quality_unit(line: Line) -> str:
+    """The unit of `quality_metric`."""
+    metric = quality_metric(line)
+    return next((row.figures[metric].unit for row in line.of("eval") if metric in row.figures), "")
+
+
+def text_metric(line: Line) -> str:
+    """The figure of how well models predict the text, of most evaluations: perplexity, else bits per byte, else loss."""
     counts = Counter(
         name
         for row in line.of("eval")
@@ -78,9 +162,9 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
     groups: dict[tuple, list[Row]] = {}
     for row in line.of("eval"):
         data = row.parent("data")
-        figure = row.figures.get(metric)
+        figure = row.figures.get(text_metric(line))
         key = (data.fingerprint if data else "", figure.note if figure else "")
-        if model_bytes(line, row) and row.value(metric) is not None and row.parent("model"):
+        if model_bytes(line, row) and figure is not None and sound(figure.value) and row.parent("model"):
             groups.setdefault(key, []).append(row)
     rows = max(groups.values(), key=len) if groups else []
     base = base_model(line)
@@ -96,9 +180,12 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
                 model.id,
                 line.label(model.id),
                 model_bytes(line, row) or 0.0,
-                row.value(metric) or 0.0,
+                (_kl_to_base(line, row) if metric == "kl_to_reference" else row.value(metric)) or 0.0,
                 tokens=tokens,
                 longer=tokens is not None and trained is not None and tokens > trained,
+                half=row.figures[metric].spread
+                if metric in row.figures and sound(row.figures[metric].spread)
+                else None,
             )
         )
     fair = [point for point in points if not point.longer]
@@ -108,7 +195,10 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
 
 
 def quality_views(points: list[Point]) -> list[tuple[str, list[Point]]]:
-    """(title, points) of the charts to draw: all, and the good ones alone where bad ones compress the scale."""
+    """(title, points) of the charts to draw: all, and the good ones alone where bad ones compress the scale.
+
+    A best one of 0 is the reference itself, and the scale is logarithmic.
+    """
     best = min(point.quality for point in points)
     near = [point for point in points if point.quality <= best * (1 + NEAR)]
     if best <= 0 or not 2 <= len(near) < len(points):
@@ -211,13 +301,13 @@ def checks(line: Line) -> list[Check]:
     return found
 
 
+def near(ratio: float) -> bool:
+    """Whether an estimate over its measurement is within the band."""
+    return 1 / (1 + CLOSE) <= ratio <= 1 + CLOSE
+
+
 def error_words(check: Check) -> str:
-    """The estimate's error: '+12 %', '12.2x off' beyond a factor of 3, 'limit' for a bound, '' when unknown."""
+    """Estimate over measurement, as the charts draw it: '1.12x', '0.08x'; 'limit' for a bound, '' when unknown."""
     if check.bound:
         return "limit"
-    if check.ratio is None:
-        return ""
-    if check.ratio > 3 or check.ratio < 1 / 3:
-        return f"{units.three(max(check.ratio, 1 / check.ratio))}x off"
-    error = 100 * (check.ratio - 1)
-    return "0 %" if abs(error) < 0.05 else f"{error:+.{0 if abs(error) >= 0.95 else 1}f} %"
+    return "" if check.ratio is None else f"{units.three(check.ratio)}x"

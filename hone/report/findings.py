@@ -11,8 +11,8 @@ from hone.report.collect import Line, Row, mappings
 
 TOLERATED = 0.05
 """Loss of quality that a finding may have before another variant is preferred."""
-CLOSE = 0.2
-"""Relative error up to which the head of the page counts an estimate as accurate."""
+SAME_SIZE = 1.01
+"""Sizes with a ratio up to this are one size: headers of files differ by some bytes."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +64,44 @@ def _unit(effect: arms.Effect, name: str) -> str:
 
 
 def _compression(line: Line) -> Finding | None:
+    """The smallest variant of tolerable quality; of variants of one size the best. None where quality means nothing yet."""
     points, _ = compare.quality_points(line)
     base = next((point for point in points if point.model == compare.base_model(line)), None)
-    if base is None or not base.quality:
+    whole = line.get(base.id) if base else None
+    if (few := compare.not_learned(line)) is not None:
+        model, mine, bigram = few
+        text = f"{model} has a perplexity of {units.three(mine)} on held-out text, a bigram model of the same text"
+        return Finding("not trained enough", f"{text} {units.three(bigram)}: its quality means nothing yet", "quality")
+    if base is None or whole is None:
         return None
-    smaller = [
-        point
+    changes = {
+        point.id: change
         for point in points
-        if point.num_bytes < base.num_bytes * 0.99 and (row := line.get(point.model)) and row.kind == "compress"
-    ]
+        if point.num_bytes < base.num_bytes * 0.99
+        and (row := line.get(point.id)) is not None
+        and (model := line.get(point.model)) is not None
+        and model.kind == "compress"
+        and (change := compare.perplexity_change(line, row, whole)) is not None
+    }
+    smaller = [point for point in points if point.id in changes]
     if not smaller:
         return None
-    good = [point for point in smaller if point.quality <= base.quality * (1 + TOLERATED)]
-    by_size = sorted(good, key=lambda point: (point.num_bytes, point.quality))
-    best = by_size[0] if good else min(smaller, key=lambda point: point.quality)
+    good = [point for point in smaller if changes[point.id].by <= TOLERATED]
+    least = min((point.num_bytes for point in good), default=0.0)
+    of_size = [point for point in good if point.num_bytes <= least * SAME_SIZE]
+    best = min(of_size or smaller, key=lambda point: (point.quality, point.num_bytes))
     row = line.get(best.model)
     words = compare.technique_words(line.own_techniques(row)) if row else ""
-    change = best.quality / base.quality - 1
-    metric = units.label(compare.quality_metric(line))
     named = f"{best.label} ({words})" if words else best.label
-    price = f"for {units.signed_percent(change)} {metric}" if abs(change) >= 0.0005 else f"at the same {metric}"
+    change = changes[best.id].words
+    metric = units.label(compare.text_metric(line))
+    price = f"no {metric} lost that this text shows" if change == "none" else f"{change} {metric}"
+    if compare.quality_metric(line) == "kl_to_reference":
+        price += f", KL {units.three(best.quality)} nats/token"
     factor = units.three(base.num_bytes / best.num_bytes)
     bits = compare.stored_bits(line, base.model)
     stored = f" stored in {bits:.3g} bits a weight" if bits else ""
-    return Finding(f"{factor}x smaller", f"{named} against {base.label}{stored}, {price}", "quality")
+    return Finding(f"{factor}x smaller", f"{named} against {base.label}{stored}: {price}", "quality")
 
 
 def _serving(line: Line) -> Finding | None:
@@ -123,12 +137,12 @@ def _data(line: Line) -> Finding | None:
         read, kept = row.value("input_bytes"), row.value("kept_bytes")
         if not read or kept is None:
             continue
-        text = f"of {units.show_bytes(read)} of text kept"
+        text = f"of {units.show_bytes(read)} of text"
         losses = [(before - after, step) for step, before, after in step_bytes(row) if before > after]
         if losses:
             lost, step = max(losses)
             text += f"; step '{step}' dropped the most, {units.show_bytes(lost)}"
-        return Finding(f"{units.three(100 * kept / read)} %", text, "data")
+        return Finding(f"{units.three(100 * kept / read)} % kept", text, "data")
     return None
 
 
@@ -146,7 +160,7 @@ def _training(line: Line) -> Finding | None:
     row = next(
         (row for row in line.of("train") if row.value("val_bits_per_byte") is not None and row.value("time_s")), None
     )
-    if row is None:
+    if row is None or compare.not_learned(line) is not None:
         return None
     size = f"{units.show(row.value('num_params'))} parameters, " if row.value("num_params") else ""
     return Finding(
@@ -157,14 +171,15 @@ def _training(line: Line) -> Finding | None:
 
 
 def _estimates(line: Line) -> Finding | None:
+    """How many predicted times were right. Bytes and counts follow from the plan, so that their estimates prove nothing."""
     known = [
-        (max(check.ratio, 1 / check.ratio), check) for check in compare.checks(line) if check.ratio and not check.bound
+        check for check in compare.checks(line) if check.figure.name == "time_s" and check.ratio and not check.bound
     ]
     if len(known) < 3:
         return None
-    close = sum(abs((check.ratio or 0) - 1) <= CLOSE for _, check in known)
-    text = f"estimates came within {100 * CLOSE:.0f} % of what was then measured"
-    factor, worst = max(known, key=lambda row: row[0])
-    if factor > 1 + CLOSE:
-        text += f"; furthest off: {worst.row.id}, {units.label(worst.figure.name)}, {compare.error_words(worst)}"
-    return Finding(f"{close} of {len(known)}", text, "estimates")
+    close = sum(compare.near(check.ratio or 0.0) for check in known)
+    text = f"predicted within {100 * compare.CLOSE:.0f} % of what was measured (sizes follow from the plan and are not counted)"
+    worst = max(known, key=lambda check: max(check.ratio or 1.0, 1 / (check.ratio or 1.0)))
+    if not compare.near(worst.ratio or 0.0):
+        text += f"; furthest off: {worst.row.id}, predicted {compare.error_words(worst)} the time it took"
+    return Finding(f"{close} of {len(known)} times", text, "estimates")

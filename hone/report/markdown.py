@@ -133,12 +133,17 @@ def _quality(line: Line) -> list[str]:
             entry["bits"] or "-",
             units.show_bytes(entry["bytes"]),
             entry["smaller"] or "-",
+            entry["kl"] or "-",
             _value(entry["row"], metric),
-            entry["change"] or "-",
-            _value(entry["row"], "kl_to_reference"),
+            entry["change"].words if entry["change"] else "-",
         ]
         for entry in found["rows"]
     ]
+    few = []
+    if found["few"]:
+        model, mine, bigram = found["few"]
+        said = f"{escape(model)} is not trained enough for its quality to mean anything: it has a perplexity of {units.three(mine)}"
+        few = [f"{said}, a bigram model of the same text {units.three(bigram)}.", ""]
     head = (
         "model",
         "techniques",
@@ -146,14 +151,16 @@ def _quality(line: Line) -> list[str]:
         "bits per weight",
         "size",
         "smaller",
+        "KL, nats/token",
         units.label(metric),
         "change",
-        "KL",
     )
     return [
         "## Quality against size",
         "",
-        "● on the Pareto line: no other model is both smaller and better.",
+        *few,
+        "● on the Pareto line: no other model is both smaller and better."
+        + (" Better is less KL to the uncompressed model." if found["by_kl"] else ""),
         *table(head, rows, numbers=2),
         escape(found["note"]),
         "",
@@ -226,7 +233,7 @@ def _estimates(line: Line) -> list[str]:
     ]
     return [
         "## Estimates and measurements",
-        *table(("artifact", "figure", "estimate", "measured", "error"), rows, numbers=2),
+        *table(("artifact", "figure", "estimate", "measured", "estimate over measured"), rows, numbers=2),
     ]
 
 

@@ -20,7 +20,13 @@ from hone.report.svg import drawing, el
 def render(line: Line) -> str:
     """The page of `line` as HTML text; deterministic."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"show": units.show, "exact": units.exact, "label": units.label, "heading": units.heading}
+    environment.filters |= {
+        "show": units.show,
+        "exact": units.exact,
+        "label": units.label,
+        "heading": units.heading,
+        "three": units.three,
+    }
     return environment.from_string(_asset("page.html")).render(**_context(line)) + "\n"
 
 
@@ -28,6 +34,8 @@ def _context(line: Line) -> dict[str, Any]:
     anchors = {row.id: f"artifact-{place}" for place, row in enumerate(line.rows, 1)}
     effects = sections.effects(line)
     datas = [texts.data(line, row) | curation.of(row) for row in line.of("data")]
+    for data in datas:
+        data["far"] = [words for table in data["groups"] for words in table["words"]]
     context = {
         "line": line,
         "anchors": anchors,
@@ -35,9 +43,9 @@ def _context(line: Line) -> dict[str, Any]:
         "js": Markup(_asset("page.js")),
         "under": origin.summary(line),
         "findings": findings(line),
-        "chain": Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(
-            chain(line, 1080.0, anchors), chain(line, 358.0, anchors)
-        ),
+        "chain": Markup(
+            '<div class="wide">{}</div><details class="narrow"><summary>{} artifacts</summary>{}</details>'
+        ).format(chain(line, 1080.0, anchors), len(line.rows), chain(line, 358.0, anchors)),
         "effects": effects,
         "lone": [entry for entry in effects if not entry["chart"]],
         "effects_compared": sections.comparisons(effects),

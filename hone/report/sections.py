@@ -9,10 +9,12 @@ from typing import Any
 from markupsafe import Markup
 
 from hone.report import arms, bars, charts, compare, units
-from hone.report.collect import Line, Row, finite
+from hone.report.collect import Line, Row, finite, sound
 
 FULL, HALF, PHONE = 1098.0, 516.0, 326.0
 """Chart widths in pixels: the full width of the page, half of it, a phone."""
+EXACT = 0.02
+"""Relative error up to which an estimate follows from the plan, as the size of a folder does, and proves nothing."""
 SERVING = (
     "tokens_per_s",
     "ttft_p50_s",
@@ -38,9 +40,9 @@ def both(draw: Callable[[float], Markup], wide: float = HALF) -> Markup:
 
 
 def losses(line: Line) -> list[tuple[Row, Markup, str]]:
-    """(row, chart, sentence) of every training run with a steps.jsonl."""
+    """(row, chart, sentence) of every training run with a steps.jsonl. A student's own loss has an axis of its own."""
     rows = [row for row in line.of("train") if any(charts.loss_series(row))]
-    domains = {told: charts.loss_domain([row for row in rows if taught(row) == told]) for told in (False, True)}
+    domains = {told: charts.loss_domain([row for row in rows if taught(row) == told], told) for told in (False, True)}
     wide = HALF if len(rows) > 1 else FULL
     found = []
     for row in rows:
@@ -49,13 +51,13 @@ def losses(line: Line) -> list[tuple[Row, Markup, str]]:
             if row.value(name) is not None:
                 unit = "" if name in ("num_params", "train_tokens") else row.figures[name].unit
                 words.append(said.format(units.show(row.value(name), unit, name)))
-        found.append(
-            (
-                row,
-                both(lambda width, row=row, domain=domain: charts.loss(row, width, domain), wide),
-                ", ".join(words),
-            )
-        )
+        if row.value("num_steps") is not None and row.figures["num_steps"].note:
+            words.append(f"{row.value('num_steps'):.0f} steps {row.figures['num_steps'].note}")
+
+        def draw(width: float, row: Row = row, domain: Any = domain) -> Markup:
+            return charts.loss(row, width, domain, apart=taught(row))
+
+        found.append((row, both(draw, wide), ", ".join(words)))
     return found
 
 
@@ -147,12 +149,14 @@ def quality(line: Line) -> dict[str, Any] | None:
     points, left_out = compare.quality_points(line)
     if not points:
         return None
-    metric = compare.quality_metric(line)
+    metric, text = compare.quality_metric(line), compare.text_metric(line)
     base = next((point for point in points if point.model == compare.base_model(line)), None)
+    whole = line.get(base.id) if base else None
     rows = []
     for point in sorted(points, key=lambda point: (-point.num_bytes, point.quality)):
         row = line.get(point.id)
         compared = base is not None and point is not base
+        change = compare.perplexity_change(line, row, whole) if compared and row and whole else None
         rows.append(
             {
                 "row": row,
@@ -162,13 +166,50 @@ def quality(line: Line) -> dict[str, Any] | None:
                 "bits": f"{bits:.3g}" if (bits := compare.stored_bits(line, point.model)) else "",
                 "tokens": units.show(point.tokens, "") if point.tokens else "",
                 "smaller": _smaller(base.num_bytes, point.num_bytes) if compared and base else "",
-                "change": units.signed_percent(point.quality / base.quality - 1)
-                if compared and base and base.quality
-                else "",
+                "change": change,
+                "kl": _with_interval(row, "kl_to_reference") if row else "",
             }
         )
-    figure = next(row.figures[metric] for row in line.of("eval") if row.id == points[0].id)
-    note = f"{units.heading(metric)}: {figure.note}. " if figure.note else ""
+    unit = compare.quality_unit(line)
+    views = compare.quality_views(points)
+    wide = HALF if len(views) > 1 else FULL
+    return {
+        "charts": [
+            (title, both(lambda width, seen=seen: charts.quality(seen, width, metric, unit), wide))
+            for title, seen in views
+        ],
+        "rows": rows,
+        "metric": text,
+        "by_kl": metric == "kl_to_reference",
+        "few": compare.not_learned(line),
+        "note": _quality_note(line, points, left_out),
+        "layers": _layers(line),
+    }
+
+
+def _with_interval(row: Row, name: str) -> str:
+    """A figure's value and half of its 95 % interval: '0.0093 ± 0.0011'."""
+    value = row.value(name)
+    if value is None:
+        return ""
+    half = row.figures[name].spread
+    if not half or not sound(half):
+        return units.three(value)
+    places = max(units.decimals(half) - 1, 0)  # two digits of the interval
+    return f"{units.fixed(value, places)} ± {units.fixed(half, places)}"
+
+
+def _quality_note(line: Line, points: list[compare.Point], left_out: list[Row]) -> str:
+    """The conditions of the evaluations, and what is not compared."""
+    text = compare.text_metric(line)
+    rows = [row for row in line.of("eval") if row.id == points[0].id]
+    note = f"{units.heading(text)}: {rows[0].figures[text].note}. " if rows[0].figures[text].note else ""
+    if (bigram := rows[0].value("bigram_perplexity")) is not None:
+        note += f"A bigram model of the training text has {units.three(bigram)} ({rows[0].figures['bigram_perplexity'].note}). "
+    if any(
+        row.figures["loss_over_reference"].spread for row in line.of("eval") if "loss_over_reference" in row.figures
+    ):
+        note += "± is half of a 95 % interval over documents; a change is none where its interval contains 0. "
     trained = next((row.figures["val_loss"].note for row in line.of("train") if row.value("val_loss") is not None), "")
     if trained:
         note += f"The validation loss of a training run is another figure ({trained}): compare models by this table. "
@@ -180,18 +221,7 @@ def quality(line: Line) -> dict[str, Any] | None:
         )
     if left_out:
         note += f"Not comparable (other data, other window, or no figure) and left out: {', '.join(row.id for row in left_out)}."
-    views = compare.quality_views(points)
-    wide = HALF if len(views) > 1 else FULL
-    return {
-        "charts": [
-            (title, both(lambda width, seen=seen: charts.quality(seen, width, metric, figure.unit), wide))
-            for title, seen in views
-        ],
-        "rows": rows,
-        "metric": metric,
-        "note": note,
-        "layers": _layers(line),
-    }
+    return note
 
 
 def _smaller(before: float, after: float) -> str:
@@ -260,8 +290,8 @@ def speeds(line: Line) -> list[tuple[str, Markup, str]]:
         found.append(
             (
                 "Joules per token",
-                Markup('<p class="absent">Not measured: {}.</p>').format(why.rstrip(".").removeprefix("no energy: ")),
-                "There is no sensor, so nothing is drawn.",
+                Markup(""),
+                f"not measured, {why.rstrip('.').removeprefix('no energy: ')}.",
             )
         )
     return found
@@ -332,14 +362,13 @@ def _model_words(line: Line, row: Row) -> str:
 
 
 def estimates(line: Line) -> dict[str, Any] | None:
-    """Ratio charts by figure, time and memory first, and the table rows with their errors."""
+    """All ratios by figure in one chart; the charts by artifact, time and memory first; the table rows with their errors."""
     checks = compare.checks(line)
     if not checks:
         return None
     names = list(dict.fromkeys(check.figure.name for check in checks))
-    names.sort(
-        key=lambda name: ("time_s", "peak_memory_bytes").index(name) if name in ("time_s", "peak_memory_bytes") else 2
-    )
+    first = ("time_s", "tokens_per_s", "peak_memory_bytes", "memory_growth_bytes")
+    names.sort(key=lambda name: first.index(name) if name in first else len(first))
     groups, few = [], []
     for name in names:
         of_name = [check for check in checks if check.figure.name == name]
@@ -361,4 +390,15 @@ def estimates(line: Line) -> dict[str, Any] | None:
         said = "Other figures: estimate over measurement"
         room = FULL if len(groups) % 2 == 0 else HALF  # alone on its line, or beside another
         groups.append(("Other figures", both(lambda width: bars.ratios(few, width, said, mixed=True), room)))
-    return {"charts": groups, "rows": [(check, compare.error_words(check)) for check in checks]}
+    known = {name: [check for check in checks if check.figure.name == name and check.ratio] for name in names}
+    told = [
+        (name, found) for name, found in known.items() if any(abs((check.ratio or 1) - 1) > EXACT for check in found)
+    ]
+    sure = [units.label(name) for name, found in known.items() if found and name not in dict(told)]
+    said = "Estimate over measurement, by figure"
+    return {
+        "overview": both(lambda width: bars.spreads(told, width, said), FULL) if told else "",
+        "sure": ", ".join(sure),
+        "charts": groups,
+        "rows": [(check, compare.error_words(check)) for check in checks],
+    }

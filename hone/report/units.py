@@ -32,6 +32,8 @@ NAMES = {
     "compression_ratio": "times smaller",
     "relative_output_error": "relative output error",
     "kl_to_reference": "KL to the reference",
+    "loss_over_reference": "loss above the reference's",
+    "bigram_perplexity": "perplexity of a bigram model",
     "top1_agreement": "same top token as the reference",
     "bits_per_byte": "bits per byte",
     "tokens_evaluated": "tokens evaluated",

@@ -49,9 +49,8 @@ def picture(line_folder: Path | str, out: Path | str) -> Path:
     views = compare.quality_views(points) if points else []
     metric = compare.quality_metric(line)
     for place, (_, seen) in enumerate(views):
-        unit = next(row.figures[metric].unit for row in line.of("eval") if row.id == points[0].id)
         each = (width - 40 * (len(views) - 1)) / len(views)
-        lower = charts.quality(seen, each, metric, unit)
+        lower = charts.quality(seen, each, metric, compare.quality_unit(line))
         placed.append(el("g", lower, transform=f"translate({place * (each + 40):g} {height + 32:g})"))
     whole_height = height + (32 + page.size_of(lower)[1] if views else 0)
     said = f"The chain of {line.name}, and the quality of its models against their size"

@@ -243,7 +243,7 @@ def test_a_figure_of_unknown_worth_is_only_higher_or_lower(tmp_path: Path) -> No
             line.make("train", f"{arm}-{seed}", {"arm": arm, "seed": seed}, figures)
     trial = only(trials(collect(line.folder)))
     assert trial.figures == ["val_loss", "novelty"], "judged figures first; memory is of the whole process"
-    assert by_label(trial, "novelty")["arm: b"].verdict == "182 % higher"
+    assert by_label(trial, "novelty")["arm: b"].verdict == "2.82x higher"
 
 
 def test_arms_of_unlike_numbers_of_seeds(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_without_these_files_nothing_is_shown(copy) -> None:
         "Sequences of the training text",
     ):
         assert words not in walk.text
-    assert "Reasons, with samples" in walk.text
+    assert "Reasons for dropping, with samples" in walk.text
 
 
 ANYTHING = st.recursive(

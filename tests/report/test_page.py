@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.report import page, sections, texts
+from hone.base.interval import half_width
+from hone.report import bars, charts, compare, page, sections, texts
 from hone.report.collect import collect
 from tests.report.markup import Walk
 
@@ -98,7 +99,53 @@ def test_rules_that_met_documents_are_shown_the_largest_first(whole: Path) -> No
     assert rules["idle"] == 1
 
 
+def test_a_dot_has_the_color_of_the_band_that_it_lies_in(whole: Path) -> None:
+    checks = compare.checks(collect(whole))
+    for drawn in (bars.ratios(checks, 500, "all", mixed=True), bars.spreads([("time_s", checks)], 500, "all")):
+        band = re.search(r'<rect x="([^"]+)" y="[^"]+" width="([^"]+)" [^>]*class="band"', drawn)
+        assert band is not None
+        low, high = float(band.group(1)), float(band.group(1)) + float(band.group(2))
+        dots = re.findall(r'<circle cx="([^"]+)"[^>]*class="point (right|wrong)"', drawn)
+        assert {kind for _, kind in dots} == {"right", "wrong"}
+        assert all((low - 0.1 <= float(x) <= high + 0.1) == (kind == "right") for x, kind in dots)
+
+
+def test_the_interval_of_a_rate_ends_at_zero() -> None:
+    """Of 100, 300 and 800 the interval of the mean begins at -496."""
+    drawn = bars.means([("plain", (100.0, 300.0, 800.0), half_width((100.0, 300.0, 800.0)))], 500, ["400"], "rates")
+    axis = min(float(x) for x in re.findall(r'<text x="([^"]+)"[^>]*class="tick"', drawn))
+    start = re.search(r'<line x1="([^"]+)"[^>]*class="range"', drawn)
+    assert start is not None and float(start.group(1)) == axis
+    rows = [("change", (-1.0, 0.5, 1.0), 2.6), ("other", (-1.0, 0.5, 1.5), 2.6)]
+    below = bars.means(rows, 700, ["0.2", "0.3"], "differences")
+    assert re.search(r'class="tick"[^>]*>-2<', below), "other values may be below 0"
+
+
+def test_a_students_loss_is_on_an_axis_of_its_own(whole: Path) -> None:
+    """Its distance from its teacher is no next-token loss."""
+    line = collect(whole)
+    student, base = line.get("train-draft"), line.get("train-base")
+    assert student is not None and base is not None
+    student.content["steps.jsonl"] = [{"step": 1, "loss": 0.7}, {"step": 2, "loss": 0.6}, {"step": 2, "val_loss": 6.5}]
+    drawn = charts.loss(student, 500, charts.loss_domain([student], val_alone=True), apart=True)
+    assert "teacher&#39;s loss, training 0.650" in drawn and "validation 6.50" in drawn
+    places = [float(y) for y in re.findall(r'd="M[^ ]+ ([^L"]+)[^>]*class="(?:raw|curve)"', drawn)]
+    dot = re.search(r'<circle [^>]*cy="([^"]+)"[^>]*class="valdot"', drawn)
+    assert dot is not None and float(dot.group(1)) < min(places), "below the validation loss"
+    assert drawn.count('class="grid"') > 5
+    assert "teacher" not in charts.loss(base, 500, charts.loss_domain([base]))
+
+
+def test_long_tables_are_folded_on_a_phone(whole: Path) -> None:
+    """The script opens them where the screen is wide; the anchors of artifacts open what they lie in."""
+    walk = Walk(page.render(collect(whole)))
+    assert walk.attributes.count(("class", "fold")) >= 2
+    script = "".join(walk.scripts)
+    assert 'matchMedia("(min-width: 761px)")' in script and 'here.tagName === "DETAILS"' in script
+
+
 def test_estimates_start_with_time_and_memory(whole: Path) -> None:
     found = sections.estimates(collect(whole))
     assert found is not None
-    assert [title for title, _ in found["charts"]][:2] == ["Time", "Peak memory"]
+    assert [title for title, _ in found["charts"]][:3] == ["Time", "Tokens per second", "Peak memory"]
+    assert found["sure"] == "model size"

@@ -58,7 +58,7 @@ def test_every_estimate_is_shown_exactly(whole: Path, tmp_path: Path) -> None:
                 value = figure.estimate.value
                 words = f"{value:,.0f}" if float(value).is_integer() else repr(value)
                 assert titles.count(f"{words} {figure.estimate.unit}") >= 2, (id, figure.name)
-                assert any(line.startswith(f"| `{id}` |") and "%" in line for line in markdown.splitlines())
+                assert any(line.startswith(f"| `{id}` |") and "x |" in line for line in markdown.splitlines())
 
 
 def test_page_stands_alone(hostile: Path, tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_nothing_to_report(tmp_path: Path, monkeypatch) -> None:
 
 def test_absent_energy_is_said_and_never_zero(whole: Path, hostile: Path, tmp_path: Path) -> None:
     page, markdown, _ = read(whole, tmp_path / "absent")
-    assert "Not measured: no energy sensor (NVML, RAPL) on this machine." in page.text
+    assert "Joules per token: not measured, no energy sensor (NVML, RAPL) on this machine." in page.text
     assert "no energy sensor (NVML, RAPL) on this machine" in markdown
     for words in (page.text, markdown):
         assert not re.search(r"(?<![\d.])0(\.0+)? [mkµ]?J\b", words)
     page, markdown, _ = read(hostile, tmp_path / "present")
-    assert "Not measured: no energy" not in page.text and "mJ/token" in page.text and re.search(r"\d J \|", markdown)
+    assert "not measured, no energy" not in page.text and "mJ/token" in page.text and re.search(r"\d J \|", markdown)
 
 
 def test_picture_is_one_svg_with_its_own_colors(whole: Path, tmp_path: Path) -> None:

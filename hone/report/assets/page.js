@@ -31,9 +31,14 @@
     });
   });
 
+  // Tables that a wide screen has room for; a phone shows them on request.
+  if (matchMedia("(min-width: 761px)").matches) document.querySelectorAll("details.fold").forEach(function (one) { one.open = true; });
+  addEventListener("beforeprint", function () { document.querySelectorAll("details.fold").forEach(function (one) { one.open = true; }); });
+
   function unfold() {
     var target = location.hash && document.getElementById(location.hash.slice(1));
-    if (target && target.tagName === "DETAILS") target.open = true;
+    for (var here = target; here; here = here.parentElement) if (here.tagName === "DETAILS") here.open = true;
+    if (target && target.tagName === "DETAILS") target.scrollIntoView();
   }
   addEventListener("hashchange", unfold); unfold();
 })();
