@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hone.base.figure import Figure
 from hone.report import units
@@ -126,13 +126,29 @@ def _grown(nats: float) -> float:
     return math.expm1(min(nats, 50.0))
 
 
-def not_learned(line: Line) -> tuple[str, float, float] | None:
-    """(model, its perplexity, that of a bigram model of the same text) of the base model where it is not the better one of the
-    two, so that the quality of what is made from it means nothing; None where it is, or is not known."""
+class NotLearned(NamedTuple):
+    """A base model's perplexity and that of a bigram model of the same text, which is no worse; `why` its training ended early."""
+
+    model: str
+    perplexity: float
+    bigram: float
+    why: str
+
+
+def not_learned(line: Line) -> NotLearned | None:
+    """The base model where it does not predict better than a bigram model, so that the quality of what is made from it means
+    nothing; None where it does, or this is not known."""
     for row in line.of("eval"):
         mine, bigram = row.value("perplexity"), row.value("bigram_perplexity")
         if _of_base(line, row) and mine is not None and bigram is not None and mine >= bigram:
-            return line.label(base_model(line) or ""), mine, bigram
+            trained = line.get(base_model(line) or "")
+            steps = trained.figures.get("num_steps") if trained is not None else None
+            why = (
+                f"{steps.value:.0f} steps {steps.note}"
+                if steps is not None and sound(steps.value) and steps.note
+                else ""
+            )
+            return NotLearned(line.label(base_model(line) or ""), mine, bigram, why)
     return None
 
 

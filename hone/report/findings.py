@@ -69,9 +69,10 @@ def _compression(line: Line) -> Finding | None:
     base = next((point for point in points if point.model == compare.base_model(line)), None)
     whole = line.get(base.id) if base else None
     if (few := compare.not_learned(line)) is not None:
-        model, mine, bigram = few
-        text = f"{model} has a perplexity of {units.three(mine)} on held-out text, a bigram model of the same text"
-        return Finding("not trained enough", f"{text} {units.three(bigram)}: its quality means nothing yet", "quality")
+        text = f"{few.model} has a perplexity of {units.three(few.perplexity)} on held-out text, a bigram model of the same text"
+        return Finding(
+            "not trained enough", f"{text} {units.three(few.bigram)}: its quality means nothing yet", "quality"
+        )
     if base is None or whole is None:
         return None
     changes = {

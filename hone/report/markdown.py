@@ -141,9 +141,12 @@ def _quality(line: Line) -> list[str]:
     ]
     few = []
     if found["few"]:
-        model, mine, bigram = found["few"]
+        model, mine, bigram, why = found["few"]
         said = f"{escape(model)} is not trained enough for its quality to mean anything: it has a perplexity of {units.three(mine)}"
-        few = [f"{said}, a bigram model of the same text {units.three(bigram)}.", ""]
+        few = [
+            f"{said}, a bigram model of the same text {units.three(bigram)}.{f' It made {escape(why)}.' if why else ''}",
+            "",
+        ]
     head = (
         "model",
         "techniques",

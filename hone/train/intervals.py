@@ -14,6 +14,7 @@ from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
 from hone.base.figure import human_seconds
 from hone.base.mesh import Mesh
+from hone.base.run import Run
 from hone.base.spec import Circumstance, Spec
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ class Stop:
     A run that was killed after that step ends at it again, however long it took to resume.
     """
 
-    def __init__(self, when: EarlyStopping, draft: Draft, mesh: Mesh) -> None:
-        self.when, self._draft, self._mesh = when, draft, mesh
+    def __init__(self, when: EarlyStopping, draft: Draft, run: Run) -> None:
+        self.when, self._draft, self._run = when, draft, run
         self._path = draft.state / "ended"
-        self._ended: dict[str, int | str] | None = mesh.from_leader(self._stored)
+        self._ended: dict[str, int | str] | None = run.mesh.from_leader(self._stored)
 
     def _stored(self) -> dict[str, int | str] | None:
         return json.loads(self._path.read_text()) if self._path.exists() else None
@@ -114,7 +115,7 @@ class Stop:
             return done == self._ended["step"]
         if self.when.max_time_s is None or done % self.when.interval:
             return False
-        spent = self._mesh.from_leader(lambda: self._draft.elapsed_s)
+        spent = self._run.mesh.from_leader(lambda: self._draft.elapsed_s)
         if spent < self.when.max_time_s:
             return False
         before = f", before the validation loss was {self.when.val_loss:g}" if self.when.val_loss else ""
@@ -128,7 +129,8 @@ class Stop:
 
     def _end(self, done: int, why: str) -> bool:
         self._ended = {"step": done, "why": why}
-        if self._mesh.leads:
+        self._run.say(f"ended at step {done}: {why}")
+        if self._run.mesh.leads:
             write_atomic(self._path, json.dumps(self._ended).encode())
         return True
 

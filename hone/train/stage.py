@@ -225,7 +225,7 @@ class Train(Stage):
             model, teacher = self._models(parents, reading.sources.train, run)
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
             trainer = self._trainer(model, teacher, plan, zeros, run)
-            trainer.early = early = Stop(self.early_stopping, draft, mesh)
+            trainer.early = early = Stop(self.early_stopping, draft, run)
             model = trainer.model  # frees the whole one where a rank has a part
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             watch = self._train(draft, trainer, reading, checkpoints, run)

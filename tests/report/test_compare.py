@@ -156,7 +156,7 @@ def test_a_model_worse_than_a_bigram_model_has_no_headline_of_quality(copy) -> N
     folder = copy()
     edit(folder, "eval-base", bigram_perplexity={"value": 22.0, "unit": ""})
     line = collect(folder)
-    assert compare.not_learned(line) == ("base", 22.91, 22.0)
+    assert compare.not_learned(line) == ("base", 22.91, 22.0, "")
     heads = [(finding.value, finding.about) for finding in findings(line)]
     assert ("not trained enough", "quality") in heads and not any("smaller" in value for value, _ in heads)
     assert not any("bits/byte" in value for value, _ in heads)
@@ -164,6 +164,10 @@ def test_a_model_worse_than_a_bigram_model_has_no_headline_of_quality(copy) -> N
     assert "perplexity of 22.9" in text and "bigram model of the same text 22.0" in text
     for said in (page.render(line), markdown.render(line)):
         assert "for its quality to mean anything" in said
+    steps = {"value": 90.0, "unit": "steps", "note": "of 400: 6 min 0 s were over"}
+    edit(folder, "train-base", num_steps=steps)
+    for said in (page.render(collect(folder)), markdown.render(collect(folder))):
+        assert "It made 90 steps of 400: 6 min 0 s were over." in said
     edit(folder, "eval-base", bigram_perplexity={"value": 63.0, "unit": ""})
     assert compare.not_learned(collect(folder)) is None
     assert "for its quality to mean anything" not in page.render(collect(folder))
