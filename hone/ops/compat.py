@@ -18,13 +18,13 @@ aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
 """A class decorator for a group of values that kernels pass as one argument: the annotated fields."""
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""tma_load(descriptor, coordinates, barrier, shared): a box from global to shared memory. Renamed in 3.9."""
+"""tma_load(descriptor, coordinates, barrier, shared): a box from global to shared memory. Renamed in 3.8."""
 
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """tma_store(descriptor, coordinates, shared): a box from shared to global memory; `tma.store_wait` waits."""
 
 warpgroup_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""A barrier among the threads of one warp-specialized partition. `gl.barrier` from 3.9 on."""
+"""A barrier among the threads of one warp-specialized partition. `gl.barrier` in 3.8."""
 
 
 def _tma_reduce_add(descriptor: Any, coordinates: Any, shared: Any, _semantic: Any = None) -> None:

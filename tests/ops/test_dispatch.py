@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 import warnings
 from pathlib import Path
 
@@ -63,3 +64,18 @@ def test_a_graph_may_choose_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.filterwarnings("ignore", "linear_cross_entropy runs its plain torch reference")
         compiled = torch.compile(run, fullgraph=True, backend="eager")
         assert compiled(torch.full((2,), 3.0, dtype=F64)).tolist() == [4.0, 4.0]
+
+
+MOVED = re.compile(r"\b(gl\.(thread_barrier|barrier)|tma\.async_\w+|gluon\.aggregate|tl_core\._aggregate)\b")
+"""Names that are others in another release of Triton."""
+
+
+def test_names_that_differ_among_releases_of_triton_are_read_in_one_file() -> None:
+    folder = Path(dispatch.__file__).parent
+    found = {
+        path.relative_to(folder).as_posix(): sorted(
+            {name[0] for name in MOVED.findall(path.read_text(encoding="utf8"))}
+        )
+        for path in sorted(folder.rglob("*.py"))
+    }
+    assert [name for name, moved in found.items() if moved] == ["compat.py"], found

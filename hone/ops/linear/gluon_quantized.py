@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hone.ops.compat import tma_load
+from hone.ops.compat import tma_load, warpgroup_barrier
 from hone.ops.linear.gluon_codes import dequantize, previous_kernel_done, start_next_kernel
 from hone.ops.linear.shapes import QuantizedShape
 from hone.ops.linear.triton_skinny import parts_of, sum_parts
@@ -182,7 +182,7 @@ def _sum_folded(
                 acc += sums * factor
             if i + 1 < CHUNKS:
                 weight = following
-        gl.thread_barrier()
+        warpgroup_barrier()
         mbarrier.arrive(empty.index(slot))
     return acc
 
@@ -207,7 +207,7 @@ def _sum_scaled(
                 token = warpgroup_mma(weight, xs, token, is_async=True)
                 before = warpgroup_mma_wait(1, deps=[before])
                 if i == 0 and step > 0:  # only here the last product of the previous stage is complete
-                    gl.thread_barrier()
+                    warpgroup_barrier()
                     mbarrier.arrive(empty.index((step - 1) % STAGES))
                 before = weight
                 if i + 1 < CHUNKS:
@@ -253,7 +253,7 @@ def _sum_synced(
                     acc += sums * _row_scales(scales_s, slot, i, DTYPE, CHUNKS, TILES, L_ROWS)[:, None]
                 else:
                     acc += sums
-        gl.thread_barrier()
+        warpgroup_barrier()
         mbarrier.arrive(empty.index(slot))
     return acc
 
