@@ -79,13 +79,6 @@ class EarlyStopping(Spec):
         return found - ((steps - 1) // math.lcm(*both) if len(both) > 1 else 0)
 
 
-def stored_steps(path: Path, steps: int) -> int:
-    """The steps in `path`, which a run of this training began with; else `steps`, which are stored there."""
-    if not path.exists():
-        write_atomic(path, str(steps).encode())
-    return int(path.read_text())
-
-
 class Stop:
     """The early end of one training. All ranks ask; rank 0 knows the time, and stores the step at which it ended.
 

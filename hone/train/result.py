@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hone.base.artifact import Draft
 from hone.base.durable import read_jsonl
-from hone.base.table import Technique
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
 from hone.train.watch import Watch
-from hone.train.work import CHECKPOINTS
 
 
 def record(
@@ -51,28 +47,3 @@ def record(
     draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
     joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
     draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
-
-
-def record_way(
-    draft: Draft,
-    techniques: Mapping[str, Technique],
-    *,
-    steps: tuple[int, int, str],
-    ranks: tuple[int, str],
-    zeros: float | None,
-    checkpoint_bytes: int | None,
-) -> None:
-    """Records how the model was made: the techniques by slot, the steps made and wanted with the reason where they differ, the
-    ranks and how they shared the work, the share of zeros under a mask, and the checkpoints."""
-    for slot, technique in techniques.items():
-        if technique.kind != "none":
-            draft.did({"slot": slot, **technique.model_dump(mode="json")})
-    made, wanted, why = steps
-    draft.record("num_steps", made, "steps", note=why and f"of {wanted}: {why}")
-    if ranks[0] > 1:
-        note = f"{ranks[1]}; time is of all, memory and energy are of rank 0's device"
-        draft.record("num_ranks", ranks[0], "processes", note=note)
-    if zeros is not None:
-        draft.record("sparsity", zeros, "fraction", note="zeros in the layers' linears, fixed by the mask")
-    if checkpoint_bytes is not None:
-        draft.record(CHECKPOINTS, checkpoint_bytes, "B", note="on disk at once; gone at the end")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -35,7 +34,7 @@ from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, sizes_of
 from hone.train.checkpoint import Checkpoints
 from hone.train.inputs import data_of, same_tokens
-from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation, stored_steps
+from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.mask import check_mask, masked, sparsity, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
@@ -44,7 +43,7 @@ from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, affordable_steps, estimate, out_of_memory
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +76,7 @@ class Train(Stage):
         "eval_rows": "validation.sequences",
         "eval_sequences": "validation.sequences",
         "remat": "activation_checkpointing",
+        "time_budget_s": "early_stopping.max_time_s",
     }
 
     model: Shape = Field(
@@ -119,11 +119,6 @@ class Train(Stage):
         None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
     )
     tokens: int | None = Field(None, gt=0, description="Training tokens, instead of steps.")
-    time_budget_s: float | None = Field(
-        None,
-        gt=0,
-        description="Take fewer steps where this machine would need more seconds for them; the plan says how many.",
-    )
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
@@ -171,7 +166,7 @@ class Train(Stage):
         data = data_of(facts)
         given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model", "mask") if role in facts}
         config = self._config(given, data[0])
-        wanted = self.num_steps(sum(one.split("train").tokens for one in data))
+        steps = self.num_steps(sum(one.split("train").tokens for one in data))
         if "mask" in given:
             check_mask(given["mask"], config)
         self.parallelism.sequences(self.batch_size, self.gradient_accumulation_steps, machine.num_ranks)
@@ -183,11 +178,7 @@ class Train(Stage):
         self.parallelism.offload.check(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
-        work = fitted(self._work(config, data, given, wanted, machine.device, divided), kept, machine)
-        steps = affordable_steps(work, self.time_budget_s, machine)
-        if steps < wanted:
-            again = self._work(config, data, given, steps, machine.device, divided)
-            work = replace(again, segments=work.segments)
+        work = fitted(self._work(config, data, given, steps, machine.device, divided), kept, machine)
         self.schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
@@ -199,7 +190,7 @@ class Train(Stage):
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
         said = (*self.early_stopping.notes(steps), *said)
-        found = {"notes": said, "steps": steps, "wanted_steps": wanted, "segments": work.segments}
+        found = {"notes": said, "steps": steps, "segments": work.segments}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -209,10 +200,9 @@ class Train(Stage):
         """
         from hone.data.mix.reading import Reading, data_parents
         from hone.model.hf import save
-        from hone.train.result import record, record_way
+        from hone.train.result import record
 
         mesh = run.mesh
-        plan = mesh.from_leader(lambda: self._begun(plan, draft, parents, run))
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
         prepare = partial(reading.prepare, plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
@@ -248,33 +238,24 @@ class Train(Stage):
         )
         if trainer.done < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
             warm = self.schedule.model_copy(update={"warmup": 0.0})  # its warm-up may be longer
-            draft.predict(self._plan_of(trainer.done, parents, run, schedule=warm).estimates)
-        budget = f"what {self.time_budget_s:g} s allow" if plan.steps < plan.wanted_steps else ""
-        record_way(
-            draft,
-            {slot: getattr(self, slot) for slot in ("objective", "schedule", "optimizer", "activation_checkpointing")},
-            steps=(trainer.done, plan.wanted_steps, early.said or budget),
-            ranks=(mesh.world_size, self.parallelism.said()),
-            zeros=sparsity(zeros) if zeros else None,
-            checkpoint_bytes=checkpoints.largest_bytes if CHECKPOINTS in plan.estimates else None,
-        )
+            made = self.model_copy(update={"steps": trainer.done, "tokens": None, "schedule": warm})
+            facts = {role: facts_of(parent) for role, parent in parents.items()}
+            draft.predict(made.plan(facts, machine_of(run)).estimates)
+        for slot in ("objective", "schedule", "optimizer", "activation_checkpointing"):
+            technique = getattr(self, slot)
+            if technique.kind != "none":
+                draft.did({"slot": slot, **technique.model_dump(mode="json")})
+        draft.record("num_steps", trainer.done, "steps", note=early.said and f"of {plan.steps}: {early.said}")
+        if mesh.world_size > 1:
+            note = f"{self.parallelism.said()}; time is of all, memory and energy are of rank 0's device"
+            draft.record("num_ranks", mesh.world_size, "processes", note=note)
+        if zeros:
+            draft.record(
+                "sparsity", sparsity(zeros), "fraction", note="zeros in the layers' linears, fixed by the mask"
+            )
+        if CHECKPOINTS in plan.estimates:
+            draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
         reading.record(draft)
-
-    def _begun(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> TrainPlan:
-        """The plan with the steps that the run began with: a new calibration must not change them in the middle."""
-        if self.time_budget_s is None:
-            return plan
-        steps = stored_steps(draft.state / "steps", plan.steps)
-        if steps == plan.steps:
-            return plan
-        again = self._plan_of(steps, parents, run)
-        draft.predict(again.estimates)
-        return again.model_copy(update={"wanted_steps": plan.wanted_steps})
-
-    def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run, **changes: Technique) -> TrainPlan:
-        """The plan of `steps`, whatever its budget, with `changes` of other fields."""
-        fixed = self.model_copy(update={"steps": steps, "tokens": None, "time_budget_s": None, **changes})
-        return fixed.plan({role: facts_of(parent) for role, parent in parents.items()}, machine_of(run))
 
     def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
         """The config of the model to train, checked against the data and the parents in their roles."""

@@ -109,8 +109,6 @@ class TrainPlan(Plan):
     steps: int
     segments: Any = ()
     """The layers' activation checkpointing, as it was chosen."""
-    wanted_steps: int
-    """Steps without a time budget."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
         """As `Plan.shortages`, including the checkpoints."""
@@ -173,14 +171,6 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
             tolerance=0.05,
         )
     return found
-
-
-def affordable_steps(work: Work, time_budget_s: float | None, machine: Machine) -> int:
-    """The steps of `work`, or fewer, but at least one, so that they and their evaluations take `time_budget_s` on `machine`."""
-    if time_budget_s is None:
-        return work.steps
-    step_s, others_s = step_seconds(work, machine).value, _evaluation_s(work, machine) + _around_s(work, machine)
-    return max(1, min(work.steps, int((time_budget_s - others_s) / step_s)))
 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:

@@ -118,39 +118,6 @@ def test_kills_at_random_moments_change_no_byte(precision, spans, data_folder, t
 
 
 @pytest.mark.slow
-def test_a_time_budget_gives_the_steps_and_a_resumed_run_keeps_them(trained, data_folder, tmp_path, monkeypatch):
-    """The steps come from the machine's rate when the run begins; another rate later changes nothing."""
-    data, out = {"data": Artifact.read(data_folder)}, tmp_path / "train-base"
-    spec = Train.read({**SPEC, "steps": 1000, "time_budget_s": 60.0})
-    monkeypatch.setattr("hone.train.stage.affordable_steps", lambda work, budget, machine: min(work.steps, 12))
-    fit = loop.fit
-
-    def killed(trainer, *args, **more):
-        step = trainer.step
-
-        def some(batch):
-            if trainer.done == 7:
-                raise KeyboardInterrupt
-            return step(batch)
-
-        trainer.step = some
-        fit(trainer, *args, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "fit", killed)
-        spec.make(out, data, QUIET)
-    monkeypatch.setattr(
-        "hone.train.stage.affordable_steps", lambda work, budget, machine: min(work.steps, 900 if budget else 1000)
-    )
-    made = spec.make(out, data, QUIET)
-    assert made.figures["num_steps"].value == 12 and made.figures["num_steps"].note == "of 1000: what 60 s allow"
-    assert made.figures["train_tokens"].value == made.figures["train_tokens"].estimate.value == 12 * 128
-    weights = "model.safetensors"
-    assert made.manifest["files"][weights]["sha256"] == trained.manifest["files"][weights]["sha256"]
-    assert trained.figures["num_steps"].value == 12 and trained.figures["num_steps"].note == ""
-
-
-@pytest.mark.slow
 def test_a_training_ends_at_its_loss_as_one_of_so_many_steps(data_folder, tmp_path):
     """The learning rate follows the schedule of all steps; the estimates are those of the steps made."""
     data = {"data": Artifact.read(data_folder)}
@@ -373,7 +340,7 @@ def test_a_training_of_an_earlier_hone_is_not_made_again(trained, data_folder, t
     spec["optimizer"] = {name: value for name, value in spec["optimizer"].items() if name != "kind"}
     checkpoint = spec.pop("checkpoint")
     spec |= {"checkpoint_every": checkpoint["interval"], "checkpoint_keep": checkpoint["keep_latest_k"]}
-    del spec["time_budget_s"]
+    spec["time_budget_s"] = None
     path.write_text(json.dumps({**manifest, "spec": spec, "fingerprint": "0123456789abcdef"}))
     before = path.read_bytes()
     made = Train.read(SPEC).make(path.parent, {"data": Artifact.read(data_folder)}, QUIET)

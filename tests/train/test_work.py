@@ -14,7 +14,7 @@ from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot
 from hone.train.optimizers.adamw_8bit import AdamW8bit
 from hone.train.watch import Watch
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, affordable_steps, estimate, growth_bytes, step_seconds
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, growth_bytes, step_seconds
 
 CONFIG = Shape(max_seq_len=256).config(2048)
 
@@ -64,7 +64,7 @@ def test_predictions_add_up():
 
 
 def test_a_training_that_cannot_fit_is_refused():
-    plan = TrainPlan(estimates=estimate(work(batch_size=10**7), describe("cpu")), ways=WAYS, steps=10, wanted_steps=10)
+    plan = TrainPlan(estimates=estimate(work(batch_size=10**7), describe("cpu")), ways=WAYS, steps=10)
     with pytest.raises(FitError, match=r"train-x needs .* of memory, has") as caught:
         plan.must_fit({MEMORY: describe("cpu").free_memory_bytes}, "train-x")
     assert "gradient_accumulation_steps" in caught.value.fix and caught.value.fix.count("; or ") == 2
@@ -73,7 +73,7 @@ def test_a_training_that_cannot_fit_is_refused():
 def test_checkpoints_need_disk_beside_the_folder():
     estimates = estimate(work(num_checkpoints=3), describe("cpu"))
     assert estimates[CHECKPOINTS].value == 3 * 12 * CONFIG.num_params
-    plan = TrainPlan(estimates=estimates, ways=WAYS, steps=10, wanted_steps=10)
+    plan = TrainPlan(estimates=estimates, ways=WAYS, steps=10)
     folder = estimates[DISK].value
     assert plan.shortages({DISK: folder + estimates[CHECKPOINTS].value}) == []
     (short,) = plan.shortages({DISK: folder + 1})
@@ -97,14 +97,3 @@ def test_sqrt_keeps_less_than_every_second_layer_of_a_deep_stack():
     root = growth_bytes(replace(deep, segments=SquareRoot().segments(36)), "cuda").value
     second = growth_bytes(replace(deep, segments=EveryNth(n=2).segments(36)), "cuda").value
     assert root < second
-
-
-def test_a_time_budget_takes_as_many_steps_as_it_pays_for():
-    machine = describe("cpu")
-    full = work(steps=1000, eval_sequences=64)
-    step_s = step_seconds(full, machine).value
-    evaluation_s = estimate(full, machine)["time_s"].value - 1000 * step_s
-    assert affordable_steps(full, None, machine) == 1000
-    assert affordable_steps(full, 100 * step_s + evaluation_s + 0.5 * step_s, machine) == 100
-    assert affordable_steps(full, 1e9, machine) == 1000, "never more than asked for"
-    assert affordable_steps(full, 1e-9, machine) == 1
