@@ -19,6 +19,7 @@ from hone.serve.http.endpoints.beam import BeamSearch, check_beams
 from hone.serve.http.endpoints.best_of import BestOfReply
 from hone.serve.http.endpoints.embeddings import Embeddings
 from hone.serve.http.endpoints.openapi import description
+from hone.serve.http.endpoints.page import page
 from hone.serve.http.endpoints.response_body import ResponsesBody
 from hone.serve.http.endpoints.responses import ResponsesReply
 from hone.serve.http.forms import OutputForms
@@ -55,6 +56,7 @@ def build_app(front: Front) -> FastAPI:
         ("POST", "/tokenize", tokens.tokenize, True),
         ("POST", "/detokenize", tokens.detokenize, True),
         ("GET", "/tokenizer_info", tokens.info, True),
+        ("GET", "/", page, False),
         ("GET", "/v1/models", state.models, True),
         ("GET", "/v1/models/{name:path}", state.model, True),
         ("GET", "/openapi.json", state.openapi, True),
