@@ -18,7 +18,7 @@ from hone.base.lazy import resolve
 from hone.base.partial import PULL, PUSH, need_local
 from hone.base.plan import DISK, Facts, Plan, capacity, facts_of
 from hone.base.run import Run
-from hone.base.spec import Spec, dump_yaml, parse_scalar, read_yaml, set_dotted
+from hone.base.spec import Spec, dump_yaml, in_file, parse_scalar, read_yaml, set_dotted
 from hone.base.stage import STAGES, Stage
 from hone.measure.machine import Machine, machine_of
 
@@ -59,8 +59,12 @@ class Recipe(Spec):
     @classmethod
     def load(cls, path: Path | str) -> Recipe:
         """The recipe in a YAML file. Raises SpecError."""
-        recipe = cls.read(read_yaml(Path(path)))
-        recipe.nodes()  # finds mistakes now, not an hour into the run
+        values = read_yaml(Path(path))
+        try:
+            recipe = cls.read(values)
+            recipe.nodes()  # finds mistakes now, not an hour into the run
+        except SpecError as error:
+            raise in_file(error, Path(path)) from None
         return recipe
 
     def nodes(self) -> list[Node]:

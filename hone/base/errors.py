@@ -40,7 +40,9 @@ def _rebuild(kind: type[HoneError], what: str, fix: str) -> HoneError:
 
 
 class SpecError(HoneError):
-    """A field is unknown, missing or has an impossible value."""
+    """A field is unknown, missing or has an impossible value. `field` is its dotted name, as far as it is known."""
+
+    field = ""
 
 
 class FitError(HoneError):

@@ -120,13 +120,17 @@ class Spec(BaseModel):
             raise _first_mistake(cls, error) from None
 
     @classmethod
-    def from_overrides(cls, changes: dict[str, str]) -> Self:
+    def from_overrides(cls, changes: dict[str, str], file: Path | None = None) -> Self:
         """A spec from dotted command line values and defaults: {'engine.page_size': '32'}.
 
-        A value is parsed as YAML, so lists and mappings can be written inline. Raises SpecError.
+        A value is parsed as YAML, so lists and mappings can be written inline. With the YAML `file`, values are its fields
+        where `changes` do not set them. Raises SpecError; what is wrong in the file is told with its line and column.
         """
-        values: dict[str, Any] = {}
-        for path, text in changes.items():
+        values = {} if file is None else read_yaml(file) or {}
+        if not isinstance(values, dict):
+            raise SpecError(f"{file} is no mapping of fields", fix="write its fields as `name: value`, one a line")
+        flat = {path: values.pop(path) for path in [*values] if "." in str(path)}  # as on the command line
+        for path, value in [*flat.items(), *((path, parse_scalar(text)) for path, text in changes.items())]:
             here = values
             *parents, last = path.split(".")
             for part in parents:
@@ -136,8 +140,11 @@ class Spec(BaseModel):
                         f"{cls.__name__}.{path}: '{part}' is also given as a whole",
                         fix=f"set either {part} or its fields",
                     )
-            here[last] = parse_scalar(text)
-        return cls.read(values)
+            here[last] = value
+        try:
+            return cls.read(values)
+        except SpecError as error:
+            raise error if file is None else in_file(error, file, changes) from None
 
     def override(self, changes: dict[str, str]) -> Self:
         """A copy with dotted `changes` applied: {'quantizer.bits': '3'}. Values are parsed as YAML scalars.
@@ -198,22 +205,54 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
         if name in here.renamed:
             return _renamed(cls, path, here.renamed[name])
         known = list(here.model_fields)
-        return SpecError(
-            f"{cls.__name__} has no field '{path}'", fix=f"{did_you_mean(name, known)}known fields: {', '.join(known)}"
+        return _of_field(
+            path,
+            f"{cls.__name__} has no field '{path}'",
+            f"{did_you_mean(name, known)}known fields: {', '.join(known)}",
         )
     if detail["type"] == "missing":
         return SpecError(f"{cls.__name__} needs the field '{path}'", fix=f"add {path}: VALUE")
     message = detail["msg"].removeprefix("Value error, ")
-    return SpecError(
+    return _of_field(
+        path,
         f"{cls.__name__}.{path} = {detail['input']!r}: {message}" if path else f"{cls.__name__}: {message}",
-        fix=f"give {path or 'it'} a valid value; `hone schema` prints every field with its type",
+        f"give {path or 'it'} a valid value; `hone schema` prints every field with its type",
     )
+
+
+def _of_field(path: str, what: str, fix: str) -> SpecError:
+    error = SpecError(what, fix=fix)
+    error.field = path
+    return error
+
+
+def in_file(error: SpecError, file: Path, elsewhere: Iterable[str] = ()) -> SpecError:
+    """`error` with the place of its field in the YAML `file`, unless the field is one of `elsewhere` or not in the file."""
+    wrong = error.field.split(".") if error.field else []
+    if not wrong or any(path.split(".")[-len(wrong) :] == wrong for path in elsewhere):
+        return error
+    places: list[tuple[int, int]] = []
+    pending: list[tuple[list[str], yaml.Node | None]] = [([], yaml.compose(file.read_text(encoding="utf8")))]
+    while pending:
+        path, node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                here = [*path, *str(key.value).split(".")]
+                if here[-len(wrong) :] == wrong:
+                    places.append((key.start_mark.line + 1, key.start_mark.column + 1))
+                pending.append((here, value))
+        elif isinstance(node, yaml.SequenceNode):
+            pending += [([*path, str(place)], one) for place, one in enumerate(node.value)]
+    if not places:
+        return error
+    where = " or ".join(f"line {line}, column {column}" for line, column in sorted(places))
+    return _of_field(error.field, f"{file}, {where}: {error.what}", error.fix)
 
 
 def _renamed(cls: type[BaseModel], path: str, now: str | None) -> SpecError:
     """The error for an earlier name of a field that is called `now` today (None: removed)."""
     fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
-    return SpecError(f"{cls.__name__} has no field '{path}'", fix=fix)
+    return _of_field(path, f"{cls.__name__} has no field '{path}'", fix)
 
 
 def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:

@@ -203,7 +203,11 @@ class Choice:
         """As `Table.read`."""
         if isinstance(value, dict) and self.default and not value.get("kind"):
             value = {**value, "kind": self.default}
-        return self.table.read(value, info.context)
+        try:
+            return self.table.read(value, info.context)
+        except SpecError as error:
+            error.field = error.field or info.field_name or ""
+            raise
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.with_info_plain_validator_function(

@@ -12,8 +12,8 @@ from typing import Any
 
 from hone.cli.options import calibrated, circumstances, fields, need, only
 
-_OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.")
-_OF_PLAN = ("work", "device", "redo")
+OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.")
+OF_PLAN = ("work", "device", "redo")
 
 
 def plan(words: list[str], options: dict[str, str]) -> int:
@@ -28,8 +28,8 @@ def plan(words: list[str], options: dict[str, str]) -> int:
             "what does not fit, with ways out. Makes nothing. The exit code is 2 when something does not fit."
         )
         return 0
-    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_PLAN))
-    run = _calibrated(recipe, circumstances({name: value for name, value in options.items() if name in _OF_PLAN}))
+    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *OF_PLAN))
+    run = _calibrated(recipe, circumstances({name: value for name, value in options.items() if name in OF_PLAN}))
     return show_plan(recipe.plan(options.get("work", "work"), run, _redo(options)), run)
 
 
@@ -49,7 +49,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
             "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE prints the estimates."
         )
         return 0
-    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *_OF_RUN))
+    recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *OF_RUN))
     redo, work = _redo(options), options.get("work", "work")
     here = _calibrated(recipe, circumstances(options))
     started = time.monotonic()

@@ -9,7 +9,8 @@ from typing import Any
 from hone.cli.options import at_most, circumstances, dtypes_on, list_fields, need, only
 
 _ABOUT = {
-    "show": "RECIPE.yaml | FOLDER\n\nPrints a recipe with every field (a valid recipe), or an artifact with its figures.",
+    "show": "RECIPE.yaml | SERVE.yaml | FOLDER\n\nPrints a recipe with every field (a valid recipe), a file of `hone serve --config` "
+    "likewise, or an artifact\nwith its figures.",
     "redecide": "DATA_FOLDER [--field=value ...]\n\nPrints what other filters would keep of a data stage's input, in seconds: the "
     "texts are not read again.",
     "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
@@ -30,15 +31,21 @@ def _explained(words: list[str], options: dict[str, str]) -> bool:
 def show(words: list[str], options: dict[str, str]) -> int:
     """Prints a recipe or an artifact."""
     from hone.base.artifact import Artifact
+    from hone.base.spec import read_yaml
     from hone.model.folder import no_whole_model
     from hone.recipe import Recipe, describe_artifact
+    from hone.serve.http import ServeConfig
 
     if _explained(words, options):
         return 0
     only(words, options)
     thing = Path(need(words, "RECIPE_OR_FOLDER"))
     if thing.suffix in (".yaml", ".yml"):
-        print(Recipe.load(thing).full(), end="")
+        values = read_yaml(thing)
+        if isinstance(values, dict) and not {"line", "stages"} & {*values}:
+            print(ServeConfig.from_overrides({}, thing).to_yaml(), end="")
+        else:
+            print(Recipe.load(thing).full(), end="")
     else:
         artifact = Artifact.read(thing)
         if artifact.kind == "foreign" and (error := no_whole_model(artifact.folder)) is not None:

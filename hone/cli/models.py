@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from hone.cli.options import circumstances, fields, list_fields, need
 
-_OF_SERVE = ("device", "quiet")
-_OF_EXPORT = ("out", "device", "redo", "quiet")
+OF_SERVE = ("config", "quiet")
+OF_GENERATE = ("device", "quiet")
+OF_EXPORT = ("out", "device", "redo", "quiet")
 
 
 def serve(words: list[str], options: dict[str, str]) -> int:
     """Serves a model folder over HTTP until stopped."""
+    from pathlib import Path
+
+    from hone.base.errors import SpecError
     from hone.base.partial import PULL, need_local
-    from hone.serve.http import ServerSpec
+    from hone.serve.http import ServeConfig
     from hone.serve.http import serve as serve_forever
 
     if "help" in options:
-        usage = "usage: hone serve MODEL_FOLDER [--port=8000] [--field=value ...]"
-        print(f"{usage}\n\nAn OpenAI-compatible server over the folder's model.\n\nfields:\n{list_fields(ServerSpec)}")
+        usage = "usage: hone serve MODEL_FOLDER [--config=FILE.yaml] [--port=8000] [--field=value ...] [--quiet]"
+        about = (
+            "An OpenAI-compatible server over the folder's model, with a page to chat with it at its address.\n"
+            "--config reads these fields from a YAML file; those of the command line come first. hone show FILE.yaml prints\n"
+            "it with every field."
+        )
+        print(f"{usage}\n\n{about}\n\nfields:\n{list_fields(ServeConfig, ServeConfig.without_effect)}")
         return 0
-    folder = need(words, "MODEL_FOLDER")
+    file = Path(options["config"]) if "config" in options else None
+    changes = fields(options, *OF_SERVE)
+    folder = need(words, "MODEL_FOLDER") if len(words) > 1 else ""
+    if folder and changes.get("model", folder) != folder:
+        raise SpecError(f"two models are given: {folder} and --model={changes['model']}", fix="leave --model out")
+    spec = ServeConfig.from_overrides(changes, file)
+    folder = folder or spec.model or need(words, "MODEL_FOLDER")
     need_local(folder, PULL)
-    spec = ServerSpec.from_overrides(fields(options, *_OF_SERVE))
-    serve_forever(folder, spec, run=circumstances(options))
+    serve_forever(folder, spec, run=circumstances({**options, "device": spec.device}))
     return 0
 
 
@@ -40,7 +54,7 @@ def generate(words: list[str], options: dict[str, str]) -> int:
             "hone generate needs MODEL_FOLDER and PROMPT", fix='hone generate work/tiny/train-base "import "'
         )
     need_local(words[1], PULL)
-    changes = fields(options, *_OF_SERVE)
+    changes = fields(options, *OF_GENERATE)
     params = SamplingParams.from_overrides({"max_tokens": "64", "temperature": "0", **changes})
     run = circumstances(options)
     from hone.model.hf import Checkpoint
@@ -73,6 +87,6 @@ def export(words: list[str], options: dict[str, str]) -> int:
     folder = need(words, "MODEL_FOLDER")
     if "out" not in options:
         raise SpecError("hone export needs --out=FILE.gguf", fix="add --out=model.gguf")
-    spec = GGUF.from_overrides(fields(options, *_OF_EXPORT))
+    spec = GGUF.from_overrides(fields(options, *OF_EXPORT))
     print(write_file(folder, options["out"], circumstances(options), **spec.model_dump()).describe())
     return 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 FLAGS = ("redo", "quiet", "help", "version", "plan")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
 """Options that do not change the result."""
-_VALUED = ("out", "work", "device", "executor", "workers", "mesh")
+_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config")
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 """The role of the folder that is a verb's argument."""
 STAGE_OF = {"bench": "serve"}
@@ -59,12 +59,12 @@ def _is_boolean(verb: str, name: str) -> bool | None:
     """Whether field `name` of the verb's spec is boolean; None when the spec has no such field."""
     if name in _VALUED:
         return False
-    kinds = {row: kind for cls in _specs(verb) for row, kind in _kinds(cls)}
+    kinds = {row: kind for cls in specs_of(verb) for row, kind in _kinds(cls)}
     field = name.partition(".")[2] if verb in ("run", "plan") else name
     return None if field not in kinds else kinds[field] == "bool"
 
 
-def _specs(verb: str) -> list[Any]:
+def specs_of(verb: str) -> list[Any]:
     """The specs whose fields are options of a verb."""
     from hone.base.lazy import resolve
     from hone.base.stage import STAGES
@@ -75,7 +75,7 @@ def _specs(verb: str) -> list[Any]:
     if verb in ("data", *MAIN_ROLE):
         return [resolve(STAGES[stage])]
     others = {
-        "serve": "hone.serve.http:ServerSpec",
+        "serve": "hone.serve.http:ServeConfig",
         "generate": "hone.serve.request:SamplingParams",
         "export": "hone.compress.gguf.export:GGUF",
     }
@@ -189,11 +189,12 @@ def _calibrated_machine(run: Any) -> Any:
     return machine
 
 
-def list_fields(cls: Any) -> str:
-    """The fields of a spec, as --help shows them."""
+def list_fields(cls: Any, left_out: Collection[str] = ()) -> str:
+    """The fields of a spec but `left_out`, as --help shows them."""
     from hone.base.spec import describe_fields
 
     return "\n".join(
         f"  --{name}={kind}\n        {description} ({default if default == 'required' else f'default: {default}'})"
         for name, kind, default, description in describe_fields(cls)
+        if name not in left_out
     )

@@ -19,8 +19,8 @@ from hone.cli.options import (
     only,
 )
 
-_OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
-_OF_DATA = (*_OF_A_STAGE, "executor", "workers", "executor.")
+OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
+OF_DATA = (*OF_A_STAGE, "executor", "workers", "executor.")
 
 
 def make(words: list[str], options: dict[str, str]) -> int:
@@ -35,7 +35,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(_help(verb, cls))
         return 0
-    known = _OF_DATA if verb == "data" else _OF_A_STAGE
+    known = OF_DATA if verb == "data" else OF_A_STAGE
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
     changes = fields(options, *known)
     if verb == "data":

@@ -29,11 +29,16 @@ class Parsers:
 
     @classmethod
     def open(cls, tool_call_parser: str, enable_auto_tool_choice: bool, reasoning_parser: str) -> Parsers:
-        """The parsers under these names, '' for none. Raises SpecError, also for automatic choice without a parser."""
+        """The parsers under these names, '' for none. Raises SpecError, also where a parser and automatic choice lack each other."""
         if enable_auto_tool_choice and not tool_call_parser:
             raise SpecError(
                 "enable_auto_tool_choice needs a tool_call_parser",
                 fix="name the form of the model: --tool_call_parser=hermes",
+            )
+        if tool_call_parser and not enable_auto_tool_choice:
+            raise SpecError(
+                f"tool_call_parser={tool_call_parser} has no effect without enable_auto_tool_choice",
+                fix="add --enable_auto_tool_choice; calls that a request demands need no parser",
             )
         return cls(
             tool_parser(tool_call_parser) if tool_call_parser else None,

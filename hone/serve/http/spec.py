@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -51,6 +51,8 @@ class ServerSpec(Spec):
     }
 
     model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text too
+    without_effect: ClassVar[tuple[str, ...]] = ("engine.max_waiting",)
+    """Fields of the engine that mean nothing in a server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of this machine.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 is any free port.")
@@ -110,6 +112,31 @@ class ServerSpec(Spec):
     def _no_empty_name(cls, names: Any) -> Any:
         return tuple(name for name in names if name != "") if isinstance(names, list | tuple) else names
 
+    @model_validator(mode="after")
+    def _all_have_effect(self) -> Self:
+        """Refuses what would be ignored: whoever sets a field expects something of it."""
+        engine, processes = self.engine, self.processes
+        sizes = [
+            name for name in ("num_pages", "kv_cache_memory_bytes", "gpu_memory_utilization") if getattr(engine, name)
+        ]
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{' and '.join(f'engine.{name}' for name in sizes)} size the same cache: give one of them"
+            )
+        for name, has_effect, needs in (
+            ("engine.max_waiting", False, "a server's limit is max_queue"),
+            ("engine.max_delay_s", engine.batching == "dynamic", "only engine.batching=dynamic waits"),
+            ("engine.eviction", engine.enable_prefix_caching, "without engine.enable_prefix_caching no page is kept"),
+            ("engine.distributed_timeout_seconds", engine.num_ranks > 1, "the engine is one process"),
+            ("processes.balance_abs_threshold", processes.data_parallel_size > 1, "there is one replica"),
+            ("processes.balance_rel_threshold", processes.data_parallel_size > 1, "there is one replica"),
+        ):
+            group, _, field = name.partition(".")
+            given = getattr(self, group)
+            if not has_effect and getattr(given, field) != type(given).model_fields[field].default:
+                raise ValueError(f"{name} has no effect: {needs}")
+        return self
+
     def tls(self) -> dict[str, Any]:
         """uvicorn's options for HTTPS; {} without a certificate. Raises SpecError for files that do not serve."""
         if not self.ssl_certfile:
@@ -134,3 +161,16 @@ class ServerSpec(Spec):
                 fix="give a certificate and its key (--ssl_keyfile) in PEM form",
             ) from None
         return options
+
+
+class ServeConfig(ServerSpec):
+    """What `hone serve` is given: the server's fields, and what is served where. A file of these fields is its --config."""
+
+    model: str = Field("", description="Model folder, or hf:OWNER/NAME; the argument MODEL_FOLDER means the same.")
+    device: str = Field("cpu", description="Device of the engine: cpu or cuda.")
+
+    @model_validator(mode="after")
+    def _of_the_device(self) -> Self:
+        if self.engine.num_threads is not None and self.device != "cpu":
+            raise ValueError(f"engine.num_threads has no effect: they are a CPU's, and the device is {self.device}")
+        return self
