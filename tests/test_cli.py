@@ -99,6 +99,7 @@ def test_help_lists_every_verb():
         "bench",
         "serve",
         "generate",
+        "chat",
         "report",
         "show",
         "redecide",

@@ -9,39 +9,6 @@ import sys
 import warnings
 from typing import Any
 
-HELP = """hone: language models cheap to build and cheap to run, and what every optimization cost and saved.
-
-usage: hone VERB [ARGUMENT] [--field=value ...]
-
-a whole recipe
-  plan RECIPE       time, memory and disk of every stage, and whether it fits, before anything is made
-  run RECIPE        make every missing stage of a recipe, then its report
-  report LINE       write the report of a line's artifacts again
-one stage (hone VERB --help lists its fields; --plan prints its estimates, --plan --mesh=1024xH200 for ranks elsewhere)
-  data SOURCE ...   text to curated, tokenized, packed shards
-  train DATA        a model from packed shards
-  compress MODEL    quantize, prune
-  eval MODEL        perplexity, bits per byte, distance to a reference
-  bench MODEL       a measured serving run: tokens/s, latency, memory
-object stores (s3://, gs://, ...)
-  push FOLDER URL   copy an artifact to a URL; one with hone.json is whole
-  pull URL FOLDER   copy an artifact from a URL, checking every file
-using a model
-  serve MODEL       an OpenAI-compatible server
-  generate MODEL PROMPT   continue a text
-  export MODEL      one GGUF file for llama.cpp
-looking
-  show THING        print a recipe, an artifact or a model folder
-  redecide DATA     what other filters would keep of a data stage's input
-  schema [STAGE]    the JSON schema of a stage, or of all
-  techniques [SLOT] every technique: slot, name, paper, file
-  env               versions, machine and settings, for a bug report
-  calibrate         measure this machine's bandwidth and matmul rates, for estimates
-
-options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
-for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)
-"""
-
 VERBS = {
     "plan": "hone.cli.line:plan",
     "run": "hone.cli.line:run",
@@ -54,6 +21,7 @@ VERBS = {
     "push": "hone.cli.stages:copy",
     "pull": "hone.cli.stages:copy",
     "serve": "hone.cli.models:serve",
+    "chat": "hone.cli.chat.verb:chat",
     "generate": "hone.cli.models:generate",
     "export": "hone.cli.models:export",
     "show": "hone.cli.look:show",
@@ -117,6 +85,7 @@ def _complain(what: str, fix: str) -> int:
 def _dispatch(arguments: list[str]) -> int:
     from hone.base.errors import SpecError, did_you_mean
     from hone.base.lazy import resolve
+    from hone.cli.help import HELP
     from hone.cli.options import parse
 
     words, options = parse(arguments)

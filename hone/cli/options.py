@@ -79,6 +79,8 @@ def specs_of(verb: str) -> list[Any]:
         "generate": "hone.serve.request:SamplingParams",
         "export": "hone.compress.gguf.export:GGUF",
     }
+    if verb == "chat":
+        return [resolve("hone.cli.chat.spec:ChatSpec"), resolve(others["generate"])]
     return [resolve(others[verb])] if verb in others else []
 
 

@@ -7,7 +7,7 @@ also generate.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ class Incremental(Context):
 
 
 @torch.no_grad()
-def generate(
+def grow(
     model: Decoder,
     tokens: Tensor,
     num_tokens: int,
@@ -119,12 +119,9 @@ def generate(
     min_p: float | None = None,
     seed: int = 0,
     chunk: int | None = None,
-    stop_tokens: Collection[int] = (),
     rope_len: int | None = None,
-) -> Tensor:
-    """Continues every sequence of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens].
-
-    Ends early once every sequence holds one of `stop_tokens`; that token and those after it stay in the result.
+) -> Iterator[Tensor]:
+    """The next `num_tokens` tokens of every sequence of `tokens` int64 [B, S], one after another: int64 [B].
 
     Temperature 0 takes the most likely token; above it draws by the engine's rules (`hone.ops.sample`), sequence r with
     seed `seed` + r, each draw depending on (seed, position, token) alone. The prompt is read `chunk` tokens at a time
@@ -138,7 +135,6 @@ def generate(
     rope_len = rope_len or max(model.config.max_seq_len, tokens.shape[1] + num_tokens)
     done, step = 0, chunk or tokens.shape[1]
     seeds = [seed + row for row in range(len(tokens))]
-    open_rows = set(range(len(tokens)))
     while num_tokens > 0:
         part = tokens[:, done : done + step]
         x = model.hidden(part, Incremental(part, done, carry, rope_len=rope_len))
@@ -153,11 +149,24 @@ def generate(
             chosen = logits.argmax(-1)
         tokens = torch.cat((tokens, chosen[:, None]), 1)
         num_tokens -= 1
+        yield chosen
+
+
+def generate(
+    model: Decoder, tokens: Tensor, num_tokens: int, *, stop_tokens: Collection[int] = (), **how: Any
+) -> Tensor:
+    """Continues every sequence of `tokens` int64 [B, S] by `num_tokens`: int64 [B, S + num_tokens]. `how`: options of `grow`.
+
+    Ends early once every sequence holds one of `stop_tokens`; that token and those after it stay in the result.
+    """
+    open_rows, found = set(range(len(tokens))), [tokens]
+    for chosen in grow(model, tokens, num_tokens, **how):
+        found.append(chosen[:, None])
         if stop_tokens:
             open_rows -= {row for row, token in enumerate(chosen.tolist()) if token in stop_tokens}
             if not open_rows:
                 break
-    return tokens
+    return torch.cat(found, 1)
 
 
 def write(
@@ -173,7 +182,7 @@ def write(
     """Continues the text `prompt` by `generate`, with the model and tokenizer of a folder; returns the new text.
 
     The text ends before the first of `stop_tokens` or, unless `ignore_eos`, end-of-text tokens. `how`: options of
-    `generate`.
+    `grow`.
     """
     from hone.model.hf import load
     from hone.model.tokenizer import load_tokenizer
