@@ -100,6 +100,7 @@ def test_help_lists_every_verb():
         "serve",
         "generate",
         "chat",
+        "completion",
         "report",
         "show",
         "redecide",

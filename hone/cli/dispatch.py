@@ -30,6 +30,7 @@ VERBS = {
     "techniques": "hone.cli.look:techniques",
     "env": "hone.cli.look:env",
     "calibrate": "hone.cli.look:calibrate",
+    "completion": "hone.cli.completion.verb:completion",
 }
 """The function of each verb, `(words, options) -> exit code`, imported on use."""
 

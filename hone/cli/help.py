@@ -31,6 +31,7 @@ looking
   techniques [SLOT] every technique: slot, name, paper, file
   env               versions, machine and settings, for a bug report
   calibrate         measure this machine's bandwidth and matmul rates, for estimates
+  completion SHELL  a script with which bash, zsh or fish completes all of this
 
 options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
 for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)

@@ -1,0 +1,1 @@
+"""`hone completion`: a script with which a shell completes hone's verbs, options and values without starting Python."""

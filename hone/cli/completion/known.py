@@ -1,0 +1,184 @@
+"""What may be written after `hone`: verbs, the options of each, and their values, collected from the specs themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hone.base.spec import Spec, describe_fields
+from hone.base.stage import STAGES
+from hone.base.table import TABLES, Table
+from hone.cli.chat.spec import NOT_SHOWN
+from hone.cli.chat.verb import OF_CHAT
+from hone.cli.help import HELP
+from hone.cli.line import OF_PLAN, OF_RUN
+from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
+from hone.cli.options import FLAGS, specs_of
+from hone.cli.stages import OF_A_STAGE, OF_DATA
+
+SHELLS = ("bash", "zsh", "fish")
+FILES, FOLDERS, RECIPES = "<files>", "<folders>", "<recipes>"
+"""In place of words: any file, folders alone, folders and YAML files."""
+_STAGES = ("train", "compress", "eval", "bench")
+_CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
+    "run": OF_RUN,
+    "plan": OF_PLAN,
+    "data": OF_DATA,
+    **dict.fromkeys(_STAGES, OF_A_STAGE),
+    "serve": OF_SERVE,
+    "generate": OF_GENERATE,
+    "chat": OF_CHAT,
+    "export": OF_EXPORT,
+    "push": ("redo", "quiet"),
+    "pull": ("redo", "quiet"),
+    "calibrate": ("device",),
+}
+_CHOICES = {"device": ("cpu", "cuda"), "executor": ("serial", "processes", "ray", "slurm")}
+_ABOUT = {
+    "device": "Device: cpu or cuda.",
+    "redo": "Make it again.",
+    "quiet": "No progress and no messages.",
+    "plan": "Print the estimates, make nothing.",
+    "out": "Folder to write.",
+    "work": "Folder of all lines.",
+    "mesh": "Ranks to plan for, such as 8xH200.",
+    "executor": "Where the tasks of a data stage run.",
+    "workers": "Processes of the executor.",
+    "config": "YAML file of these fields.",
+    "help": "Print the usage and every field.",
+}
+_WORD = re.compile(r"[\w.:+-]+")
+
+
+class Option(NamedTuple):
+    """An option without its dashes. `values` are words, or FILES; `flag`: it may stand alone."""
+
+    name: str
+    about: str
+    values: tuple[str, ...] = ()
+    flag: bool = False
+
+
+def verbs() -> dict[str, str]:
+    """Every verb and what it does."""
+    return dict(re.findall(r"^  ([a-z]+)(?: [A-Z.\[\]]+)* +([a-z].*)$", HELP, re.M))
+
+
+def options_of(verb: str) -> list[Option]:
+    """The options of a verb."""
+    found = [Option(name, _ABOUT[name], flag=True) for name in ("help",)]
+    for name in _CIRCUMSTANCES.get(verb, ()):
+        if name.endswith("."):
+            continue  # those of roles are below; of an executor they depend on its kind
+        values = _CHOICES.get(name, () if name in ("workers", "mesh", *FLAGS) else (FILES,))
+        found.append(Option(name, _ABOUT[name], values, name in FLAGS))
+    if verb in ("run", "plan"):
+        return [
+            *found,
+            *(
+                one._replace(name=f"{stage}.{one.name}")
+                for stage in STAGES
+                for one in _fields(*specs_of(stage_verb(stage)))
+            ),
+        ]
+    if verb in (*_STAGES, "data"):
+        found += [
+            Option(f"from.{role}", f"Folder of the input {role}.", (FILES,))
+            for cls in specs_of(verb)
+            for role in cls.roles
+        ]
+    left_out = {"chat": NOT_SHOWN}.get(verb, ())
+    return [*found, *(one for one in _fields(*specs_of(verb)) if one.name not in left_out)]
+
+
+def stage_verb(stage: str) -> str:
+    """The verb that makes a stage."""
+    return "bench" if stage == "serve" else stage
+
+
+def _fields(*specs: type[Spec]) -> Iterator[Option]:
+    """The fields of specs, each once, with those of the techniques that they choose."""
+    seen: set[str] = set()
+    for cls in specs:
+        hidden = getattr(cls, "without_effect", ())
+        techniques = dict(_choices(cls))
+        for name, kind, _, about in describe_fields(cls):
+            if name in seen or name in hidden:
+                continue
+            seen.add(name)
+            yield Option(name, about, _values(kind), kind == "bool")
+            if name in techniques:
+                yield from _of_techniques(name, techniques[name], about)
+
+
+def _values(kind: str) -> tuple[str, ...]:
+    """The words of a type as --help shows it; files for a text, which may be a path."""
+    if kind == "bool":
+        return ("true", "false")
+    names = kind.removeprefix("list of ").split("|")
+    words = tuple(one for one in names if _WORD.fullmatch(one) and one not in _TYPES)
+    return words or ((FILES,) if {"str", "Path"} & {*names} and not kind.startswith("list") else ())
+
+
+_TYPES = ("int", "float", "str", "bool", "null", "dict", "list", "Path", "Any", "object")
+
+
+def _choices(cls: type[Spec], prefix: str = "") -> Iterator[tuple[str, list[Table]]]:
+    """(dotted name, tables) of the fields of a spec that are one technique."""
+    for name, field in cls.model_fields.items():
+        inner: Any = field.annotation
+        marks = [*field.metadata]
+        if typing.get_origin(inner) not in (list, tuple):
+            marks += [mark for part in typing.get_args(inner) for mark in getattr(part, "__metadata__", ())]
+        tables = [mark.table for mark in marks if hasattr(mark, "table")]
+        if tables and typing.get_origin(inner) not in (list, tuple):
+            yield prefix + name, tables
+        elif isinstance(inner, type) and issubclass(inner, Spec):
+            yield from _choices(inner, f"{prefix}{name}.")
+
+
+def _of_techniques(name: str, tables: list[Table], about: str) -> Iterator[Option]:
+    """`NAME.kind` and the options of all techniques that a field may be."""
+    yield Option(f"{name}.kind", about, tuple(kind for table in tables for kind in table))
+    seen = {"kind"}
+    for table in tables:
+        for kind in table:
+            for field, type_, _, told in describe_fields(table[kind]):
+                if field not in seen:
+                    seen.add(field)
+                    yield Option(f"{name}.{field}", f"{kind}: {told}", _values(type_))
+
+
+def arguments_of(verb: str) -> tuple[str, ...]:
+    """What the arguments of a verb are: words, or one of FILES, FOLDERS and RECIPES."""
+    if verb in ("plan", "run", "show"):
+        return (RECIPES,)
+    if verb == "schema":
+        return tuple(STAGES)
+    if verb == "techniques":
+        words = [word for slot, names in slots().items() for word in (slot, *names)]
+        return tuple(dict.fromkeys(word for word in words if " " not in word))
+    if verb == "completion":
+        return SHELLS
+    if verb == "data":
+        return (FILES,)
+    return () if verb in ("pull", "env", "calibrate") else (FOLDERS,)
+
+
+def slots() -> dict[str, list[str]]:
+    """Slot name to technique names, read from the tables' text: importing them all imports torch."""
+    root, found = Path(__file__).parents[3], {}
+    for row in TABLES:
+        module, _, attribute = row.partition(":")
+        file = root / f"{module.replace('.', '/')}.py"
+        file = file if file.exists() else root / module.replace(".", "/") / "__init__.py"
+        for node in ast.parse(file.read_text(encoding="utf8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == attribute:
+                assert isinstance(node.value, ast.Call)
+                slot, rows = map(ast.literal_eval, node.value.args)
+                found[slot] = [*rows]
+    return found
