@@ -195,6 +195,8 @@ def _with_interval(row: Row, name: str) -> str:
     half = row.figures[name].spread
     if not half or not sound(half):
         return units.three(value)
+    if abs(value) < 1e-4:
+        return f"{units.three(value)} ± {units.three(half, 2)}"
     places = max(units.decimals(half) - 1, 0)  # two digits of the interval
     return f"{units.fixed(value, places)} ± {units.fixed(half, places)}"
 

@@ -328,7 +328,7 @@ def fit(
         if watch is not None:
             watch.stepped(step.row())
         early = trainer.early
-        if early is not None and early.over(trainer.done):
+        if early is not None and trainer.done < trainer.steps and early.over(trainer.done):
             trainer.steps = trainer.done
         last = trainer.done == trainer.steps
         scored = (eval_every and trainer.done % eval_every == 0) or (early is not None and early.scores(trainer.done))
@@ -344,7 +344,7 @@ def fit(
             if watch is not None:
                 bits = loss / math.log(2) * val.num_tokens / val.num_bytes
                 watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
-            if early is not None and early.reached(trainer.done, loss):
+            if early is not None and not last and early.reached(trainer.done, loss):
                 trainer.steps, last = trainer.done, True
         due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
         if checkpoints is not None and due and not last:

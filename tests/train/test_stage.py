@@ -163,6 +163,9 @@ def test_a_training_ends_when_its_time_is_over_and_a_resumed_one_at_the_same_ste
     made = spec.make(out, data, QUIET)  # from step 5 on, with more than 60 s behind it
     assert made.figures["num_steps"].value == 9
     assert made.figures["num_steps"].note == "of 40: 1 min 0 s were over, before the validation loss was 0.1"
+    clock["elapsed"] = 0.0
+    ended = spec.model_copy(update={"steps": 9}).make(tmp_path / "train-done", data, QUIET)
+    assert ended.figures["num_steps"].note == "", "its last step is no early end"
     rows = read_jsonl(made.folder / "steps.jsonl")
     assert rows[-1]["step"] == 9 and rows[-1]["val_loss"] == made.figures["val_loss"].value
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 10))
