@@ -58,6 +58,11 @@ class EarlyStopping(Spec):
     )
     interval: int = Field(20, gt=0, description="Steps between checks.")
 
+    @property
+    def every(self) -> int:
+        """Steps between checks; 0 where there are none."""
+        return self.interval if self.val_loss or self.max_time_s else 0
+
     def notes(self, steps: int) -> tuple[str, ...]:
         """What a plan of `steps` says about it."""
         ends = [f"at a validation loss of {self.val_loss:g}"] if self.val_loss else []

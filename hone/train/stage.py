@@ -145,6 +145,7 @@ class Train(Stage):
             raise ValueError(f"compile does not work with data_parallel {data_parallel.kind}, which frees weights")
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, "checkpoint": self.checkpoint.interval}
+        intervals["early_stopping"] = self.early_stopping.every
         self.parallelism.data_parallel.check(self.precision, intervals)
         return self
 

@@ -167,6 +167,13 @@ def test_what_does_not_work_is_said(data_folder):
 
     with pytest.raises(SpecError, match=r"validation\.interval 2 is no multiple of the 3 steps"):
         read({"kind": "local_sgd", "sync_every": 3})
+    with pytest.raises(SpecError, match=r"early_stopping\.interval 20 is no multiple of the 3 steps"):
+        read(
+            {"kind": "local_sgd", "sync_every": 3},
+            validation={},
+            checkpoint={"interval": 3},
+            early_stopping={"val_loss": 2},
+        )
     with pytest.raises(SpecError, match="powersgd works in bf16, fp32, not in fp16"):
         read("powersgd", precision="fp16")
     with pytest.raises(SpecError, match="bf16_gradients works with data-parallel ranks only"):
