@@ -204,6 +204,18 @@ def test_the_stage_on_ranks_makes_the_folder_and_a_killed_one_resumes_on_others(
     assert "num_ranks" not in one.figures
 
 
+@pytest.mark.slow
+def test_all_ranks_end_early_at_the_same_step(data_folder, tmp_path):
+    """By the time, which rank 0 alone knows, and by a loss, which all compute together."""
+    for name, ends in (("time", {"max_time_s": 1e-6}), ("loss", {"val_loss": 50.0})):
+        spec = {**SPEC, "early_stopping": {**ends, "interval": 2}}
+        out = tmp_path / f"train-{name}"
+        contents = [one.result for one in together(2, made, spec, str(data_folder), str(out))]
+        assert contents == [Artifact.read(out).content] * 2
+        assert Artifact.read(out).figures["num_steps"].value == 2
+        assert read_jsonl(out / "steps.jsonl")[-1]["step"] == 2
+
+
 def test_a_failing_rank_ends_all_with_its_error(data_folder):
     first, second = on_ranks(2, failing, str(data_folder))
     assert second == "ZeroDivisionError: a bug"
