@@ -70,9 +70,7 @@ def _compression(line: Line) -> Finding | None:
     whole = line.get(base.id) if base else None
     if (few := compare.not_learned(line)) is not None:
         text = f"{few.model} has a perplexity of {units.three(few.perplexity)} on held-out text, a bigram model of the same text"
-        return Finding(
-            "not trained enough", f"{text} {units.three(few.bigram)}: its quality means nothing yet", "quality"
-        )
+        return Finding("barely trained", f"{text} {units.three(few.bigram)}: its quality means nothing yet", "quality")
     if base is None or whole is None:
         return None
     changes = {

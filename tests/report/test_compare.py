@@ -158,7 +158,7 @@ def test_a_model_worse_than_a_bigram_model_has_no_headline_of_quality(copy) -> N
     line = collect(folder)
     assert compare.not_learned(line) == ("base", 22.91, 22.0, "")
     heads = [(finding.value, finding.about) for finding in findings(line)]
-    assert ("not trained enough", "quality") in heads and not any("smaller" in value for value, _ in heads)
+    assert ("barely trained", "quality") in heads and not any("smaller" in value for value, _ in heads)
     assert not any("bits/byte" in value for value, _ in heads)
     text = next(finding.text for finding in findings(line) if finding.about == "quality")
     assert "perplexity of 22.9" in text and "bigram model of the same text 22.0" in text
