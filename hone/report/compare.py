@@ -22,8 +22,8 @@ NEAR = 0.1
 class Point:
     """One evaluated model: its size and its quality (lower is better), `on_line` when no model is better in both.
 
-    `half` is half of the quality's 95 % interval, None where it is not known. `tokens` is the number of training tokens of it and of the models whose weights it was initialised from; `longer` tells that
-    it is more than the base model's. Such a model is not on the line: others might be as good after as much training.
+    `half` is half of the quality's 95 % interval, None where it is not known. `tokens` is the number of training tokens of it and
+    of the models whose weights it was initialised from; `longer` tells that it is more than the base model's. Such a model is not on the line: others might be as good after as much training.
     """
 
     id: str
