@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hone.model.hf import Checkpoint
     from hone.model.quantized.scheme import Scheme
 
+architectures = lazy("hone.compress.gguf.architectures")
 container = lazy("hone.compress.gguf.container")
 config_of = lazy("hone.model.quantized.config")
 hf = lazy("hone.model.hf")
@@ -103,15 +104,16 @@ def export(
     where = str(checkpoint.folder)
     if checkpoint.config.adapters:
         raise SpecError(f"{where} has adapters around its linears", fix="merge them into the model, then export it")
-    names.architecture(checkpoint.values.get("model_type"), where)
-    shape, notes = names.hyperparameters(checkpoint.config, where)
+    architectures.architecture(checkpoint.values.get("model_type"), where)
+    shape, notes = architectures.hyperparameters(checkpoint.config, where)
     tokenizer = tokenizers.load_tokenizer(checkpoint.folder)
     words = vocabularies.vocabulary(tokenizer, checkpoint.config.vocab_size, spec.pre_tokenizer, where)
+    name = vocabularies.model_name(checkpoint.folder.resolve().name, tokenizer)
     checkpoint.empty()  # checks names and shapes of all tensors
     parts = list(_sources(checkpoint, spec))
     entries = [part.entry for part in parts]
     notes += [*words.notes, *_notes(checkpoint, parts, spec)]
-    metadata = _general(checkpoint, entries) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
+    metadata = _general(checkpoint, entries, name) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
     head = container.header(metadata, entries)
     size = container.file_bytes(head, entries)
     with run.progress("export", size, "B") as bar:
@@ -152,11 +154,12 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
                 fix="compress the model with rotation r4=false, or export the model it was made from",
             )
 
-    def matrix(module: str, rows: int, columns: int, end: bool = False) -> Source:
+    def matrix(module: str, rows: int, columns: int, end: bool = False, name: str | None = None) -> Source:
         linear = module != "model.embed_tokens"
         scheme = quantization.scheme(module) if quantization is not None and linear else None
         asked = _asked(spec, checkpoint, scheme, columns, end)
-        entry = container.Entry(f"{names.tensor_name(module)}.weight", rows, columns, fitting(asked, columns))
+        name = name or names.tensor_name(module)
+        entry = container.Entry(f"{name}.weight", rows, columns, fitting(asked, columns))
         found = sources.Source(entry, module, scheme=scheme, asked=asked)
         if scheme is None or not found.repacked:
             return found
@@ -168,9 +171,8 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
             )
         return replace(found, change=change)
 
-    def vector(module: str, rows: int, leaf: str = "weight") -> Source:
-        entry = container.Entry(f"{names.tensor_name(module)}.{leaf}", rows, 0, FORMATS["f32"])
-        return sources.Source(entry, module, leaf)
+    def vector(name: str, module: str, rows: int, leaf: str = "weight", offset: float = 0.0) -> Source:
+        return sources.Source(container.Entry(f"{name}.{leaf}", rows, 0, FORMATS["f32"]), module, leaf, offset=offset)
 
     yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True)
     for index in range(config.num_layers):
@@ -179,15 +181,18 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
             linear, rows = linears[one.attribute], one.rows.stop - one.rows.start
             yield matrix(one.name, rows, linear.in_features)
             if linear.bias:
-                yield vector(one.name, rows, "bias")
+                yield vector(names.tensor_name(one.name), one.name, rows, "bias")
         for path, name in config.singles(index).items():
-            yield vector(name.removesuffix(".weight"), parameters[path].shape[0])
-    yield vector("model.norm", config.hidden_size)
+            norm = parameters[path]
+            place = names.norm_name(index, path.removesuffix(".weight"))
+            yield vector(place, name.removesuffix(".weight"), norm.shape[0], offset=norm.offset)
+    yield vector("output_norm", "model.norm", config.hidden_size, offset=config.norm_offset)
     if not config.tie_embeddings:
         yield matrix("lm_head", config.vocab_size, config.hidden_size, end=True)
-    factors = names.rope_factors(config)
-    if factors is not None:
-        yield sources.Source(container.Entry("rope_freqs.weight", len(factors), 0, FORMATS["f32"]), "", values=factors)
+    elif architectures.ARCHITECTURES[config.family].head == "stored":
+        yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True, name="output")
+    for name, values in names.rope_factors(config).items():
+        yield sources.Source(container.Entry(name, len(values), 0, FORMATS["f32"]), "", values=values)
 
 
 def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: int, end: bool) -> str:
@@ -249,7 +254,7 @@ def _listed(found: list[str]) -> str:
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
 
 
-def _general(checkpoint: Checkpoint, entries: list[Any]) -> dict[str, Any]:
+def _general(checkpoint: Checkpoint, entries: list[Any], name: str) -> dict[str, Any]:
     """general.* metadata: the file's type is that of most of its matrices' bytes."""
     sizes: dict[str, int] = {}
     for entry in entries:
@@ -257,9 +262,9 @@ def _general(checkpoint: Checkpoint, entries: list[Any]) -> dict[str, Any]:
             sizes[entry.form.name] = sizes.get(entry.form.name, 0) + entry.num_bytes
     most = FORMATS[max(sizes, key=lambda name: sizes[name])]
     return {
-        "general.architecture": names.architecture(checkpoint.config.family, ""),
+        "general.architecture": architectures.ARCHITECTURES[checkpoint.config.family].name,
         "general.type": "model",
-        "general.name": checkpoint.folder.resolve().name,
+        "general.name": name,
         "general.file_type": most.file_type,
         "general.quantization_version": 2,
         "hone.version": version("hone-llm"),

@@ -38,6 +38,8 @@ class Source:
     asked: str = "f32"
     """The type that was asked for it: another than the entry's where its rows do not fit."""
     values: Tensor | None = None
+    offset: float = 0.0
+    """Added to a norm's weights: checkpoints of some families store them less 1."""
 
     @property
     def repacked(self) -> bool:
@@ -83,7 +85,7 @@ def pieces(checkpoint: Checkpoint, source: Source, device: str, importance: Mapp
     name = f"{source.module}.{source.leaf}"
     if not entry.columns:
         vector = checkpoint.converted(name, checkpoint.tensor(name), "cpu", torch.float32)
-        yield _bytes(vector if order is None else vector[order])
+        yield _bytes((vector if order is None else vector[order]) + source.offset)
         return
     weighted = importance.get(source.module)
     weighted = None if weighted is None else weighted.to(device, torch.float32)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hone.model.quantized.scheme import CacheScheme, Scheme
 
 activations_of = lazy("hone.model.quantized.activations")
-names = lazy("hone.compress.gguf.names")
+architectures = lazy("hone.compress.gguf.architectures")
 sources = lazy("hone.compress.gguf.source")
 
 Engine = Literal["any", "hone", "transformers", "vllm", "llama.cpp"]
@@ -100,7 +100,7 @@ def _packed(scheme: Scheme, rounding: str, what: str) -> Iterable[tuple[str, str
 
 def _llama(written: Written) -> Iterable[tuple[str, str]]:
     yield from _transformers(written)
-    names.hyperparameters(written.config, "this model")
+    architectures.hyperparameters(written.config, "this model")
     if written.low_rank is not None:
         yield f"adapters ({written.low_rank})", "merge it into the weights before the export"
     if written.hadamards:

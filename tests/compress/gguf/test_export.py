@@ -15,7 +15,9 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.cli import main
 from hone.compress.gguf.export import Exported, export
+from hone.model.decoder import build
 from hone.model.hf import load
+from hone.model.shape import Shape
 
 GPTQ = {"kind": "gptq", "bits": 4, "group_size": 32, "scale": "signed"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -208,9 +210,12 @@ def test_importance_reaches_its_module(family_folder, tmp_path: Path) -> None:
 
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(family_folder, tmp_path: Path) -> None:
     folder, out = family_folder("llama"), tmp_path / "model.gguf"
-    with pytest.raises(SpecError, match="type 'gemma2' cannot be exported as GGUF") as error:
-        export(family_folder("gemma2"), out)
-    assert "llama, mistral, qwen2, qwen3" in error.value.fix
+    own = build(Shape(hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=2, mixers=("retnet",)).config(60))
+    with pytest.warns(RuntimeWarning, match="Only hone reads"):
+        hone.save(own, tmp_path / "own")
+    with pytest.raises(SpecError, match="type 'hone' cannot be exported as GGUF") as error:
+        export(tmp_path / "own", out)
+    assert "llama, mistral, qwen2, qwen3, phi3" in error.value.fix
     cases = {
         "hidden_act": ("gelu_pytorch_tanh", "computes SiLU"),
         "rope_scaling": ({"rope_type": "dynamic", "factor": 2.0}, "rotary scaling 'dynamic'"),

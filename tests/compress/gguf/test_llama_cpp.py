@@ -19,7 +19,7 @@ from hone.compress.gguf.formats import FORMATS
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
 from tests.compress.gguf.llama_cpp import LlamaCpp
-from tests.compress.gguf.test_export import FAMILIES, GPTQ, changed, tensors
+from tests.compress.gguf.test_export import FAMILIES, GPTQ, changed, metadata, tensors
 
 TOKENS = torch.randint(1, 300, (48,), generator=torch.Generator().manual_seed(1)).tolist()
 TEXTS = [
@@ -55,7 +55,7 @@ def test_logits_are_those_of_hone(family: str, family_folder, tmp_path: Path) ->
     assert distance(logits(made.path), own_logits(family_folder(family))) < 0.02  # its cache of keys is float16
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_logits_of_kept_codes_are_those_of_the_quantized_folder(family: str, family_folder, compress, tmp_path: Path):
     folder = compress(family_folder(family), {**GPTQ, "scale_dtype": "float16"}).folder
     made = export(folder, tmp_path / "model.gguf", embedding_type="f32")
@@ -165,11 +165,20 @@ def test_biases(family: str, family_folder, tmp_path: Path) -> None:
 
 _HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{0}|"
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{0}|"
+    r"\p{{N}}{1}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
     "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_HEAD + r"\p{N}" + _TAIL), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_HEAD + r"\p{N}{1,3}" + _TAIL), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "dbrx": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_HEAD + r"\p{N}{1,3}" + _TAIL), "removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_CASED.format(_ENDS, r"{1,3}")), "removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_CASED.format("", "")), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
 }  # fmt: skip
 
 
@@ -183,7 +192,7 @@ def with_tokenizer(folder: Path, core: tokenizers.Tokenizer, to: Path, **setting
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_tokens_of_byte_level_bpe(name: str, family_folder, tmp_path: Path) -> None:
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=name == "llama-bpe"))
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
     core.pre_tokenizer, core.decoder = SPLITS[name], decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=298,
@@ -197,6 +206,8 @@ def test_tokens_of_byte_level_bpe(name: str, family_folder, tmp_path: Path) -> N
     made = export(folder, tmp_path / "model.gguf", type="f16")
     model, tokenizer = LlamaCpp(made.path), load_tokenizer(folder)
     assert model.vocab_size == 300, "the embedding's rows"
+    assert metadata(made.path)["tokenizer.ggml.pre"] == name
+    assert any("letters beyond ASCII" in note for note in made.notes) == (name in ("gpt-4o", "tekken"))
     for text in [*TEXTS, "a<|end|>b<tool> c"]:
         assert model.tokenize(text) == tokenizer.encode(text), text
     model.close()
@@ -217,6 +228,67 @@ def test_tokens_of_sentencepiece(shared_data: Path, tmp_path: Path) -> None:
     exact = export(folder, tmp_path / "exact.gguf", type="f32")
     ids = tokenizer.encode(story)[:200]
     assert distance(logits(exact.path, ids), own_logits(folder, ids)) < 0.02
+
+
+def sentencepiece(words: list[str], added: list[tokenizers.AddedToken], *, prefix: bool) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE as transformers converts it: `words` are built letter by letter."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *map(chr, range(97, 123))]
+    merges = []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            merges.append((word[: end - 1], word[end - 1]))
+            tokens += [word[:end]] if word[:end] not in tokens else []
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = [merge for merge in dict.fromkeys(merges) if set(merge) <= vocab.keys()]
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    space = normalizers.Replace(" ", "\u2581")
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space]) if prefix else space
+    if not prefix:  # as Gemma has it
+        core.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    core.add_tokens(added)
+    return core
+
+
+def added(text: str, **options: bool) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(text, **{"normalized": False, "special": False, **options})
+
+
+@pytest.mark.parametrize("name", ["model", "phi-3-mini"])
+@pytest.mark.parametrize("stripping", [True, False])
+def test_spaces_behind_the_special_tokens_of_phi_3(name: str, stripping: bool, family_folder, tmp_path: Path) -> None:
+    """llama.cpp strips them, or fails for want of a token, by the name of the model."""
+    tokens = [added("<unk>", special=True), added("<s>", special=True), added("</s>", rstrip=stripping)]
+    tokens += [added("<|endoftext|>", special=True)] if stripping else []
+    tokens += [added(text, special=True, rstrip=stripping) for text in ("<|user|>", "<|end|>")]
+    core = sentencepiece(["\u2581the", "\u2581fox"], tokens, prefix=True)
+    folder = with_tokenizer(family_folder("phi3"), core, tmp_path / name, bos_token="<s>", eos_token="<|end|>")
+    made = export(folder, tmp_path / "model.gguf", type="f16")
+    assert not any("strips" in note for note in made.notes)
+    model, tokenizer = LlamaCpp(made.path), load_tokenizer(folder)
+    for text in ["<|user|>\nthe fox<|end|>\n  <|user|> the", "<s> the </s> fox", "the  fox"]:
+        assert model.tokenize(text) == tokenizer.encode(text), text
+    model.close()
+
+
+def test_tokens_of_gemma(family_folder, tmp_path: Path) -> None:
+    """Runs of spaces that merges make, line breaks that are added, a token without a row in the embedding."""
+    tokens = [added(text, special=True) for text in ("<unk>", "<s>", "</s>")]
+    tokens += [added("\n\n"), added("\u2581\u2581"), added("<table>"), added("a\u2581b", normalized=True)]
+    core = sentencepiece(["\u2581the", "\u2581\u2581", "fox"], tokens, prefix=False)
+    core.add_special_tokens([f"<unused{number}>" for number in range(300 - core.get_vocab_size())])
+    core.add_special_tokens(["<image>"])
+    model = family_folder("gemma3_text", query_pre_attn_scalar=32)
+    folder = with_tokenizer(model, core, tmp_path / "model", bos_token="<s>", eos_token="</s>")
+    made = export(folder, tmp_path / "model.gguf", type="f16")
+    assert "left out, for want of a row in the embedding: <image>" in made.notes
+    model, tokenizer = LlamaCpp(made.path), load_tokenizer(folder)
+    for text in ["the fox", "  the\n\n   fox", "<table>fox</s> the", "a b", " fox \u00e9\u4f60"]:
+        assert model.tokenize(text) == tokenizer.encode(text), text
+    kinds = dict(zip(*(metadata(made.path)[f"tokenizer.ggml.{one}"] for one in ("tokens", "token_type"))))
+    assert (kinds["\u2581\u2581"], kinds["\n\n"], kinds["a b"]) == (1, 4, 4)
+    model.close()
 
 
 def test_tokenizers_without_an_equal_are_refused(family_folder, tmp_path: Path) -> None:
