@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,6 +343,61 @@ def test_what_a_server_refuses_is_told(server: LiveServer, capsys):
     with pytest.raises(FitError, match="maximum context length"):
         [*model.pieces([{"role": "user", "content": "x" * 600}], SamplingParams(), None)]
     assert model.count([{"role": "user", "content": "the quick brown"}]) > 10
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """A server that is not hone's: it counts nothing, sends no usage, and a model without a template refuses messages."""
+
+    template, asked = True, []
+
+    def do_GET(self):
+        self._reply(200, {"data": [{"id": "m"}]}) if self.path == "/v1/models" else self._reply(404, {"detail": "no"})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.path, body))
+        if self.path == "/tokenize":
+            self._reply(404, {}) if self.template else self._reply(400, {"error": {"message": "set a chat template"}})
+        elif len(body.get("messages", ())) > 1:
+            self._reply(400, {"error": {"message": "This model's maximum context length is 9 tokens"}})
+        else:
+            deltas = [{"role": "assistant"}, {"reasoning_content": "hm"}, {"content": "a "}, {"content": "b"}]
+            texts = [{"delta": one, "text": one.get("content", "")} for one in deltas]
+            events = [{"choices": [one]} for one in (*texts, {"delta": {}, "finish_reason": "stop"})]
+            lines = [b": ping", *(b"data: " + json.dumps(one).encode() for one in events), b"data: [DONE]"]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"\n\n".join(lines) + b"\n\n")
+
+    def _reply(self, status: int, value: dict) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_server_that_is_not_hones(monkeypatch, capsys, template: bool):
+    monkeypatch.setattr(Foreign, "template", template)
+    monkeypatch.setattr(Foreign, "asked", [])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        model = RemoteModel(ChatSpec(url=f"http://127.0.0.1:{there.server_port}"))
+        changes = {"top_k": "3", "include_stop": "true", "structured_outputs": "{json_schema: '{}'}"}
+        code, _ = talk(model, "one\ntwo\n", monkeypatch, changes=changes)
+        there.shutdown()
+    told = capsys.readouterr()
+    assert (code, told.out, model.chat, model.max_model_len) == (0, "a b\na b\n", template, None)
+    path, body = Foreign.asked[-1]
+    given = {"top_k": 3, "include_stop_str_in_output": True, "structured_outputs": {"json": "{}"}}
+    assert given.items() <= body.items() and "temperature" not in body
+    if template:
+        assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "two"}]
+        assert "max_tokens" not in body and "oldest turn is dropped" in told.err
+    else:
+        assert path == "/v1/completions" and body["prompt"] == "onea b\ntwo" and body["max_tokens"] == 64
 
 
 @pytest.mark.slow

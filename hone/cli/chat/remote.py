@@ -51,12 +51,20 @@ class RemoteModel:
         self.chat = self._has_template()
 
     def _has_template(self) -> bool:
-        """Whether the model has a chat template, as far as the server tells; a server that does not is asked to chat."""
-        try:
-            told = self._short("/tokenizer_info")
-        except HoneError:
-            return True
-        return "chat_template" not in told or told["chat_template"] is not None
+        """Whether the model has a chat template. Where the server tells nothing of it, it is taken to have one."""
+        for path, body in (
+            ("/tokenizer_info", None),
+            ("/tokenize", {"model": self.name, "messages": [{"role": "user", "content": "a"}]}),
+        ):
+            try:
+                told = self._short(path, body)
+            except HoneError as error:
+                if "chat template" in error.what:
+                    return False
+            else:
+                if "chat_template" in told:
+                    return told["chat_template"] is not None
+        return True
 
     def count(self, prompt: Messages | str) -> int | None:
         """Tokens of a prompt; None where the server does not count them."""

@@ -189,7 +189,7 @@ class Session:
         if stopped:
             self._screen.note("stopped" if answer.text else "stopped before the answer began: the question is dropped")
         elif not answer.text:
-            self._screen.note("the model ended its answer at once: the question is dropped")
+            self._screen.note("the answer has no text: the question is dropped")
 
     def _fitted(self) -> int | None:
         """Most tokens of the answer, once the conversation fits the context."""

@@ -157,8 +157,9 @@ def ready_line(spec: ServerSpec, sock: socket.socket, has_tokenizer: bool, secon
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     prompt = '"Once upon a time"' if has_tokenizer else "[1, 2, 3]"
+    page = ", a page to chat is there" if has_tokenizer else ""
     url = f"{'https' if spec.ssl_certfile else 'http'}://{host}:{port}"
     return (
-        f"serving {', '.join(spec.served_model_name)} on {url} (ready in {seconds:.1f} s), try: curl {url}/v1/completions "
+        f"serving {', '.join(spec.served_model_name)} on {url} (ready in {seconds:.1f} s){page}, try: curl {url}/v1/completions "
         f"-H 'Content-Type: application/json' -d '{{\"prompt\": {prompt}, \"max_tokens\": 32}}'"
     )
