@@ -5,6 +5,7 @@ Legend: N rows and K columns of a linear, C channels of a source (C < K where qu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,8 @@ class LayerWeights:
     """Weights of layer `index` as transforms change them, and the statistics of its linears' inputs, which follow.
 
     `tensors` are the layer's checkpoint tensors (changed in place: those of norms, biases and dense linears); `statistics`
-    those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizer` the step that follows.
+    those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizers` the step that follows, by
+    path.
     Every rank of `mesh` has the same and makes the same changes.
     """
 
@@ -53,14 +55,14 @@ class LayerWeights:
         tensors: dict[str, Tensor],
         statistics: dict[str, dict[str, Tensor]],
         targets: frozenset[str],
-        quantizer: Quantizer | None,
+        quantizers: Mapping[str, Quantizer],
         mesh: Mesh | None = None,
     ) -> None:
         config = checkpoint.config
         self.tensors = tensors
         self.statistics = statistics
         self.targets = targets
-        self.quantizer = quantizer
+        self.quantizers = quantizers
         self.mesh = mesh or Mesh()
         self.specs = config.linears(index)
         self.parameters = config.parameters(index)

@@ -5,9 +5,9 @@ Shapes: N output features (rows; q, k, v stacked count as one matrix), K input f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.compress.targets import Linear
     from hone.model.quantized.scheme import Activations, Scheme, Stored
 
 torch = lazy("torch")
@@ -226,6 +227,17 @@ class Quantizer(Storage):
         MinMax(kind="min_max"), description="Range of the inputs that scales from calibration represent."
     )
 
+    def of_matrix(self, names: Sequence[str]) -> Self:
+        """The quantizer of the matrix of checkpoint modules `names`, which may have options of its own."""
+        return self
+
+    def check_targets(self, targets: Iterable[Iterable[Linear]]) -> None:
+        """Raises SpecError when options of single matrices fit none of the linears `targets`, by layer."""
+
+    def lines(self, targets: Iterable[Iterable[Linear]]) -> tuple[str, ...]:
+        """Which matrices have options of their own, for the plan."""
+        return ()
+
     def scheme(self, columns: int) -> Scheme:
         """The storage scheme of a matrix of `columns` input features; its `activations` are `rounding`."""
         raise NotImplementedError
@@ -354,17 +366,20 @@ def storage_of(steps: Iterable[Step]) -> Storage | None:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The storage of each matrix: `template` for all, or with the bits that an allocation gave a matrix by its name."""
+    """The storage of each matrix: `template` with the options that it has for the matrix, or with the bits that an allocation
+    gave it by its name."""
 
     template: Storage | None
     bits: Mapping[str, int] = field(default_factory=dict)
 
-    def of(self, index: int, path: str) -> Any:
-        """The step that stores the linear at `path` of layer `index`."""
-        bits = self.bits.get(matrix_name(index, path))
-        return (
-            self.template if self.template is None or bits is None else self.template.model_copy(update={"bits": bits})
-        )
+    def of(self, index: int, linear: Linear) -> Any:
+        """The step that stores a linear of layer `index`."""
+        if not isinstance(self.template, Quantizer):
+            return self.template
+        bits = self.bits.get(matrix_name(index, linear.path))
+        if bits is not None:
+            return self.template.model_copy(update={"bits": bits})
+        return self.template.of_matrix([name for name, _ in linear.modules])
 
 
 def matrix_name(index: int, path: str) -> str:

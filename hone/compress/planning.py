@@ -8,17 +8,25 @@ from hone.base.errors import SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import DISK, MEMORY
+from hone.compress.allocations import base as allocations
+from hone.compress.low_rank import base as low_rank
+from hone.compress.matrix import Quantizer, Step, matrix_name
+from hone.compress.written.engines import Written
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.files import beside_bytes
 
 if TYPE_CHECKING:
     from hone.compress.allocations.base import Budget
+    from hone.compress.caches.kv_cache import KVCache
+    from hone.compress.targets import Linear
     from hone.data.facts import DataFacts
     from hone.measure.machine import Machine
+    from hone.model.config import ModelConfig
     from hone.model.facts import CheckpointFacts
 
 allocating = lazy("hone.compress.allocations.planning")
 chain = lazy("hone.compress.structured.chain")
+targets_of = lazy("hone.compress.targets")
 texts = lazy("hone.compress.texts")
 
 DEFAULT_SEQ_LEN = 512
@@ -68,6 +76,50 @@ def calibrated(spec: Any, model: CheckpointFacts, data: DataFacts | None) -> Cal
     return Calibrated(count, seq_len, min(spec.check_sequences, there - count))
 
 
+def check_targets(spec: Any, targets: tuple[tuple[Any, ...], ...]) -> None:
+    """Raises SpecError where the steps cannot work on a linear of `targets`, or rules fit none."""
+    if spec.quantizer is not None:
+        spec.quantizer.check_targets(targets)
+    for index, linears in enumerate(targets):
+        for linear in linears:
+            for step in possible_steps(spec, linear):
+                step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
+                if isinstance(step, Quantizer):
+                    targets_of.check_modules(linear, step.scheme(linear.columns))
+            low_rank.check_modules(spec.layer_steps, linear)
+
+
+def steps_of(spec: Any, linear: Linear) -> tuple[Step, ...]:
+    """The steps of a matrix, the quantizer with the options that it has for it."""
+    names = [name for name, _ in linear.modules]
+    return tuple(step.of_matrix(names) if isinstance(step, Quantizer) else step for step in spec.layer_steps)
+
+
+def possible_steps(spec: Any, linear: Linear) -> tuple[Step, ...]:
+    """The steps of a matrix, the quantizer with each choice of bits that it may get."""
+    if spec.allocation is None:
+        return steps_of(spec, linear)
+    steps = (step for step in spec.layer_steps if not isinstance(step, Quantizer))
+    return (*steps, *allocations.candidates(spec.quantizer, spec.allocation.bits).values())
+
+
+def written(spec: Any, config: ModelConfig, targets: tuple[tuple[Any, ...], ...], cache: KVCache | None) -> Written:
+    """What an engine has to load: every scheme that a matrix may get."""
+    return Written(
+        config,
+        tuple(
+            (matrix_name(index, linear.path), step.scheme(linear.columns), linear.columns)
+            for index, linears in enumerate(targets)
+            for linear in linears
+            for step in possible_steps(spec, linear)
+            if isinstance(step, Quantizer)
+        ),
+        cache and cache.scheme,
+        next((step.kind for step in spec.layer_steps if isinstance(step, low_rank.LowRank)), None),
+        bool(spec.hadamards(config, targets)),
+    )
+
+
 def work(
     spec: Any,
     whole: CheckpointFacts,
@@ -84,7 +136,7 @@ def work(
     """
     layers = tuple(
         tuple(
-            MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in spec.layer_steps))
+            MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in steps_of(spec, one)))
             for one in linears
         )
         for linears in targets

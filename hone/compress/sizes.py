@@ -73,7 +73,7 @@ def shard_sizes(
             ends[name] = (stored_rest(kind, shape, rest_dtype), shape)
     for index, (tensors, linears) in enumerate(zip(layers, targets, strict=True)):
         for linear in linears if quantizers.template is not None else ():
-            quantizer = quantizers.of(index, linear.path)
+            quantizer = quantizers.of(index, linear)
             for name, rows in linear.modules:
                 tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
                 stored = quantizer.entries(rows, linear.columns, dtype)

@@ -19,10 +19,10 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.compress import ALLOCATIONS, STEPS, fitting, planning
-from hone.compress.allocations.base import Budget, candidates, read_bytes
+from hone.compress.allocations.base import Budget, read_bytes
 from hone.compress.caches.kv_cache import KVCache, kv_cache_of
-from hone.compress.low_rank.base import LowRank, check_modules, correction_of, low_rank_last
-from hone.compress.matrix import Quantizer, Step, matrix_name, quantizer_of, storage_of
+from hone.compress.low_rank.base import correction_of, low_rank_last
+from hone.compress.matrix import Step, quantizer_of, storage_of
 from hone.compress.structured.base import StructuredPruner, structured_first
 from hone.compress.transforms.base import Transform, transforms_first
 from hone.compress.transforms.rotation import Rotation
@@ -200,14 +200,8 @@ class Compress(Stage):
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self.layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
-        for index, linears in enumerate(targets):
-            for linear in linears:
-                for step in self._possible_steps:
-                    step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
-                check_modules(self.layer_steps, linear)
-                if self.quantizer is not None:
-                    targets_of.check_modules(linear, self.quantizer.scheme(linear.columns))
-        engines.check(self.engine, self._written(model.config, targets, cache))
+        planning.check_targets(self, targets)
+        engines.check(self.engine, planning.written(self, model.config, targets, cache))
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self.structured else None) | sizes.untied(whole, model)
         if cache is not None:
@@ -222,7 +216,7 @@ class Compress(Stage):
         config, adapter_bytes = adapters.planned(self._correction, model.config, targets, dtype)
         work = planning.work(self, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute)
         work = replace(work, adapter_bytes=adapter_bytes)
-        hadamards = self._hadamards(model.config, targets)
+        hadamards = self.hadamards(model.config, targets)
         quantization = result.quantization_config(
             model.config, targets, planned, model.dtype, hadamards, cache and cache.scheme
         )
@@ -236,6 +230,7 @@ class Compress(Stage):
             compute_dtype=compute,
             calibrated=calibrated,
             budget=budget,
+            notes=() if quantizer is None else quantizer.lines(targets),
         )
 
     def _check_model(self, model: CheckpointFacts) -> None:
@@ -258,30 +253,15 @@ class Compress(Stage):
         if model.config.adapters:
             raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
 
-    def _written(self, config: Any, targets: tuple[tuple[Any, ...], ...], cache: KVCache | None) -> Any:
-        """What an engine has to load: every scheme that a matrix may get."""
-        able = [step for step in self._possible_steps if isinstance(step, Quantizer)]
-        return engines.Written(
-            config,
-            tuple(
-                (matrix_name(index, linear.path), step.scheme(linear.columns), linear.columns)
-                for index, linears in enumerate(targets)
-                for linear in linears
-                for step in able
-            ),
-            cache and cache.scheme,
-            next((step.kind for step in self.layer_steps if isinstance(step, LowRank)), None),
-            bool(self._hadamards(config, targets)),
-        )
-
     def run(self, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Writes the model shard by shard, resuming after the last complete layer."""
         mesh = run.mesh
         if plan.chosen is not None:
             mesh.from_leader(lambda: fitting.keep(plan.chosen, draft.state))
-            for line in plan.notes:
-                run.say(line)
-            plan.chosen.run(plan.model_copy(update={"chosen": None}), draft, parents, run)
+        for line in plan.notes:
+            run.say(line)
+        if plan.chosen is not None:
+            plan.chosen.run(plan.model_copy(update={"chosen": None, "notes": ()}), draft, parents, run)
             return
         folder = parents["model"].folder
         checkpoint = self._open(folder, run)
@@ -300,7 +280,7 @@ class Compress(Stage):
             options = {"paired": self.paired, "mesh": mesh}
             flow = None if samples is None else capture.Flow(samples, self.batch_size, run.device, dtype, **options)
             checkpoint, said = chain.cut(checkpoint, self.structured, flow, draft, run)
-            hadamards = self._hadamards(checkpoint.config, plan.targets)
+            hadamards = self.hadamards(checkpoint.config, plan.targets)
             checkpoint = rotation.rotated(checkpoint, self.rotation, hadamards, run)
             job = stream.Job(
                 checkpoint,
@@ -393,7 +373,7 @@ class Compress(Stage):
     def rotation(self) -> Rotation | None:
         return next((step for step in self.steps if isinstance(step, Rotation)), None)
 
-    def _hadamards(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, int]:
+    def hadamards(self, config: Any, targets: tuple[tuple[Any, ...], ...]) -> dict[str, int]:
         """Sizes of the Hadamard matrices that multiply inputs, by the linear's name."""
         return {} if self.rotation is None else self.rotation.hadamards(config, targets)
 
@@ -440,11 +420,3 @@ class Compress(Stage):
             samples = calibration.from_data(parents["data"].folder, **options)
         calibration.check(samples, checkpoint.config.vocab_size)
         return samples
-
-    @property
-    def _possible_steps(self) -> tuple[Any, ...]:
-        """The steps, the quantizer with each of the bits that it may get."""
-        if self.allocation is None:
-            return self.layer_steps
-        steps = (step for step in self.layer_steps if step is not self.quantizer)
-        return (*steps, *candidates(self.quantizer, self.allocation.bits).values())

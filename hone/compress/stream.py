@@ -91,7 +91,7 @@ class Job:
 
     def matrix_steps(self, index: int, linear: Linear) -> tuple[Step, ...]:
         """The steps of one matrix, its quantizer with the bits that it was allocated."""
-        own = self.quantizers.of(index, linear.path)
+        own = self.quantizers.of(index, linear)
         steps = (step for step in self.steps if not isinstance(step, Transform))
         return tuple(own if own is not None and isinstance(step, Quantizer) else step for step in steps)
 
@@ -196,7 +196,7 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
                 flow.dense_through(layer)
             written = read_shard(draft.folder / shard_name(index + 2, job.num_shards))
             if job.transforms:
-                LayerWeights(checkpoint, index, layer, written, {}, frozenset(), None).put_stored()
+                LayerWeights(checkpoint, index, layer, written, {}, frozenset(), {}).put_stored()
             added = adapter.read(draft, index)
             for linear in job.targets[index]:
                 _put(job, index, layer, linear, written | added)
@@ -209,7 +209,7 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
 
 def _read(job: Job, index: int, linear: Linear, written: dict[str, Tensor]) -> Tensor:
     """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
-    quantizer = job.quantizers.of(index, linear.path)
+    quantizer = job.quantizers.of(index, linear)
     wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
     for part in _parts(job, linear, written):
         if quantizer is None:
@@ -272,7 +272,8 @@ def _compress_layer(
     statistics = flow.statistics(layer, readers, wanted) if flow is not None and gathers else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
     targets = frozenset(linear.path for linear in job.targets[index])
-    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizer_of(job.steps), job.mesh)
+    quantizers = {linear.path: job.quantizers.of(index, linear) for linear in job.targets[index]}
+    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizers, job.mesh)
     for transform in job.transforms:
         transform.change(weights)
     if job.transforms:
@@ -340,7 +341,7 @@ def _rounds_inputs(job: Job) -> bool:
 
 def _use_rounded(job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor]) -> None:
     """Replaces a linear of `layer` by the quantized one that `written` holds, which rounds its inputs, too."""
-    quantizer, dense = job.quantizers.of(index, linear.path), layer.get_submodule(linear.path)
+    quantizer, dense = job.quantizers.of(index, linear), layer.get_submodule(linear.path)
     assert quantizer is not None
     with torch.device("meta"):
         rounded = RoundedInputs(linear.columns, linear.rows, False, scheme=quantizer.scheme(linear.columns))
@@ -358,7 +359,7 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
     modules = tuple(rows for _, rows in linear.modules)
-    quantizer = job.quantizers.of(index, linear.path)
+    quantizer = job.quantizers.of(index, linear)
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantizer=quantizer)
     matrix.keep_zeros(quantized=isinstance(job.checkpoint, DenseCheckpoint))
     for step in job.matrix_steps(index, linear):
@@ -395,6 +396,7 @@ def _report(job: Job, matrix: Matrix, linear: Linear) -> dict[str, Any]:
         "modules": [name for name, _ in linear.modules],
         "kind": "+".join(step.kind for step in job.steps),
         "bits": matrix.stored.scheme.bits if matrix.stored is not None else 8 * job.checkpoint.dtype.itemsize,
+        "group_size": matrix.stored.scheme.group_size if matrix.stored is not None else 0,
         "error": errors.output,
         "weight_error": errors.weight,
         "zeros": errors.zeros,

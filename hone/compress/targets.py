@@ -73,11 +73,7 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
     for field, patterns in (("targets", targets), ("ignore", ignore)):
         for pattern in patterns:
             if not any(matches(pattern, name) for name in (*names, *_NEVER_COMPRESSED)):
-                raise SpecError(
-                    f"{field}: '{pattern}' matches none of the model's linears",
-                    fix=f"names look like {_like(pattern, names)}; a pattern is a regular expression found anywhere in a name, or "
-                    "from its start as 're:.*down_proj'",
-                )
+                raise nothing_matched(f"{field}: '{pattern}'", pattern, names, "the model's linears")
     if not any(chosen):
         raise SpecError(
             f"targets {list(targets)} without {list(ignore)} name no linear", fix=f"names look like {names[0]}"
@@ -93,6 +89,15 @@ def matches(pattern: str, name: str) -> bool:
     """Whether a regular expression is found anywhere in `name`; after 're:' it begins with it, as in compressed-tensors and vLLM."""
     whole = pattern.removeprefix("re:")
     return bool(re.search(pattern, name) if whole == pattern else re.match(whole, name))
+
+
+def nothing_matched(what: str, pattern: str, names: Sequence[str], of: str) -> SpecError:
+    """The error for a pattern that matches none of `names`."""
+    return SpecError(
+        f"{what} matches none of {of}",
+        fix=f"names look like {_like(pattern, names)}; a pattern is a regular expression found anywhere in a name, or "
+        "from its start as 're:.*down_proj'",
+    )
 
 
 def _any(patterns: Sequence[str], name: str) -> bool:

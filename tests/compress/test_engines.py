@@ -51,6 +51,11 @@ def test_fp8_rounds_inputs_unless_told_not_to(family_folder, compress) -> None:
         ("vllm", {"kind": "mxfp4", "activations": "mxfp4"}, "mxfp4-pack-quantized with activations mxfp4"),
         ("vllm", {"kind": "llm_int8"}, "the layout llm-int8"),
         ("vllm", {"kind": "svd", "ratio": 0.5}, r"factors in place of weights \(svd\)"),
+        (
+            "transformers",
+            {"kind": "rtn", "layout": "gptq", "group_size": 32, "rules": {"match": "down_proj", "bits": 8}},
+            "differ",
+        ),
         ("transformers", {"kind": "svd", "ratio": 0.5}, r"factors in place of weights \(svd\)"),
         ("llama.cpp", {"kind": "rtn", "group_size": 16}, "4 bits, strategy group, in pack-quantized"),
         ("llama.cpp", {"kind": "fp8", "activations": "none"}, "e4m3 weights"),

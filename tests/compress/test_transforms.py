@@ -60,8 +60,8 @@ def opened(folder: Path, targets: frozenset[str] | None = None, dtype=torch.floa
     statistics = {
         path: shared[f"{path.split('.')[0]}/{checkpoint.config.linears(0)[path].reads}"] for path in sorted(targets)
     }
-    quantizer = RoundToNearest(bits=3, group_size=32)
-    return layer, LayerWeights(checkpoint, 0, layer, tensors, statistics, targets, quantizer), run
+    quantizers = dict.fromkeys(targets, RoundToNearest(bits=3, group_size=32))
+    return layer, LayerWeights(checkpoint, 0, layer, tensors, statistics, targets, quantizers), run
 
 
 def gathered(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_awq_takes_the_scale_with_the_least_output_error(family_folder) -> None:
     _, weights, run = opened(family_folder("llama"))
     x = run()[1]["feed_forward.gate_up"]
     plain = weights.weight("feed_forward.gate_up").clone()
-    quantizer = weights.quantizer
+    quantizer = weights.quantizers["feed_forward.gate_up"]
 
     def lost(scales: torch.Tensor) -> float:
         rounded = quantizer.nearest(plain * scales) / scales

@@ -105,6 +105,11 @@ class Allocation(Technique):
     def check(self, quantizer: Quantizer | None) -> None:
         """Raises SpecError without a budget, or without a quantizer that has bits to choose."""
         candidates(quantizer, self.bits)
+        if getattr(quantizer, "rules", ()):
+            raise SpecError(
+                f"allocation {self.kind} chooses the bits of every matrix that is quantized, and rules of {quantizer.kind} give them",
+                fix="use one of the two: rules, or the allocation, with the matrices of other bits left out by ignore",
+            )
         if self.bits_per_weight is None and self.model_bytes is None:
             raise SpecError(f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5 or model_bytes=6GB")
 

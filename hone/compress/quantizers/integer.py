@@ -6,23 +6,28 @@ Shapes: N output features (rows), K input features, G groups of columns.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
+from hone.base.spec import Quiet
 from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.quantizers import rules as ruled
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.compress.grid import Grid
+    from hone.compress.targets import Linear
     from hone.model.quantized.scheme import Scheme
 
 torch = lazy("torch")
 grid = lazy("hone.compress.grid")
+layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 
 _FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
@@ -49,6 +54,11 @@ class IntegerQuantizer(Quantizer):
         description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row where inputs are "
         "rounded too, else pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
     )
+    rules: Annotated[tuple[ruled.Rule, ...], Quiet()] = Field(
+        (),
+        description="Bits and group_size of some matrices, as [{match: 're:.*down_proj', bits: 8}]: the first rule whose pattern "
+        "matches a name holds, the others have the quantizer's.",
+    )
 
     @model_validator(mode="after")
     def _one_sign(self) -> IntegerQuantizer:
@@ -64,6 +74,16 @@ class IntegerQuantizer(Quantizer):
             "zero points: transformers with compressed-tensors 0.20 loads this model only with "
             "CompressedTensorsConfig(dequantize=True); symmetric=true loads everywhere"
         )
+
+    def of_matrix(self, names: Sequence[str]) -> Self:
+        options = ruled.options_of(self.rules, names[0]) if self.rules else {}
+        return self.model_copy(update={**options, "rules": ()}) if options else self
+
+    def check_targets(self, targets: Iterable[Iterable[Linear]]) -> None:
+        ruled.check(self.rules, targets)
+
+    def lines(self, targets: Iterable[Iterable[Linear]]) -> tuple[str, ...]:
+        return ruled.lines(self.rules, targets)
 
     def nearest(self, weights: Tensor) -> Tensor:
         """As the base; scales are not searched."""
@@ -117,6 +137,12 @@ class IntegerQuantizer(Quantizer):
                 f"{self.kind}: layout int-quantized stores 8 bits with one scale per row, not {self.bits} bits "
                 f"with group_size {self.group_size}",
                 fix="set bits=8 and group_size=0, or layout=pack-quantized",
+            )
+        problem = layouts.problem(self.scheme(columns))
+        if self.layout in _FLOAT16_SCALES and problem is not None:
+            raise SpecError(
+                f"{self.kind} asks for {problem}, at {name}",
+                fix="set layout=pack-quantized, which stores 2 to 8 bits, each matrix with its own",
             )
         if self.layout in _FLOAT16_SCALES and self.scale_dtype not in ("auto", "float16"):
             raise SpecError(

@@ -39,12 +39,10 @@ class AWQ(Transform):
     duo_scaling: bool = Field(True, description="Also try beta = 1 - alpha; otherwise beta is 0.")
 
     def change(self, layer: LayerWeights) -> None:
-        quantizer = layer.quantizer
-        assert quantizer is not None, "awq without a quantizer is refused"
         for source in layer.sources():
             readers = [path for path in source.readers if path in layer.targets]
             if readers:
-                layer.scale(source, self._best(layer, source, readers, quantizer))
+                layer.scale(source, self._best(layer, source, readers))
 
     def work(self, rows: int, columns: int) -> Work:
         """A product with H and the rounding of some rows for each candidate."""
@@ -55,13 +53,12 @@ class AWQ(Transform):
             num_ops=tries * 20,
         )
 
-    def _best(self, layer: LayerWeights, source: Source, readers: list[str], quantizer: Quantizer) -> Tensor:
+    def _best(self, layer: LayerWeights, source: Source, readers: list[str]) -> Tensor:
         """The candidate [C] with the least squared error of all readers' outputs; ones if none is better than no scale."""
         inputs = layer.per_channel(source, layer.statistics[readers[0]]["absmean"])
         weights = {path: _some(layer.weight(path)) for path in readers}
-        columns = torch.cat(
-            [_relative(weight, quantizer.scheme(weight.shape[1]).group_size) for weight in weights.values()]
-        ).mean(0)
+        group_sizes = {path: layer.quantizers[path].scheme(one.shape[1]).group_size for path, one in weights.items()}
+        columns = torch.cat([_relative(weight, group_sizes[path]) for path, weight in weights.items()]).mean(0)
         sizes = layer.per_channel(source, columns).to(inputs)
         powers = []
         for index in range(self.grid_size):
@@ -76,7 +73,7 @@ class AWQ(Transform):
         for place in range(mesh.rank, len(powers), mesh.world_size):  # the ranks share the candidates
             wide = layer.per_feature(source, scales_of(*powers[place]))
             for path, weight in weights.items():
-                errors[place] += _error(weight, wide, layer.statistics[path]["hessian"], quantizer)
+                errors[place] += _error(weight, wide, layer.statistics[path]["hessian"], layer.quantizers[path])
         return scales_of(*powers[int(mesh.sum(errors).nan_to_num(nan=torch.inf).argmin())])
 
 

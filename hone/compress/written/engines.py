@@ -62,13 +62,21 @@ def _hone(written: Written) -> Iterable[tuple[str, str]]:
     return ()
 
 
-def _transformers(written: Written) -> Iterable[tuple[str, str]]:
+def _whole(written: Written) -> Iterable[tuple[str, str]]:
     if written.low_rank in ("svd", "asvd"):
         yield f"factors in place of weights ({written.low_rank})", "use eora or loftq beside a quantizer"
 
 
+def _transformers(written: Written) -> Iterable[tuple[str, str]]:
+    yield from _whole(written)
+    stored = {(scheme.bits, scheme.group_size) for _, scheme, _ in written.schemes}
+    for name, scheme, _ in written.schemes:
+        if scheme.layout in ("gptq", "gptq_v2") and len(stored) > 1:  # optimum reads one of each for all modules
+            yield f"the layout {scheme.layout} with bits or groups that differ, at {name}", "use layout=pack-quantized"
+
+
 def _vllm(written: Written) -> Iterable[tuple[str, str]]:
-    yield from _transformers(written)
+    yield from _whole(written)
     for name, scheme, _ in written.schemes:
         rounding = next(
             (known for known, one in activations_of.ACTIVATIONS.items() if one == scheme.activations), "none"
@@ -99,7 +107,7 @@ def _packed(scheme: Scheme, rounding: str, what: str) -> Iterable[tuple[str, str
 
 
 def _llama(written: Written) -> Iterable[tuple[str, str]]:
-    yield from _transformers(written)
+    yield from _whole(written)
     architectures.hyperparameters(written.config, "this model")
     if written.low_rank is not None:
         yield f"adapters ({written.low_rank})", "merge it into the weights before the export"

@@ -56,7 +56,7 @@ def quantization_config(
         for linear in linears(config, index):
             names = [name for name, _ in linear.modules]
             if linear in chosen:
-                quantizer = assigned.of(index, linear.path)
+                quantizer = assigned.of(index, linear)
                 assert quantizer is not None
                 scheme = quantizer.scheme(linear.columns)
                 modules.setdefault(scheme, []).extend(names)

@@ -61,9 +61,11 @@ def only_scheme(quantization: Quantization, method: str) -> Scheme:
     """The scheme of all modules. Raises SpecError for several, which the block of `method` cannot say."""
     schemes = [scheme for _, scheme in quantization.groups]
     if len(schemes) > 1:
-        wide = sorted({scheme.group_size for scheme in schemes})
+        wide = {name: sorted({getattr(scheme, name) for scheme in schemes}) for name in ("bits", "group_size")}
+        words = {"bits": "bits", "group_size": "group sizes"}
+        said = [f"{words[name]} {', '.join(map(str, one))}" for name, one in wide.items() if len(one) > 1]
         raise SpecError(
-            f"{method} stores all modules alike, but these have group sizes {', '.join(map(str, wide))}",
-            fix="choose a group_size that divides the input features of every module, or layout pack-quantized",
+            f"{method} stores all modules alike, but these have {' and '.join(said)}",
+            fix="use layout=pack-quantized, which stores each with its own, or bits and a group_size that suit every module",
         )
     return schemes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from hone.base.errors import SpecError
@@ -17,6 +18,10 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "lm_head": (True, False, None),
     "pack_dtype": ("int32", None),
     "is_marlin_format": (False, None),
+}
+_FUSED_IN_VLLM = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 
 
@@ -48,12 +53,13 @@ def read(values: dict[str, Any], where: str) -> Quantization:
 def to_json(quantization: Quantization) -> dict[str, Any]:
     """The block that GPTQModel, transformers and vLLM read; modules that differ or are ignored are named in `dynamic`."""
     *others, (_, scheme) = quantization.groups
-    dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in quantization.ignore if name != "lm_head"}
+    kept = [name for name in quantization.ignore if name != "lm_head"]
+    dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in (*kept, *_fused(kept))}
     for targets, other in others:
         if (other.symmetric, other.layout) != (scheme.symmetric, scheme.layout):
             raise SpecError("gptq stores all modules symmetric or none", fix="use layout pack-quantized")
         changes = {"bits": other.bits, "group_size": other.group_size or -1}
-        dynamic |= {f"+:{_exactly(name)}": changes for name in targets}
+        dynamic |= {f"+:{_exactly(name)}": changes for name in (*targets, *_fused(targets))}
     return {
         "quant_method": "gptq",
         "bits": scheme.bits,
@@ -65,6 +71,12 @@ def to_json(quantization: Quantization) -> dict[str, Any]:
         "pack_dtype": "int32",
         **({"dynamic": dynamic} if dynamic else {}),
     }
+
+
+def _fused(names: Iterable[str]) -> dict[str, None]:
+    """The names of vLLM's linears that hold some of `names`, by which it looks up `dynamic`."""
+    parts = ((name.rpartition("."), _FUSED_IN_VLLM) for name in names)
+    return {f"{block}.{fused[last]}": None for (block, _, last), fused in parts if last in fused}
 
 
 def _exactly(name: str) -> str:
