@@ -12,8 +12,7 @@ from pydantic import Field
 
 from hone.base.artifact import MANIFEST, Artifact, finished
 from hone.base.durable import write_atomic
-from hone.base.errors import DriftError, HoneError, SpecError, did_you_mean
-from hone.base.figure import human_bytes
+from hone.base.errors import DriftError, FitError, HoneError, SpecError, did_you_mean
 from hone.base.lazy import resolve
 from hone.base.partial import PULL, PUSH, need_local
 from hone.base.plan import DISK, Facts, Plan, capacity, facts_of
@@ -42,6 +41,19 @@ class Node(Spec):
     def read(self) -> Stage:  # type: ignore[override]
         """The stage with its fields checked. Raises SpecError."""
         return stage_class(self.stage).read(self.spec)
+
+    def within(self, line: Path, nodes: list[Node]) -> Stage:
+        """`read`, where a field that names another of `nodes`, such as a tokenizer's path, is that one's folder in `line`."""
+        folders = {node.folder: str(line / node.folder) for node in nodes}
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: placed(one) for name, one in value.items()}
+            if isinstance(value, list):
+                return [placed(one) for one in value]
+            return folders.get(value, value) if isinstance(value, str) else value
+
+        return stage_class(self.stage).read(placed(self.spec))
 
 
 class Recipe(Spec):
@@ -137,7 +149,7 @@ class Recipe(Spec):
         facts: dict[str, Facts] = {}
         planned, disk = [], 0.0
         for node in nodes:
-            stage, out = node.read(), line / node.folder
+            stage, out = node.within(line, nodes), line / node.folder
             try:
                 stage.check_roles(node.inputs)
                 parents = {role: there.get(name) or _outside(name, nodes) for role, name in node.inputs.items()}
@@ -231,7 +243,7 @@ class Recipe(Spec):
             command = f"hone run {recipe_file} --work={work} --redo={node.folder}"
             here = replace(run, redo=wanted, command=command)
             try:
-                artifact = node.read().make(line / node.folder, parents, here)
+                artifact = node.within(line, nodes).make(line / node.folder, parents, here)
             except DriftError as drift:
                 if "drifted" not in redo and not redone.intersection(node.inputs.values()):
                     raise DriftError(
@@ -240,7 +252,7 @@ class Recipe(Spec):
                         "everything that drifted with --redo=drifted, or keep it all and use another folder with --work=OTHER",
                     ) from None
                 here.redo = wanted = True
-                artifact = node.read().make(line / node.folder, parents, here)
+                artifact = node.within(line, nodes).make(line / node.folder, parents, here)
             if wanted:
                 redone.add(node.folder)
             made[node.folder] = artifact
@@ -269,6 +281,11 @@ class Planned(NamedTuple):
     problem: HoneError | None = None
 
 
+def mistaken(row: Planned) -> bool:
+    """Whether a stage cannot be planned as it is specified, whatever the machine has room for."""
+    return row.problem is not None and not isinstance(row.problem, FitError)
+
+
 def plan_stage(stage: Stage, out: Path, parents: Mapping[str, Artifact], run: Run) -> Planned:
     """The plan of making `out`."""
     try:
@@ -282,7 +299,7 @@ def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine,
     """A stage's plan; its problem, if any, when earlier stages have `taken` so many bytes of disk."""
     if not stage.every_rank:
         machine = machine.model_copy(update={"num_ranks": 1})
-    plan = stage.plan(facts, machine)
+    plan = stage.with_ways(stage.plan(facts, machine), facts, machine)
     has = capacity(machine, out)
     try:
         plan.must_fit({**has, DISK: has[DISK] - taken}, f"{out.name} on {machine.processor}")
@@ -405,29 +422,3 @@ def make(
     """
     parents = {role: Artifact.read(folder) for role, folder in (inputs or {}).items()}
     return stage_class(stage).read(spec).make(out, parents, run)
-
-
-def describe_artifact(artifact: Artifact) -> str:
-    """An artifact in a few lines for a terminal: its name, its figures with their estimates, its files' size."""
-    foreign = artifact.kind == "foreign"
-    on_disk = [path.stat().st_size for path in artifact.folder.rglob("*") if foreign and path.is_file()]
-    sizes = on_disk if foreign else [row["bytes"] for row in artifact.manifest["files"].values()]
-    lines = [
-        f"{artifact.kind}-{artifact.name}  {artifact.fingerprint}  {human_bytes(sum(sizes))} in {len(sizes)} files"
-    ]
-    if foreign:
-        return f"{lines[0]}\n  a Hugging Face folder without hone.json"
-    for role in artifact.manifest["parents"]:
-        lines.append(f"  from {role['role']}: {role['name']} ({role['fingerprint']})")
-    for figure in artifact.figures.values():
-        value = "absent" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
-        estimate = ""
-        if figure.estimate is not None:
-            label = "limit" if figure.estimate.bound else "predicted"
-            estimate = f"  ({label} {figure.estimate.value:.4g})"
-        lines.append(f"  {figure.name:24} {value}{estimate}{'  ' + figure.note if figure.note else ''}")
-    if artifact.changed is not None:
-        lines.append(f"  changed after it was made: {artifact.changed}")
-    lines.append("spec:")
-    lines += [f"  {line}" for line in dump_yaml(artifact.manifest["spec"]).splitlines()]
-    return "\n".join(lines)

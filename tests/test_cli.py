@@ -283,7 +283,7 @@ def test_other_mistakes(arguments, words):
     ],
 )
 def test_no_option_is_dropped(arguments, what, fix, monkeypatch, capsys):
-    monkeypatch.setattr("hone.cli.line.calibrated", lambda run: run)
+    monkeypatch.setattr("hone.cli.line.calibrated", lambda run, *_: run)
     monkeypatch.chdir(ROOT)
     assert main(arguments) == 2
     said = capsys.readouterr().err
@@ -328,7 +328,7 @@ def test_show_counts_the_files_of_a_hugging_face_folder(model, capsys):
 
 def test_data_takes_several_sources(monkeypatch):
     asked = []
-    monkeypatch.setattr("hone.cli.stages.calibrated", lambda run: run)
+    monkeypatch.setattr("hone.cli.stages.calibrated", lambda run, *_: run)
     monkeypatch.setattr("hone.data.stage.Data.make", lambda spec, *_: asked.append(spec.source) or sys.exit(7))
     for words in (["a b.txt", "émile, *.md"], ["one"]):
         with pytest.raises(SystemExit):

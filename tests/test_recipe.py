@@ -285,8 +285,15 @@ def test_a_stage_that_cannot_be_planned_is_said_and_so_is_what_waits_for_it(tmp_
     assert planned[2].state == "waits for train-base" and planned[2].problem is None
 
 
+def test_a_field_that_names_an_earlier_stage_is_its_folder_wherever_work_is(tmp_path):
+    made = Recipe(line="tiny", stages=[{"stage": "data", "name": name, "text": "data-a"} for name in ("a", "b")])
+    nodes = made.nodes()
+    assert nodes[1].within(tmp_path / "tiny", nodes).text == str(tmp_path / "tiny" / "data-a")
+    assert nodes[1].read().text == "data-a" and "text: data-a" in made.full(), "as it is written"
+
+
 def test_the_plan_as_a_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hone.cli.line.calibrated", lambda run: run)
+    monkeypatch.setattr("hone.cli.line.calibrated", lambda run, *_: run)
     path = tmp_path / "r.yaml"
     path.write_text(recipe((1, {"steps": 100})).to_yaml())
     assert main(["plan", str(path), f"--work={tmp_path}"]) == 2

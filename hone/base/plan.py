@@ -130,8 +130,9 @@ class Plan(BaseModel):
 
     estimates: dict[str, Estimate] = Field(default_factory=dict, description="Estimates by figure name.")
     facts: SerializeAsAny[Facts] | None = Field(None, description="The output's facts; None: no stage can use it.")
-    ways: dict[str, tuple[str, str, str]] = Field(
-        default_factory=dict, description="Three ways out for each estimate that exceeds the machine."
+    ways: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="Ways out for each estimate that exceeds the machine; `Stage.with_ways` tries others.",
     )
     notes: tuple[str, ...] = Field((), description="What the plan chose by itself and why, a line each.")
 

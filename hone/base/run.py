@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.base.figure import human_bytes, human_seconds
@@ -46,7 +46,7 @@ class Run:
 
     `device` is a torch device string. `redo` replaces a finished artifact. `machine` is the
     description for hone.json (`measure.machine.describe().model_dump()`), which includes the calibration for estimates.
-    `quiet` silences progress and messages. `executor` is where the tasks of a data stage run
+    `quiet` silences progress and messages, not warnings. `executor` is where the tasks of a data stage run
     ('kind' and options of a technique of that slot). `mesh` are the processes that work together.
     """
 
@@ -57,6 +57,10 @@ class Run:
     command: str | None = None
     executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
     mesh: Mesh = field(default_factory=Mesh.from_environment)
+
+    def warn(self, text: str) -> None:
+        """Prints a note that the user must know, also with `quiet`."""
+        replace(self, quiet=False).say(f"note: {text}")
 
     def say(self, text: str) -> None:
         """Prints a message on standard error, above any progress bar."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hone.base.artifact import Artifact, Draft, finished, start
-from hone.base.errors import SpecError, did_you_mean
+from hone.base.errors import HoneError, SpecError, did_you_mean
+from hone.base.figure import human_bytes
 from hone.base.lazy import resolve
 from hone.base.mesh import Mesh
-from hone.base.plan import Facts, Machine, Plan, capacity, facts_of
+from hone.base.plan import MEMORY, Facts, Machine, Plan, capacity, facts_of
 from hone.base.run import Run
 from hone.base.spec import Spec
 
@@ -26,6 +27,13 @@ STAGES: dict[str, str] = {
 
 MACHINE = "hone.measure.machine:machine_of"
 """The function that describes the machine of a run, imported on use."""
+
+
+NUM_WAYS = 3
+"""Ways out that are printed."""
+
+_HELPS = 0.98
+"""What a change must leave of the memory to be proposed."""
 
 
 class Stage(Spec):
@@ -47,6 +55,35 @@ class Stage(Spec):
         Needs no parent to exist, and reads none. Raises HoneError when the stage cannot run on such parents.
         """
         raise NotImplementedError(f"{type(self).__name__}.plan")
+
+    def remedies(self) -> Iterable[Sequence[tuple[str, str]]]:
+        """Changes that may need less memory, the mildest field first: for each field (name, value) pairs, the mildest first."""
+        return ()
+
+    def with_ways(self, planned: Plan, facts: Mapping[str, Facts], machine: Machine) -> Plan:
+        """`planned`; where it exceeds the memory, with those of `remedies` as ways out that lower the estimate, and how far.
+
+        What is set already, what cannot be set, and what does not help is not proposed.
+        """
+        before, free = planned.estimates.get(MEMORY), machine.free_memory_bytes
+        if before is None or before.value <= free:
+            return planned
+        found = []
+        for values in self.remedies():
+            best = None
+            for name, value in values:
+                try:
+                    needed = self.override({name: value}).plan(facts, machine).estimates[MEMORY].value
+                except HoneError:
+                    continue
+                if needed < _HELPS * (before.value if best is None else best[0]):
+                    best = needed, f"set {name}: {value}, then it needs {human_bytes(needed)}"
+                if needed <= free:
+                    break
+            found += [best] if best is not None else []
+        found.sort(key=lambda one: one[0] > free)
+        ways = (*(said for _, said in found), *planned.ways.get(MEMORY, ()))[:NUM_WAYS]
+        return planned.model_copy(update={"ways": {**planned.ways, MEMORY: ways}})
 
     def run(self, plan: Any, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Does the planned work inside `draft.folder`, resumably, and records the figures. Does not change parents.
@@ -120,7 +157,7 @@ class Stage(Spec):
             if required and not any(role == self._role(name) for name in given):
                 raise SpecError(
                     f"{self.stage} needs the input '{role}'",
-                    fix=f"give --from.{role}=FOLDER, or in a recipe from: {{{role}: NAME}}",
+                    fix=f"name it: from: {{{role}: NAME OR FOLDER}} in a recipe, inputs={{'{role}': FOLDER}} in Python",
                 )
         for role in given:
             if self._role(role) not in self.roles:
@@ -132,7 +169,8 @@ class Stage(Spec):
     def _planned(self, out: Path, parents: dict[str, Artifact], run: Run) -> Plan:
         """The plan of making `out`. Raises FitError when it exceeds the machine."""
         machine = resolve(MACHINE)(run)
-        planned = self.plan({role: facts_of(parent) for role, parent in parents.items()}, machine)
+        facts = {role: facts_of(parent) for role, parent in parents.items()}
+        planned = self.with_ways(self.plan(facts, machine), facts, machine)
         planned.must_fit(capacity(machine, out), out.name)
         return planned
 

@@ -213,7 +213,8 @@ class Choice:
         return core_schema.with_info_plain_validator_function(
             self.read,
             serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda technique: technique.model_dump(mode="json")
+                lambda technique, info: technique.model_dump(mode="json", exclude_defaults=info.exclude_defaults),
+                info_arg=True,
             ),
         )
 
@@ -255,7 +256,8 @@ def describe(wanted: str | None) -> list[str]:
         known = [*tables, *(name for table in tables.values() for name in table)]
         more = f"; without torch (pip install 'hone-llm[models]') not: {', '.join(left_out)}" if left_out else ""
         raise SpecError(
-            f"unknown slot or technique '{wanted}'", fix=f"{did_you_mean(wanted, known)}known: {', '.join(known)}{more}"
+            f"unknown slot or technique '{wanted}'",
+            fix=f"{did_you_mean(wanted, known)}`hone techniques` lists all; the slots are: {', '.join(tables)}{more}",
         )
     lines = []
     for slot, table in named or tables.items():

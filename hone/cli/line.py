@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hone.cli.options import calibrated, circumstances, fields, need, only
+from hone.cli.options import calibrated, circumstances, fields, need, only, say_doubt
 
 OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.")
 OF_PLAN = ("work", "device", "redo")
@@ -29,8 +29,13 @@ def plan(words: list[str], options: dict[str, str]) -> int:
         )
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *OF_PLAN))
-    run = _calibrated(recipe, circumstances({name: value for name, value in options.items() if name in OF_PLAN}))
-    return show_plan(recipe.plan(options.get("work", "work"), run, _redo(options)), run)
+    work, redo = options.get("work", "work"), _redo(options)
+    run = circumstances({name: value for name, value in options.items() if name in OF_PLAN})
+    run = _calibrated(recipe, run, work, redo)
+    rows = recipe.plan(work, run, redo)
+    if _predicts(recipe, rows):
+        say_doubt(run)
+    return show_plan(rows, run)
 
 
 def run(words: list[str], options: dict[str, str]) -> int:
@@ -51,17 +56,20 @@ def run(words: list[str], options: dict[str, str]) -> int:
         return 0
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *OF_RUN))
     redo, work = _redo(options), options.get("work", "work")
-    here = _calibrated(recipe, circumstances(options))
-    started = time.monotonic()
+    here = circumstances(options)
     here.redo = False
+    here = _calibrated(recipe, here, work, redo)
+    started = time.monotonic()
     with here.progress("planning", None):  # the first time on a machine, kernels of the data stage are compiled
         planned = recipe.plan(work, here, redo)
     here.say(compact(planned))
+    if _predicts(recipe, planned):
+        say_doubt(here)
     for row in planned:
         if isinstance(row.problem, FitError):
             raise row.problem  # other problems are raised when the stage is reached, with its actual inputs
         if row.problem is not None:
-            here.say(f"{row.name}: {row.problem.what}")
+            here.warn(f"{row.name}: {row.problem.what}")
 
     def watch(position: int, total: int, node: Node, artifact: Artifact, made: bool) -> None:
         took = artifact.figures.get("time_s")
@@ -97,9 +105,21 @@ def _with_model(line: Path, made: dict[str, str]) -> list[str]:
     return [f"serve {model}", f"compress {model}{text} --steps='{steps}' --out={out}"]
 
 
-def _calibrated(recipe: Any, run: Any) -> Any:
+def _calibrated(recipe: Any, run: Any, work: str, redo: tuple[str, ...]) -> Any:
     """`run` with this machine's rates, which a recipe of data stages alone does not need (nor torch, which measures them)."""
-    return run if all(node.stage == "data" for node in recipe.nodes()) else calibrated(run)
+    from hone.recipe import mistaken
+
+    def needed() -> bool:
+        rows = recipe.plan(work, run, redo)
+        return _predicts(recipe, rows) and not any(map(mistaken, rows))
+
+    return run if all(node.stage == "data" for node in recipe.nodes()) else calibrated(run, needed)
+
+
+def _predicts(recipe: Any, rows: list[Any]) -> bool:
+    """Whether a plan has estimates from the rates of the machine: a data stage measures a sample instead."""
+    stages = {node.folder: node.stage for node in recipe.nodes()}
+    return any(row.plan is not None and stages[row.name] != "data" for row in rows)
 
 
 def invoked() -> str:

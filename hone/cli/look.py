@@ -32,8 +32,9 @@ def show(words: list[str], options: dict[str, str]) -> int:
     """Prints a recipe or an artifact."""
     from hone.base.artifact import Artifact
     from hone.base.spec import read_yaml
+    from hone.cli.artifacts import describe_artifact
     from hone.model.folder import no_whole_model
-    from hone.recipe import Recipe, describe_artifact
+    from hone.recipe import Recipe
     from hone.serve.http import ServeConfig
 
     if _explained(words, options):
@@ -50,7 +51,7 @@ def show(words: list[str], options: dict[str, str]) -> int:
         artifact = Artifact.read(thing)
         if artifact.kind == "foreign" and (error := no_whole_model(artifact.folder)) is not None:
             raise error
-        print(describe_artifact(artifact))
+        print(describe_artifact(artifact, whole=True))
     return 0
 
 

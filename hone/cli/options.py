@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 FLAGS = ("redo", "quiet", "help", "version", "plan")
@@ -163,32 +164,44 @@ def dtypes_on(device: str) -> tuple[str, ...]:
     return ("float32",) if device == "cpu" else ("bfloat16", "float32")
 
 
-def calibrated(run: Any) -> Any:
-    """Adds this machine's calibration (measured once, then cached) to `run`, so that estimates are predictions, not bounds."""
-    run.machine = run.mesh.from_leader(lambda: _calibrated_machine(run).model_dump(mode="json"))
+def calibrated(run: Any, needed: Callable[[], bool] = lambda: True) -> Any:
+    """Adds this machine's calibration (measured once, then stored) to `run`, so that estimates are predictions, not bounds.
+
+    Nothing is measured where `needed`, which is asked only before that, says that nothing will be estimated: a mistake in a
+    spec is then said at once.
+    """
+    run.machine = run.mesh.from_leader(lambda: _calibrated_machine(run, needed).model_dump(mode="json"))
     return run
 
 
-def _calibrated_machine(run: Any) -> Any:
+def _calibrated_machine(run: Any, needed: Callable[[], bool]) -> Any:
     """The machine of `run` with its calibration, measured now where it is missing."""
-    from hone.measure.calibrate import calibrate_all
+    from hone.measure.calibrate import Disturbed, calibrate_all
     from hone.measure.machine import machine_of
+    from hone.measure.scratch import here, sweep
 
+    sweep(here())  # of a killed process
     machine = machine_of(run)
     known = machine.calibration.dtypes if machine.calibration is not None else ()
     wanted = [dtype for dtype in dtypes_on(run.device) if dtype not in known]
-    if wanted:
-        run.say(
-            "measuring the speed of this machine (once, a few seconds)"
-        )  # the first import of torch takes long, too
-        with run.progress("measuring", None):
-            measured = calibrate_all(run.device, wanted, machine.calibration)
-        if run.device != "cpu":
-            run.say(
-                "kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts"
-            )
-        machine = machine.model_copy(update={"calibration": measured})
-    return machine
+    if not wanted or not needed():
+        return machine
+    run.say("measuring the speed of this machine (once, a few seconds)")  # the first import of torch takes long, too
+    with run.progress("measuring", None), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Disturbed)  # said with what is predicted
+        measured = calibrate_all(run.device, wanted, machine.calibration)
+    if run.device != "cpu":
+        run.say("kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts")
+    return machine.model_copy(update={"calibration": measured})
+
+
+def say_doubt(run: Any) -> None:
+    """Says with a prediction that it rests on rates that were measured beside other work."""
+    from hone.measure.machine import machine_of
+
+    calibration = machine_of(run).calibration
+    if calibration is not None and calibration.doubt:
+        run.warn(calibration.doubt)
 
 
 def list_fields(cls: Any, left_out: Collection[str] = ()) -> str:

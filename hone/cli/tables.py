@@ -25,14 +25,16 @@ def show_plan(rows: Sequence[Planned], run: Run) -> int:
     machine = machine_of(run)
     table = Table(box=None, pad_edge=False, show_footer=len(rows) > 1, header_style="bold", footer_style="bold")
     totals = totals_of(rows)
-    table.add_column("stage", footer="total", overflow="fold")
+    table.add_column("stage", footer="total", no_wrap=True)
     for name, title in _COLUMNS.items():
         table.add_column(title, footer=_cell(name, totals.get(name)), justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for row in rows:
         estimates = row.plan.estimates if row.plan else {}
         table.add_row(row.name, *(_cell(name, estimates.get(name)) for name in _COLUMNS), row.state)
     console = Console(highlight=False, quiet=not run.mesh.leads)
+    # Names are printed whole, so that they can be copied: a narrow terminal breaks lines itself.
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum)
     memory = human_bytes(machine.memory_bytes)
     ranks = f"{machine.num_ranks} ranks " if machine.num_ranks > 1 else ""
     cores = "" if machine.elsewhere else f", {machine.num_cores} cores"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.compress import texts
+from hone.data import plain
 from hone.data.load import PackedTokens
 from hone.model.tokenizer import load_tokenizer
 
@@ -69,7 +69,7 @@ def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_
 def from_text(
     source: str | Path, model: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0
 ) -> Calibration:
-    """Sequences of `seq_len` tokens of the texts in `source` (see `hone.compress.texts`), and `num_spare` others.
+    """Sequences of `seq_len` tokens of the texts in `source` (see `hone.data.plain`), and `num_spare` others.
 
     A plain file is cut into windows, drawn without overlap; documents of rows and of several files are drawn, cut into windows
     where they are longer, and packed, each attending to itself alone. Each begins with the token that the tokenizer puts before
@@ -77,7 +77,7 @@ def from_text(
     there is no text, or less than was asked for.
     """
     tokenizer, wanted = load_tokenizer(model), num_sequences + num_spare
-    found = texts.read(str(source), tokenizer, max(_LEAST_READ, _READ * wanted * seq_len))
+    found = plain.read(str(source), "calibration_text", tokenizer, max(_LEAST_READ, _READ * wanted * seq_len))
     start = () if found.special else tokenizer.start_ids[: seq_len - 1]
     own = seq_len - len(start)
     documents = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(found.documents, add_special_tokens=False)]
@@ -96,6 +96,8 @@ def from_text(
     if len(tokens) > num_sequences:
         spare = Calibration(tokens[num_sequences:], None if ids is None else ids[num_sequences:], {})
     tokens, ids = tokens[:num_sequences], None if ids is None else ids[:num_sequences]
+    if found.first is not None:
+        found.notes.append(f"calibration sequences are drawn from the first {found.first / 1e6:.1f} MB of {source}")
     said = {"text_sha256": found.digest, "tokens": int(tokens.size)}
     return Calibration(tokens, ids, said, spare, tuple(found.notes))
 

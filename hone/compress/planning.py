@@ -27,13 +27,26 @@ if TYPE_CHECKING:
 allocating = lazy("hone.compress.allocations.planning")
 chain = lazy("hone.compress.structured.chain")
 targets_of = lazy("hone.compress.targets")
-texts = lazy("hone.compress.texts")
+texts = lazy("hone.data.plain")
 
 DEFAULT_SEQ_LEN = 512
 """Default tokens of a calibration sequence for models with a longer context."""
 
 TEXT_BYTES_PER_TOKEN = 3.5
 """Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
+
+
+WAYS = {MEMORY: ("compute on another device", "free some memory", "compress on a machine with more")}
+"""Ways out when memory is too small, besides `remedies`."""
+
+
+def remedies(spec: Any) -> list[list[tuple[str, str]]]:
+    """Changes of the compression `spec` that may need less memory; see `Stage.remedies`."""
+    smaller = {
+        name: [str(getattr(spec, name) // part) for part in (2, 4, 8, 16) if getattr(spec, name) >= part]
+        for name in ("batch_size", "num_sequences")
+    }
+    return [*([(name, value) for value in values] for name, values in smaller.items()), [("compute_dtype", "bfloat16")]]
 
 
 class Calibrated(NamedTuple):
@@ -63,7 +76,7 @@ def calibrated(spec: Any, model: CheckpointFacts, data: DataFacts | None) -> Cal
             f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
         )
     if data is None:
-        size = texts.num_bytes(str(spec.calibration_text))
+        size = texts.num_bytes(str(spec.calibration_text), "calibration_text")
         there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
     else:
         if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:

@@ -14,7 +14,7 @@ from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_jsonl
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
-from hone.base.plan import MEMORY, Facts, Plan, check_order, need
+from hone.base.plan import Facts, Plan, check_order, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
@@ -52,10 +52,9 @@ sizes = lazy("hone.compress.sizes")
 statistics = lazy("hone.compress.statistics")
 stream = lazy("hone.compress.stream")
 targets_of = lazy("hone.compress.targets")
-texts = lazy("hone.compress.texts")
+texts = lazy("hone.data.plain")
 
-_WAYS = {MEMORY: ("lower batch_size", "use fewer num_sequences", "compute on another device")}
-_FACT_WAYS = "add data: NAME OR FOLDER, or set calibration_text=FILE: calibration inputs are needed"
+_FACT_WAYS = "give calibration inputs: set calibration_text=FILE, or give data that the model was trained on as data (--from.data=FOLDER)"
 
 
 class CompressPlan(Plan):
@@ -75,6 +74,7 @@ class Compress(Stage):
     stage: ClassVar[str] = "compress"
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
     every_rank: ClassVar[bool] = True
+    remedies = planning.remedies
 
     steps: tuple[Annotated[Technique, Choice(STEPS)], ...] = Field(
         (),
@@ -170,7 +170,7 @@ class Compress(Stage):
 
     def files(self) -> dict[str, Path]:
         """The calibration texts: others at the same path change the fingerprint."""
-        return {} if self.calibration_text is None else texts.local_files(self.calibration_text)
+        return {} if self.calibration_text is None else texts.local_files(self.calibration_text, "calibration_text")
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.
@@ -225,7 +225,7 @@ class Compress(Stage):
         return CompressPlan(
             estimates=with_energy(planning.estimates(self, whole, model, machine, work, budget), machine),
             facts=model.model_copy(update=update),
-            ways=_WAYS,
+            ways=planning.WAYS,
             targets=targets,
             compute_dtype=compute,
             calibrated=calibrated,
@@ -267,12 +267,12 @@ class Compress(Stage):
         checkpoint = self._open(folder, run)
         samples = mesh.from_leader(lambda: self._samples(plan, checkpoint, parents))
         if samples is not None and -(-len(samples.tokens) // self.batch_size) < mesh.world_size:
-            run.say(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
+            run.warn(f"there are fewer batches of {self.batch_size} sequences than ranks: lower batch_size to use all")
         if samples is not None:
             columns = [linear.columns for linears in plan.targets for linear in linears]
             widest = max(columns, default=0) if self._fits_hessian else 0
             for line in (*samples.notes, *calibration.shortage(samples, widest)):
-                run.say(line)
+                run.warn(line)
         dtype = getattr(torch, plan.compute_dtype)
         warm_up(run.device)
         mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
@@ -326,7 +326,7 @@ class Compress(Stage):
             note = "time is of all, memory and energy are of rank 0's device"
             draft.record("num_ranks", mesh.world_size, "processes", note=note)
         if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
-            run.say(
+            run.warn(
                 f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
                 f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
             )
@@ -337,7 +337,7 @@ class Compress(Stage):
         if checkpoint.quantization is None:
             return checkpoint
         method = checkpoint.quantization.get("quant_method")
-        run.say(
+        run.warn(
             f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
         )
         return dense.DenseCheckpoint(folder)

@@ -427,5 +427,5 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
         for note in row["notes"]:
             noted.setdefault(note, []).append(row["name"])
     for note, names in noted.items():
-        run.say(f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}")
+        run.warn(f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}")
     return rows

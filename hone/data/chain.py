@@ -234,4 +234,4 @@ class Chain:
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
-        self.run.say(f"note: {text}")
+        self.run.warn(text)

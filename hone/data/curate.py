@@ -65,7 +65,7 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         encoder = take_or_train(spec.tokenizer, corpus, splits["train"], draft)
         corpus.columns.forget("family")
         if encoder.why_slow:
-            run.say(f"tokenizing with the slow tokenizer (about a fifth of tiktoken's speed): {encoder.why_slow}")
+            run.warn(f"tokenizing with the slow tokenizer (about a fifth of tiktoken's speed): {encoder.why_slow}")
         clock.done("tokenizer")
         rows = tokenize(spec.packing, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
@@ -166,7 +166,7 @@ def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
     if not note.exists() or note.read_text() != now:
         if note.exists():
             changed = "may have" if note.read_text().startswith(listing.digest) else "has"
-            run.say(f"{spec.source} {changed} changed since this stage was interrupted; starting it again")
+            run.warn(f"{spec.source} {changed} changed since this stage was interrupted; starting it again")
         kept = (BEGUN, draft.state.name, draft.log.name, "elapsed_s", note.name)
         for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
             if path.name not in kept:
@@ -250,7 +250,7 @@ def _read(
         for field, name in corpus.without(spec.url_field, spec.metadata_fields)
     ]
     for warning in step["warnings"]:
-        run.say(f"note: {warning}")
+        run.warn(warning)
     return corpus, step
 
 
@@ -287,9 +287,7 @@ def _tell(
         if said:
             run.say("; ".join(said))
         if "wrong_encoding" in reasons and spec.encoding != "auto":
-            run.say(
-                f"note: {reasons['wrong_encoding']['documents']} texts are not {spec.encoding}: try --encoding=auto"
-            )
+            run.warn(f"{reasons['wrong_encoding']['documents']} texts are not {spec.encoding}: try --encoding=auto")
         return
     fixes = []
     if full:

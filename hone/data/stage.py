@@ -49,9 +49,9 @@ class Data(Settings):
             return artifact
         name = artifact.folder.name
         if before != now.digest:
-            (run or Run()).say(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
+            (run or Run()).warn(f"{self.source} has changed since {name} was made; make it again with --redo={name}")
         elif touched:  # a copied corpus has other times too
-            (run or Run()).say(
+            (run or Run()).warn(
                 f"{self.source} may have changed since {name} was made: its files have other modification times, but the same names and "
                 f"sizes; if it has, make {name} again with --redo={name}"
             )

@@ -21,7 +21,7 @@ from hone.base.stage import Stage
 from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
-from hone.data.facts import DataFacts
+from hone.data.facts import DataFacts, SplitFacts
 from hone.eval.bigram import bigram_perplexity
 from hone.eval.windows import LOGITS
 from hone.measure.machine import Machine
@@ -30,13 +30,16 @@ from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
+plain = lazy("hone.data.plain")
 torch = lazy("torch")
 
 DEFAULT_WINDOW = 1024
 """Default window for models with a longer context."""
 
+TEXT_BYTES_PER_TOKEN = 3.5
+"""Bytes of text per token, to estimate the tokens of a text before it is encoded."""
 
-_WAYS = {MEMORY: ("lower batch_tokens", "compute in bfloat16: dtype", "score a smaller or quantized model")}
+_WAYS = {MEMORY: ("score a smaller or quantized model", "free some memory", "score on a machine with more")}
 
 
 class EvalPlan(Plan):
@@ -46,11 +49,16 @@ class EvalPlan(Plan):
 
 
 class Eval(Stage):
-    """Perplexity and bits per byte on a split of a data artifact, beside a bigram model's; with a reference, divergence and agreement."""
+    """Perplexity and bits per byte on a text, or on a data artifact's split beside a bigram model's; with a reference, divergence."""
 
     stage: ClassVar[str] = "eval"
-    roles: ClassVar[dict[str, bool]] = {"model": True, "data": True, "reference": False}
+    roles: ClassVar[dict[str, bool]] = {"model": True, "data": False, "reference": False}
 
+    text: str | None = Field(
+        None,
+        description="Texts to score on, in place of the role data: a text file, JSONL (.gz, .zst, .xz) or Parquet with rows of text or "
+        "messages, a folder of them, or hf:owner/name.",
+    )
     split: str = Field("val", description="Split of the data artifact to score.")
     window: int = Field(
         0, ge=0, description="Longest context of a prediction, in tokens; 0: the model's context, up to 1024."
@@ -69,11 +77,23 @@ class Eval(Stage):
             raise ValueError(
                 f"stride {self.stride} is longer than window {self.window}: tokens in between would not be scored"
             )
+        if self.text is not None and self.split != "val":
+            raise ValueError(f"split {self.split} is of a data set, and text has none: leave one of the two out")
         return self
+
+    def files(self) -> dict[str, Path]:
+        return {} if self.text is None else plain.local_files(self.text, "text")
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> EvalPlan:
         """Time and memory of the batches. Raises SpecError when model, reference and data do not match."""
-        model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
+        model = need(facts, "model", CheckpointFacts)
+        if ("data" in facts) == (self.text is not None):
+            given = (
+                "neither text nor the input data is given"
+                if self.text is None
+                else "both text and the input data are given"
+            )
+            raise SpecError(f"eval: {given}", fix="give one of them: text=FILE, or a data stage's folder as data")
         models = {"model": model}
         if "reference" in facts:
             models["reference"] = need(facts, "reference", CheckpointFacts)
@@ -88,16 +108,26 @@ class Eval(Stage):
                     f"window {window} is longer than the {role}'s context of {one.config.max_seq_len}",
                     fix=f"use --window={one.config.max_seq_len} or less",
                 )
-        estimates = self._estimates([*models.values()], data, machine, window)
+        scored = self._split_of_text() if self.text is not None else need(facts, "data", DataFacts).split(self.split)
+        estimates = self._estimates([*models.values()], scored, machine, window)
         return EvalPlan(estimates=with_energy(estimates, machine), ways=_WAYS, window=window)
 
+    def remedies(self) -> list[list[tuple[str, str]]]:
+        fewer = [self.batch_tokens // part for part in (2, 4, 8, 16) if self.batch_tokens >= part]
+        return [[("batch_tokens", str(count)) for count in fewer], [("dtype", "bfloat16")]]
+
     def run(self, plan: EvalPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Scores the split and writes eval.json."""
+        """Scores the text and writes eval.json."""
         from hone.eval.score import score
-        from hone.eval.text import read_text
+        from hone.eval.text import read_text, read_texts
 
         folders = {role: parent.folder for role, parent in parents.items()}
-        text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
+        if self.text is not None:
+            text = read_texts(self.text, folders["model"], max_tokens=self.max_tokens)
+        else:
+            text = read_text(folders["data"], folders["model"], split=self.split, max_tokens=self.max_tokens)
+        for note in text.notes:
+            run.warn(note)
         warm_up(run.device)
         with draft.measuring(Window(run.device)):
             model = self._load(folders["model"], run.device)
@@ -120,7 +150,7 @@ class Eval(Stage):
                     watch=bar.advance,
                 )
         self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
-        bigram, note = None, "the data is packed with another tokenizer"
+        bigram, note = None, "the text has no train split" if self.text else "the data is packed with another tokenizer"
         if text.packed:
             bigram, note = bigram_perplexity(folders["data"], self.split, text.tokens, scores.scored)
         draft.record("bigram_perplexity", bigram, "", n=scores.num_scored if bigram else 1, note=note)
@@ -130,12 +160,16 @@ class Eval(Stage):
 
         return load(folder, device=device, dtype=getattr(torch, self.dtype)).eval()
 
+    def _split_of_text(self) -> SplitFacts:
+        """The size of `text`, by its bytes. Raises SpecError when there is no such text."""
+        size = int(plain.num_bytes(str(self.text), "text"))
+        return SplitFacts(tokens=round(size / TEXT_BYTES_PER_TOKEN), documents=1, bytes=size)
+
     def _estimates(
-        self, models: list[CheckpointFacts], data: DataFacts, machine: Machine, window: int
+        self, models: list[CheckpointFacts], split: SplitFacts, machine: Machine, window: int
     ) -> dict[str, Estimate]:
         """Time, and the memory that the work adds. `models`: the model, then the reference if there is one."""
         facts = [one.config.facts() for one in models]
-        split = data.split(self.split)
         compared, vocab_size = len(facts) > 1, facts[0].vocab_size
         tokens = max(min(split.tokens, self.max_tokens or split.tokens), 1)
         documents = max(round(split.documents * tokens / max(split.tokens, 1)), 1) if self.join == "documents" else 1
@@ -188,13 +222,16 @@ class Eval(Stage):
 def evaluate(
     out: Path | str,
     model: Path | str,
-    data: Path | str,
+    data: Path | str | None = None,
     reference: Path | str | None = None,
     run: Run | None = None,
     **fields: Any,
 ) -> Artifact:
-    """Scores model folder `model` on data artifact `data` and writes the eval artifact `out`; `fields` are `Eval`'s."""
-    parents = {"model": Artifact.read(model), "data": Artifact.read(data)}
+    """Scores model folder `model` on data artifact `data`, or on `text=FILE`, and writes the eval artifact `out`; `fields` are
+    `Eval`'s."""
+    parents = {"model": Artifact.read(model)}
+    if data is not None:
+        parents["data"] = Artifact.read(data)
     if reference is not None:
         parents["reference"] = Artifact.read(reference)
     return Eval.read(fields).make(out, parents, run)

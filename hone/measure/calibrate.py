@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
-import os
 import statistics
 import time
 import warnings
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from hone.base.durable import write_atomic
@@ -24,11 +23,13 @@ from hone.measure.calibration import (
     Layout,
     MatmulRate,
     keep_calibration,
+    locked,
     read_calibration,
 )
 from hone.measure.energy import Meter
 from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
+from hone.measure.scratch import here, scratch
 
 torch = lazy("torch")
 
@@ -73,51 +74,80 @@ _GPU_TRY_S = 1e-3
 """Seconds of a try on a GPU: so many calls that the wait for the last of them (10 us) is negligible."""
 
 
+class Disturbed(UserWarning):
+    """Rates were measured beside other work."""
+
+
 def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = False) -> Calibration:
-    """Rates of `device` for `dtype`, measured in about 5 s on two cores, then kept in the user's cache folder.
+    """Rates of `device` for `dtype`, measured in about 5 s on two cores, then stored in the user's cache folder.
 
     `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. Returns the stored rates unless `fresh`; rates of other
-    dtypes measured earlier stay. Rates measured beside other work are returned with a warning and not stored: the next
-    call measures again.
+    dtypes measured earlier stay. Of several processes at once one measures, and the others wait for its rates. Rates
+    measured beside other work are stored too, marked as such (`Calibration.busy`), but never in the place of better ones.
     """
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     machine = describe(device)
     who = identity(machine)
-    kept = read_calibration(who)
-    if kept is not None and dtype in kept.dtypes and not fresh:
-        return kept
-    timer = Timer(device)
+
+    def stored() -> Calibration | None:
+        kept = read_calibration(who)
+        return kept if kept is not None and dtype in kept.dtypes and not fresh else None
+
+    found = stored()
+    if found is not None:
+        return found
+    with locked(who):
+        found = stored()  # another process may have measured it in between
+        if found is None:
+            found = _measured(machine, dtype, read_calibration(who))
+        elif found.doubt:
+            warnings.warn(found.doubt, Disturbed, stacklevel=2)
+        describe.cache_clear()
+    return found
+
+
+def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibration:
+    """The rates of `machine` for `dtype`, measured now; they are stored with those in `kept` unless these are better."""
+    timer = Timer(machine.device)
     threads = 1 if timer.cuda else torch.get_num_threads()
-    before, meter = processor_load(), Meter(device)
+    before, meter = processor_load(), Meter(machine.device)
     probes = _probes(timer, dtype)
-    with TemporaryDirectory(prefix=".hone-calibrate-", dir=_writable()) as folder:
-        probes |= _disk(Path(folder))
+    with scratch(here()) as folder:
+        probes |= _disk(folder)
         meter.start()
         begun = time.perf_counter()
         seconds = rounds(timer, probes)
         joules, took = meter.joules(), time.perf_counter() - begun
         meter.stop()
     after = processor_load()
-    calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
-    calibration = calibration.model_copy(update={"watts": joules / took if joules else None})
     disturbed = disturbance(before, after, threads, seconds)
-    if disturbed:
-        warnings.warn(
-            f"{machine.processor} was busy while it was calibrated: {disturbed}. Predicted times may be too long; these "
-            "rates are not kept, the next run measures again (`hone calibrate` on an idle machine ends this)",
-            stacklevel=2,
-        )
+    calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
+    busy = {name: why for name, why in (kept.busy if kept else {}).items() if name != dtype}
+    busy |= {dtype: disturbed} if disturbed else {}
+    calibration = calibration.model_copy(update={"watts": joules / took if joules else None, "busy": busy})
+    if not disturbed:
+        keep_calibration(identity(machine), calibration)
         return calibration
-    keep_calibration(who, calibration)
-    describe.cache_clear()
+    if kept is not None and dtype in kept.dtypes and dtype not in kept.busy:
+        said = "the rates that were stored before stay"
+    else:
+        said = "these rates are used until `hone calibrate` measures them again, best when nothing else runs"
+        # What does not depend on the dtype (copies, the disk) stays as it was measured without other work.
+        undisturbed = kept is not None and not kept.busy
+        keep_calibration(identity(machine), kept.joined(calibration) if kept and undisturbed else calibration)
+    warnings.warn(
+        f"{machine.processor} was busy while it was calibrated: {disturbed}. Predicted times may be too long; {said}",
+        Disturbed,
+        stacklevel=3,
+    )
     return calibration
 
 
 def calibrate_all(
     device: str, dtypes: Iterable[str], known: Calibration | None = None, *, fresh: bool = False
 ) -> Calibration | None:
-    """`calibrate` for each of `dtypes`, joined with `known`: what is measured beside other work is not kept, so that no
-    later call finds it."""
+    """`calibrate` for each of `dtypes`, joined with `known`: where the user's cache cannot be written, no later call finds
+    what an earlier one measured."""
     for dtype in dtypes:
         known = calibrate(device, dtype, fresh=fresh).joined(known)
     return known
@@ -235,7 +265,10 @@ def _rates(
     )
     copies, gathers = ([name for name in best if name[0] == kind] for kind in ("copy", "gather"))
     # A disk has no best case to wait for: its cache is full or empty, and others write too.
-    durable_s, large_s = (statistics.median(seconds[name]) for name in ("small file", "large file"))
+    durable_s, disk_bytes_per_s = (kept.durable_s, kept.disk_bytes_per_s) if kept else (None, None)
+    if "large file" in seconds:
+        durable_s, large_s = (statistics.median(seconds[name]) for name in ("small file", "large file"))
+        disk_bytes_per_s = _FILE_BYTES / max(large_s - durable_s, large_s / 4)
     return Calibration(
         device=machine.processor,
         threads=threads,
@@ -248,7 +281,7 @@ def _rates(
         host_bytes_per_s=rate("to host") if cuda else None,
         pinned_bytes_per_s=rate("from host") if cuda else None,
         durable_s=durable_s,
-        disk_bytes_per_s=_FILE_BYTES / max(large_s - durable_s, large_s / 4),
+        disk_bytes_per_s=disk_bytes_per_s,
         collectives=kept.collectives if kept else (),
         op_s=op_s,
         exp_per_s=rate("softmax"),
@@ -294,15 +327,19 @@ def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
     return probes
 
 
-def _writable() -> Path:
-    """The current folder, below which artifacts are written unless another is named; else the system's for temporary files."""
-    here = Path.cwd()
-    return here if os.access(here, os.W_OK) else Path(gettempdir())
-
-
-def _disk(folder: Path) -> dict[str, Probe]:
-    """A file of one byte and a large one, written until they are on disk."""
+def _disk(folder: Path | None) -> dict[str, Probe]:
+    """A file of one byte and a large one, written until they are on disk; nothing, with a warning, where that is full."""
     large = bytes(_FILE_BYTES)
+    try:
+        if folder is None:
+            raise OSError(errno.ENOSPC, "no folder can be made")
+        write_atomic(folder / "large", large)
+    except OSError as error:
+        warnings.warn(
+            f"the disk of the current folder was not measured: {error.strerror}; times to write are those of a usual one",
+            stacklevel=4,
+        )
+        return {}
     return {
         "small file": Probe(lambda: write_atomic(folder / "small", b"0"), 1, 0.05),
         "large file": Probe(lambda: write_atomic(folder / "large", large), _FILE_BYTES, 0.1),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+from hone.base.durable import write_atomic
 
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
@@ -94,6 +99,9 @@ class Calibration(BaseModel):
     disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
     collectives: tuple[CollectiveTime, ...] = Field((), description="Seconds of collectives, measured under torchrun.")
     watts: PositiveFloat | None = Field(None, description="Mean power during the calibration; None: no sensor.")
+    busy: Mapping[str, str] = Field(
+        {}, description="The other work that ran meanwhile, for each dtype that was measured beside some."
+    )
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -106,9 +114,20 @@ class Calibration(BaseModel):
             return self
         matmuls = tuple(rate for rate in other.matmuls if rate.dtype not in self.dtypes)
         attentions = tuple(rate for rate in other.attentions if rate.dtype not in self.dtypes)
-        more = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
+        more: dict[str, Any] = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
         more["collectives"] = self.collectives or other.collectives
+        more["busy"] = {**{name: why for name, why in other.busy.items() if name not in self.dtypes}, **self.busy}
         return self.model_copy(update=more)
+
+    @property
+    def doubt(self) -> str:
+        """Why times predicted with these rates may be too long, with the way out; "" for rates of an idle machine."""
+        for why in self.busy.values():
+            return (
+                f"predicted times may be too long: the rates of {self.device} were measured while {why}; `hone calibrate` "
+                "measures them again, best when nothing else runs"
+            )
+        return ""
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """The best rate measured for `dtype`; None when it was not calibrated."""
@@ -143,6 +162,8 @@ class Calibration(BaseModel):
             rows.append((what, f"{one.seconds * 1e6:,.0f} us"))
         if self.watts is not None:
             rows.append(("power while measuring", f"{self.watts:.0f} W"))
+        for dtype, why in self.busy.items():
+            rows.append((f"{dtype} measured beside other work", why))
         return rows
 
 
@@ -162,13 +183,30 @@ def keep_calibration(identity: dict[str, str], calibration: Calibration) -> Path
     try:
         path = _path(identity)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(calibration.model_dump_json(indent=1), encoding="utf8")
-        os.replace(temporary, path)
+        write_atomic(path, calibration.model_dump_json(indent=1).encode())
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
         warnings.warn(f"the calibration cannot be stored and is measured again each time: {error}", stacklevel=2)
         return None
     return path
+
+
+@contextmanager
+def locked(identity: dict[str, str]) -> Iterator[None]:
+    """Waits until no other process measures or stores the calibration for `identity`, and keeps the others from it.
+
+    Without a lock where the cache cannot be written or has none: then each process measures for itself.
+    """
+    try:
+        path = _path(identity).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "w")
+    except (OSError, RuntimeError):
+        yield
+        return
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _path(identity: dict[str, str]) -> Path:

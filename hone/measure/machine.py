@@ -104,13 +104,24 @@ def describe(device: str = "cpu") -> Machine:
     return machine.model_copy(update={"calibration": read_calibration(identity(machine))})
 
 
+_SETTINGS = {
+    "cpu": ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"),
+    "cuda": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+}
+"""Environment variables that change how fast torch multiplies, for each kind of device."""
+
+
 def identity(machine: Machine) -> dict[str, str]:
-    """The facts that a calibration depends on: the processor, the part of it that is used, and torch's version."""
-    threads = "1" if machine.device.startswith("cuda") else os.environ.get("OMP_NUM_THREADS", str(machine.num_cores))
+    """The facts that a calibration depends on: the processor, the part of it that is used, torch's version and its settings."""
     kind = "cuda" if machine.device.startswith("cuda") else "cpu"
-    facts = {"device": kind, "processor": machine.processor, "threads": threads, "torch": str(machine.torch)}
-    limited = kind == "cpu" and machine.cpu_isa_limit is not None
-    return {**facts, "cpu_isa_limit": machine.cpu_isa_limit} if limited else facts
+    facts = {"device": kind, "processor": machine.processor, "torch": str(machine.torch)}
+    if machine.gpus and kind == "cuda":  # a slice of a GPU has its name, too
+        gpu = machine.gpus[_index(machine.device)]
+        facts |= {"multiprocessors": str(gpu.num_multiprocessors), "memory_bytes": str(gpu.memory_bytes)}
+    if kind == "cpu":
+        facts |= {"cores": str(machine.num_cores), "processors": str(machine.num_threads)}
+        facts |= {"cpu_isa_limit": str(machine.cpu_isa_limit)}
+    return facts | {name: os.environ[name] for name in _SETTINGS[kind] if name in os.environ}
 
 
 def _index(device: str) -> int:

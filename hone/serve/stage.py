@@ -36,9 +36,9 @@ np = lazy("numpy")
 
 _WAYS = {
     MEMORY: (
-        "lower engine.max_num_seqs or engine.kv_cache_memory_bytes",
         "serve a quantized model",
-        "shorten the requests",
+        "shorten the requests: prompt_tokens, output_tokens",
+        "give the cache fewer bytes: engine.kv_cache_memory_bytes",
     )
 }
 
@@ -60,6 +60,10 @@ class Serve(Stage):
     shared_prefix: int = Field(64, ge=0, description="Tokens that all prompts begin with, like a system prompt.")
     engine: EngineSpec = Field(EngineSpec(), description="The engine.")
     seed: int = Field(0, description="Seed of lengths and places in the text.")
+
+    def remedies(self) -> list[list[tuple[str, str]]]:
+        most = self.engine.max_num_seqs or 32
+        return [[("engine.max_num_seqs", str(count)) for count in (16, 8, 4, 2, 1) if count < most]]
 
     @model_validator(mode="after")
     def _ranges(self) -> Serve:

@@ -43,7 +43,7 @@ from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,7 @@ class Train(Stage):
     """
 
     stage: ClassVar[str] = "train"
+    remedies = remedies
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     every_rank: ClassVar[bool] = True

@@ -29,13 +29,24 @@ CHECKPOINTS = "checkpoint_bytes"
 """The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
 
 WAYS = {
-    MEMORY: (
-        "raise gradient_accumulation_steps",
-        "set activation_checkpointing: memory_budget",
-        "use a smaller model or seq_len, or optimizer: adamw_8bit",
-    )
+    MEMORY: ("use a smaller model", "shorten seq_len", "train where more memory is free, or on more ranks"),
 }
-"""Ways out when memory or disk is too small."""
+"""Ways out when memory is too small, besides `remedies`."""
+
+
+def remedies(spec: Any) -> list[list[tuple[str, str]]]:
+    """Changes of the training `spec` that may need less memory; see `Stage.remedies`."""
+    batch, now = spec.batch_size, spec.gradient_accumulation_steps
+    return [
+        [("gradient_accumulation_steps", str(count)) for count in range(now + 1, batch + 1) if batch % count == 0],
+        [("activation_checkpointing", kind) for kind in ("memory_budget", "full")],
+        [("optimizer", "adamw_8bit")],
+        [("seq_len", str(spec.seq_len // part)) for part in (2, 4, 8) if spec.seq_len // part >= SHORTEST],
+    ]
+
+
+SHORTEST = 64
+"""Tokens of the shortest sequences that are proposed."""
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""

@@ -242,7 +242,7 @@ class Letters(Facts):
 
 def test_stage_checks_roles(tmp_path, monkeypatch):
     monkeypatch.setattr("hone.base.plan.FACTS", {"text": "tests.base.test_artifact:Letters"})
-    with pytest.raises(HoneError, match=r"(?s)needs the input 'data'.*--from\.data=FOLDER"):
+    with pytest.raises(HoneError, match=r"(?s)needs the input 'data'.*from: {data: NAME"):
         Half().make(tmp_path / "t", {}, QUIET)
     parent = finish(tmp_path / "data-a")
     with pytest.raises(HoneError, match="no input 'model'"):

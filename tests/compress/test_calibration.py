@@ -14,7 +14,7 @@ import tokenizers
 
 from hone.base.errors import SpecError
 from hone.compress.calibration import from_text
-from hone.compress.texts import local_files, num_bytes
+from hone.data import plain
 from hone.model.tokenizer import load_tokenizer
 from tests.conftest import byte_tokenizer
 
@@ -103,12 +103,17 @@ def test_files_of_a_folder_are_documents(model, tmp_path):
     found = read(tmp_path / "folder", model, num_sequences=100)
     said = load_tokenizer(model).decode(found.tokens.ravel().tolist())
     assert "about a fox" in said and "Story" in said and "not this" not in said
-    assert num_bytes(str(tmp_path / "folder")) > 1000
-    assert num_bytes(str(tmp_path / "folder" / "*.md")) < 3000
+    assert plain.num_bytes(str(tmp_path / "folder"), "calibration_text") > 1000
+    assert plain.num_bytes(str(tmp_path / "folder" / "*.md"), "calibration_text") < 3000
     assert (
-        len(local_files(str(tmp_path / "folder"))) == 41 and len(local_files(str(tmp_path / "folder" / "*.md"))) == 40
+        len(plain.local_files(str(tmp_path / "folder"), "calibration_text")) == 41
+        and len(plain.local_files(str(tmp_path / "folder" / "*.md"), "calibration_text")) == 40
     )
-    assert local_files(str(tmp_path / "nothing.txt")) == local_files("hf:owner/name") == {}
+    assert (
+        plain.local_files(str(tmp_path / "nothing.txt"), "calibration_text")
+        == plain.local_files("hf:owner/name", "calibration_text")
+        == {}
+    )
 
 
 MESSAGES = [{"role": "user", "content": "Where is the fox?"}, {"role": "assistant", "content": "In its den."}]
@@ -202,5 +207,5 @@ def test_conversations_and_texts_are_not_mixed(model, tmp_path):
 @pytest.mark.parametrize("name", ["notes.txt", "README.md", "code.py", "paper.tex", "LICENSE", "server.log"])
 def test_plain_text_is_read_whatever_it_is_called(name, model, tmp_path):
     (tmp_path / name).write_text("a story " * 100)
-    assert num_bytes(str(tmp_path / name)) == 800
+    assert plain.num_bytes(str(tmp_path / name), "calibration_text") == 800
     assert read(tmp_path / name, model).document_ids is None

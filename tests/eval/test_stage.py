@@ -104,6 +104,57 @@ def test_another_tokenizer_scores_the_text_itself(tiny_llama, data, tmp_path):
     assert "another tokenizer" in found.figures["bigram_perplexity"].note
 
 
+@pytest.mark.parametrize("ending", ["jsonl.gz", "parquet"])
+def test_a_file_of_texts_gives_the_figures_of_a_data_folder(ending, tiny_llama, data, tmp_path):
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / f"texts.{ending}"
+    if ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), file)
+    else:
+        file.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
+    found = evaluate(tmp_path / "eval-a", tiny_llama, text=str(file), reference=tiny_llama, window=64)
+    wanted = evaluate(tmp_path / "eval-b", tiny_llama, data, reference=tiny_llama, window=64)
+    for name in ("perplexity", "loss", "bits_per_byte", "kl_to_reference", "tokens_evaluated"):
+        assert found.figures[name].value == wanted.figures[name].value, name
+    assert [one.name for one in found.figures.values()] == [one.name for one in wanted.figures.values()]
+    few = evaluate(tmp_path / "eval-c", tiny_llama, text=str(file), max_tokens=20)
+    assert (
+        few.figures["tokens_evaluated"].value
+        == evaluate(tmp_path / "eval-d", tiny_llama, data, max_tokens=20).figures["tokens_evaluated"].value
+    )
+
+
+def test_a_plain_file_is_one_document_and_part_of_the_identity(tiny_llama, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXTS[1], encoding="utf8")
+    made = evaluate(tmp_path / "eval-a", tiny_llama, text=str(file))
+    tokens = np.array([*load_tokenizer(tiny_llama).encode(TEXTS[1]), load_tokenizer(tiny_llama).eos_ids[0]])
+    loss = score(hone.load(tiny_llama), tokens, window=512).loss[1:]
+    assert made.figures["loss"].value == pytest.approx(loss.mean(dtype=np.float64), rel=1e-5)
+    bits = (
+        loss.sum(dtype=np.float64) / math.log(2) / (len(TEXTS[1].encode()) - 1)
+    )  # the first token, "a", is not scored
+    assert made.figures["bits_per_byte"].value == pytest.approx(bits, rel=1e-5)
+    file.write_text(TEXTS[0], encoding="utf8")
+    with pytest.raises(HoneError, match="made from"):
+        evaluate(tmp_path / "eval-a", tiny_llama, text=str(file))
+
+
+def test_text_and_data_are_one_or_the_other(tiny_llama, data, tmp_path):
+    with pytest.raises(SpecError, match="neither text nor the input data"):
+        evaluate(tmp_path / "eval-a", tiny_llama)
+    with pytest.raises(SpecError, match="both text and the input data"):
+        evaluate(tmp_path / "eval-a", tiny_llama, data, text=__file__)
+    with pytest.raises(SpecError, match="split test is of a data set"):
+        Eval.read({"text": "x", "split": "test"})
+    with pytest.raises(SpecError, match=r"text /nowhere\.txt: No such file"):
+        evaluate(tmp_path / "eval-a", tiny_llama, text="/nowhere.txt")
+
+
 def test_mistakes(tiny_llama, data, tmp_path):
     with pytest.raises(SpecError, match="longer than the model's context of 512"):
         evaluate(tmp_path / "eval-a", tiny_llama, data, window=513)

@@ -1,6 +1,12 @@
-"""A calibration is the best of rounds spread in time, and one that other work disturbed is said and not kept."""
+"""A calibration is the best of rounds spread in time; one that other work disturbed is stored once, marked and said."""
 
 from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -8,6 +14,7 @@ from hone.measure import calibrate as micro
 from hone.measure.calibration import read_calibration
 from hone.measure.load import Load
 from hone.measure.machine import describe, identity
+from hone.measure.scratch import here, scratch
 
 
 class Clock:
@@ -111,35 +118,51 @@ def small(tmp_path, monkeypatch):
     describe.cache_clear()
 
 
-def test_what_was_measured_beside_other_work_is_not_kept(small):
+def test_what_was_measured_beside_other_work_is_stored_with_a_mark_until_better_is_known(small):
     who = identity(describe())
     small.setattr(micro, "disturbance", lambda *_: "other work took 1.9 of its 2 processors")
-    with pytest.warns(UserWarning, match=r"busy while it was calibrated: other work took 1.9 .* not kept") as said:
+    with pytest.warns(UserWarning, match=r"busy while it was calibrated: other work took 1.9 .* used until") as said:
         busy = micro.calibrate()
     assert len(said) == 1
-    assert busy.peak_flops_per_s("float32") > 0 and read_calibration(who) is None
+    assert busy.peak_flops_per_s("float32") > 0 and read_calibration(who) == busy == describe().calibration
+    assert busy.busy == {"float32": "other work took 1.9 of its 2 processors"} and "1.9 of its 2" in busy.doubt
+    assert ("float32 measured beside other work", busy.busy["float32"]) in busy.table()
+    with pytest.MonkeyPatch.context() as only:
+        only.setattr(micro, "rounds", lambda *_: pytest.fail("the next command measures again"))
+        assert micro.calibrate() == busy
+
     small.setattr(micro, "disturbance", lambda *_: "")
-    kept = micro.calibrate()
-    assert read_calibration(who) == kept == describe().calibration
+    kept = micro.calibrate(fresh=True)
+    assert read_calibration(who) == kept == describe().calibration and not kept.busy and not kept.doubt
 
     small.setattr(micro, "disturbance", lambda *_: "busy again")
-    with pytest.warns(UserWarning, match="busy again"):
+    with pytest.warns(UserWarning, match="busy again.* stored before stay"):
         micro.calibrate(fresh=True)
-    assert read_calibration(who) == kept
+    assert read_calibration(who) == kept, "worse rates replace no better ones"
     assert micro.calibrate() == kept  # without a word: nothing was measured
 
 
-def test_a_second_dtype_joins_the_first_kept_or_not(small):
+def test_a_second_dtype_joins_the_first_and_each_has_its_mark(small):
+    small.setattr(micro, "disturbance", lambda *_: "")
+    first = micro.calibrate(dtype="float32")
     small.setattr(micro, "disturbance", lambda *_: "busy")
     with pytest.warns(UserWarning, match="busy"):
-        first, second = micro.calibrate(dtype="float32"), micro.calibrate(dtype="bfloat16")
-    assert second.dtypes == ("bfloat16",), "nothing was kept"
-    both = second.joined(first)
-    assert set(both.dtypes) == {"float32", "bfloat16"} == {rate.dtype for rate in both.attentions}
-    assert both.joined(first) == both == both.joined(None)
+        second = micro.calibrate(dtype="bfloat16")
+    assert set(second.dtypes) == {"float32", "bfloat16"} and [*second.busy] == ["bfloat16"]
+    kept = read_calibration(identity(describe()))
+    assert set(kept.dtypes) == {"float32", "bfloat16"} == {rate.dtype for rate in kept.attentions}
+    assert kept.busy == second.busy and kept.op_s == first.op_s, "what both share is of the idle machine"
+    assert kept.joined(first).busy == kept.busy and second.joined(None) == second
     small.setattr(micro, "disturbance", lambda *_: "")
-    micro.calibrate(dtype="float32")
-    assert set(micro.calibrate(dtype="bfloat16").dtypes) == {"float32", "bfloat16"}
+    assert not micro.calibrate(dtype="bfloat16", fresh=True).busy
+
+
+def test_a_mark_stays_with_its_dtype_when_another_is_measured(small):
+    small.setattr(micro, "disturbance", lambda *_: "busy")
+    with pytest.warns(UserWarning, match="busy"):
+        micro.calibrate(dtype="float32")
+    small.setattr(micro, "disturbance", lambda *_: "")
+    assert micro.calibrate(dtype="bfloat16").busy == {"float32": "busy"}
 
 
 def test_every_point_has_a_rate(small):
@@ -158,11 +181,69 @@ def test_every_point_has_a_rate(small):
 def test_the_disk_is_that_of_the_current_folder_where_it_can_be_written(small, tmp_path):
     small.chdir(tmp_path)
     small.setattr(micro, "disturbance", lambda *_: "")
-    assert micro._writable() == tmp_path
+    assert here() == tmp_path
     micro.calibrate()
     assert not list(tmp_path.glob(".hone-calibrate-*"))
-    small.setattr(micro.os, "access", lambda *_: False)
-    assert micro._writable() != tmp_path
+    small.setattr("os.access", lambda *_: False)
+    assert here() != tmp_path
+
+
+@pytest.mark.parametrize("full", ["hone.measure.calibrate.write_atomic", "hone.measure.scratch.tempfile.mkdtemp"])
+def test_a_full_disk_costs_only_its_own_rate(small, tmp_path, full):
+    def fails(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    small.chdir(tmp_path)
+    small.setattr(micro, "disturbance", lambda *_: "")
+    small.setattr(full, fails)
+    with pytest.warns(UserWarning, match="the disk of the current folder was not measured"):
+        found = micro.calibrate()
+    assert found.durable_s is None and found.disk_bytes_per_s is None and found.read_bytes_per_s > 0
+    assert not list(tmp_path.glob(".hone-calibrate-*"))
+
+
+def test_a_killed_process_leaves_its_folder_to_the_next_and_a_living_one_keeps_its_own(tmp_path):
+    code = "import sys, os, pathlib; from hone.measure.scratch import scratch\n"
+    code += "with scratch(pathlib.Path(sys.argv[1])) as folder:\n"
+    code += "    (folder / 'large').write_bytes(b'0' * 99); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    (left,) = tmp_path.glob(".hone-calibrate-*/large")
+    with scratch(tmp_path) as mine:
+        assert not left.parent.exists() and mine is not None
+        with scratch(tmp_path) as other:
+            assert mine.is_dir() and other.is_dir() and mine != other
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_two_commands_at_once_one_measures(small):
+    small.setattr(micro, "disturbance", lambda *_: "")
+    began, may_end, real = threading.Event(), threading.Event(), micro.rounds
+    measured = []
+
+    def slow(*of):
+        measured.append(1)
+        began.set()
+        assert may_end.wait(60)
+        return real(*of)
+
+    small.setattr(micro, "rounds", slow)
+    with ThreadPoolExecutor(2) as pool:  # a lock is of the file opened, so that threads are apart like processes
+        first = pool.submit(micro.calibrate)
+        assert began.wait(60)
+        second = pool.submit(micro.calibrate)
+        may_end.set()
+        assert first.result(60) == second.result(60) and len(measured) == 1
+
+
+def test_what_decides_the_rates_is_in_the_name_of_their_file(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = describe()
+    alike = identity(machine)
+    assert identity(machine.model_copy(update={"ram_bytes": 1, "python": "3"})) == alike
+    for change in ({"num_cores": 77}, {"num_threads": 77}, {"cpu": "other"}, {"torch": "3"}, {"cpu_isa_limit": "AVX2"}):
+        assert identity(machine.model_copy(update=change)) != alike, change
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")  # on fewer processors than that they are others' rates
+    assert identity(machine.model_copy(update={"num_cores": 1})) != identity(machine) != alike
 
 
 def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():

@@ -108,7 +108,7 @@ def techniques(
         given = source if reads else {}
         draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **given, **note})
         if step.note:
-            run.say(f"{step.kind}: {step.note}")
+            run.warn(f"{step.kind}: {step.note}")
     if spec.allocation is not None:
         draft.did({"slot": ALLOCATIONS.slot, **spec.allocation.model_dump(mode="json"), "loss": loss})
 

@@ -50,8 +50,8 @@ class Reading:
             shares = sorted(self.chosen.shares, key=lambda share: -share.weight)
             if len(shares) > MANY:
                 by = f"mixture.by = '{self.mixture.by}' makes" if self.mixture else "the training reads"
-                run.say(
-                    f"note: {by} {len(shares)} sources of {self.sources.num_tokens // len(shares)} tokens on average: every file outside "
+                run.warn(
+                    f"{by} {len(shares)} sources of {self.sources.num_tokens // len(shares)} tokens on average: every file outside "
                     "a subfolder is one. Put files that belong together into one folder, or set mixture.by to a "
                     f"column of few values, such as language or kind. These are the {_SHOWN} largest; {MIXTURE_FILE} lists all"
                 )

@@ -1,7 +1,8 @@
-"""Texts to calibrate with: plain text, rows of JSONL and Parquet, folders of them, data sets of the hub; conversations by the model's own chat template.
+"""Texts as they are: plain text, rows of JSONL and Parquet, folders of them, data sets of the hub, conversations by the model's chat template.
 
-The readers of the data stage judge and repair what they read, with kernels that are compiled first. Calibration needs a few
-megabytes as they are, so rows are read plainly here, from the same files and streams.
+The readers of the data stage judge and repair what they read, with kernels that are compiled first. A calibration and an
+evaluation need a few megabytes as they are, so rows are read plainly here, from the same files and streams. `field` is the
+spec's field that names the source, for messages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ROWS = ("jsonl", "parquet")
 _BROKEN = ("LZMAError", "ZstdError", "Unreadable")
 _EXPANSION = 3.0
 """Bytes of text of a byte in a compressed file or a Parquet table, to estimate how much there is."""
-_WAY = "read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and calibrate with that: --from.data=DATA"
+_WAY = "read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and give that: --from.data=DATA"
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Texts:
     """Whether the documents hold their special tokens already, as a chat template writes them."""
     whole: bool = False
     notes: list[str] = field(default_factory=list)
+    first: int | None = None
+    """Bytes after which reading stopped; None when everything was read."""
 
     @property
     def digest(self) -> str:
@@ -55,41 +58,37 @@ class Texts:
         return hashlib.sha256(end.join(text.encode("utf8", "surrogatepass") for text in self.documents)).hexdigest()
 
 
-def files_of(source: str) -> list[File]:
-    """The files of `source` that calibrate. Raises SpecError when there are none, naming the way for other formats."""
+def files_of(source: str, field: str) -> list[File]:
+    """The files of `source` that are texts. Raises SpecError when there are none, naming the way for other formats."""
     path = Path(source).expanduser()
     if (path / "tokens" / "meta.json").exists():
-        raise SpecError(
-            f"calibration_text {source} is a data set of hone", fix=f"give it as data: --from.data={source}"
-        )
+        raise SpecError(f"{field} {source} is a data set of hone", fix=f"give it as data: --from.data={source}")
     if not is_remote(source) and not path.is_dir() and not any(letter in source for letter in "*?["):
         kind = kind_of(path.name) or (UNKNOWN, "")  # of an unknown ending the content decides: it is text or not UTF-8
         if kind[0] not in (*_PLAIN, *_ROWS):
-            raise SpecError(f"calibration_text {source} is {kind[0]}", fix=f"give text, JSONL or Parquet; else {_WAY}")
+            raise SpecError(f"{field} {source} is {kind[0]}", fix=f"give text, JSONL or Parquet; else {_WAY}")
         try:
             status = path.stat()
         except OSError as error:
-            raise SpecError(f"calibration_text {source}: {error.strerror}", fix="name a text file") from None
+            raise SpecError(f"{field} {source}: {error.strerror}", fix="name a text file") from None
         return [listing.File(path, path.name, status.st_size, *kind)]
     try:
         found = listing.list_source(source).files
     except SpecError as error:
-        raise SpecError(f"calibration_text: {error.what}", fix=error.fix) from None
+        raise SpecError(f"{field}: {error.what}", fix=error.fix) from None
     able = [file for file in found if file.format in (*_PLAIN, *_ROWS)]
     if not able:
         kinds = ", ".join(sorted({file.format for file in found}))
-        raise SpecError(
-            f"calibration_text {source} holds {kinds} alone", fix=f"give text, JSONL or Parquet; else {_WAY}"
-        )
+        raise SpecError(f"{field} {source} holds {kinds} alone", fix=f"give text, JSONL or Parquet; else {_WAY}")
     return able
 
 
-def local_files(source: str) -> dict[str, Path]:
+def local_files(source: str, field: str) -> dict[str, Path]:
     """The files of `source` on this machine by a name of each: none of the hub's, and none where there is no such file."""
     path = Path(source).expanduser()
     if is_remote(source) or not _is_several(source):
-        return {"calibration_text": path} if path.is_file() else {}
-    return {f"calibration_text/{file.name}": file.path for file in files_of(source)}
+        return {field: path} if path.is_file() else {}
+    return {f"{field}/{file.name}": file.path for file in files_of(source, field)}
 
 
 def _is_several(source: str) -> bool:
@@ -97,25 +96,26 @@ def _is_several(source: str) -> bool:
     return is_remote(source) or Path(source).expanduser().is_dir() or any(letter in source for letter in "*?[")
 
 
-def num_bytes(source: str) -> float:
+def num_bytes(source: str, field: str) -> float:
     """About how many bytes of text `source` holds. Raises SpecError as `files_of`."""
     return sum(
-        file.size * (_EXPANSION if file.compression or file.format == "parquet" else 1.0) for file in files_of(source)
+        file.size * (_EXPANSION if file.compression or file.format == "parquet" else 1.0)
+        for file in files_of(source, field)
     )
 
 
-def read(source: str, tokenizer: Tokenizer, most: int) -> Texts:
+def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
     """The documents of `source`, at most about `most` bytes of them, in the order of the files.
 
     Raises SpecError when there is none, when a plain file is not UTF-8, or when rows are conversations and the model has no
     chat template.
     """
-    files = files_of(source)
+    files = files_of(source, field)
     if len(files) == 1 and files[0].format in _PLAIN:
-        return Texts([_plain(files[0])], whole=True)
+        return Texts([_plain(files[0], field)], whole=True)
     documents: list[str] = []
     chats, size, problems = 0, 0, Counter[str]()
-    reads = (item for file in files for item in _documents(file, tokenizer, problems))
+    reads = (item for file in files for item in _documents(file, field, tokenizer, problems))
     for text, is_chat in reads:
         documents.append(text)
         chats += is_chat
@@ -125,27 +125,25 @@ def read(source: str, tokenizer: Tokenizer, most: int) -> Texts:
     if not documents:
         why = "; ".join(problem for problem, _ in problems.most_common(3)) or "it is empty"
         raise SpecError(
-            f"calibration_text {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_WAY}"
+            f"{field} {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_WAY}"
         )
     if 0 < chats < len(documents):
         raise SpecError(
-            f"calibration_text {source} has {chats} conversations and {len(documents) - chats} texts",
-            fix="calibrate with one of the two: conversations hold special tokens that texts get",
+            f"{field} {source} has {chats} conversations and {len(documents) - chats} texts",
+            fix="give one of the two: conversations hold special tokens that texts get",
         )
     notes = [f"{count} rows of {source} are left out: {problem}" for problem, count in problems.most_common(3)]
-    if size >= most:
-        notes.append(f"calibration sequences are drawn from the first {size / 1e6:.1f} MB of {source}")
-    return Texts(documents, special=bool(chats), notes=notes)
+    return Texts(documents, special=bool(chats), notes=notes, first=size if size >= most else None)
 
 
-def _documents(file: File, tokenizer: Tokenizer, problems: Counter[str]) -> Iterator[tuple[str, bool]]:
+def _documents(file: File, field: str, tokenizer: Tokenizer, problems: Counter[str]) -> Iterator[tuple[str, bool]]:
     """(text, whether it is a conversation) of every document of a file; what is none is counted in `problems`."""
     if file.format in _PLAIN:
-        yield _plain(file), False
+        yield _plain(file, field), False
         return
-    for row in _rows(file, problems):
+    for row in _rows(file, field, problems):
         try:
-            found = _text_of(row, tokenizer)
+            found = _text_of(row, field, tokenizer)
         except SpecError as error:
             if not tokenizer.has_chat_template:
                 raise
@@ -159,7 +157,7 @@ def _documents(file: File, tokenizer: Tokenizer, problems: Counter[str]) -> Iter
             yield found
 
 
-def _text_of(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[str, bool] | None:
+def _text_of(row: dict[str, Any], field: str, tokenizer: Tokenizer) -> tuple[str, bool] | None:
     """The text of a row. Raises SpecError when it is a conversation that the chat template does not take, or there is none."""
     if isinstance(row.get("text"), str):
         return row["text"], False
@@ -168,8 +166,8 @@ def _text_of(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[str, bool] | No
         if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
             if not tokenizer.has_chat_template:
                 raise SpecError(
-                    f"calibration_text has conversations ({name}), and this model has no chat template to write them with",
-                    fix=f"calibrate with texts like those that the model will see, or {_WAY}",
+                    f"{field} has conversations ({name}), and this model has no chat template to write them with",
+                    fix=f"give texts like those that the model will see, or {_WAY}",
                 )
             variables = {"tools": row["tools"]} if row.get("tools") else {}
             return tokenizer.chat([_message(one) for one in messages], add_generation_prompt=False, **variables), True
@@ -192,12 +190,12 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES.get(said["from"], said["from"]), "content": said.get("value")}
 
 
-def _rows(file: File, problems: Counter[str]) -> Iterator[dict[str, Any]]:
+def _rows(file: File, field: str, problems: Counter[str]) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL or Parquet file."""
     if file.format == "parquet":
-        yield from _table(file)
+        yield from _table(file, field)
         return
-    with _opened(file) as stream:
+    with _opened(file, field) as stream:
         for line in stream:
             if not line.strip():
                 continue
@@ -212,7 +210,7 @@ def _rows(file: File, problems: Counter[str]) -> Iterator[dict[str, Any]]:
                 problems["no JSON object"] += 1
 
 
-def _table(file: File) -> Iterator[dict[str, Any]]:
+def _table(file: File, field: str) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -223,21 +221,21 @@ def _table(file: File) -> Iterator[dict[str, Any]]:
             for batch in table.iter_batches(batch_size=256, columns=names or None, use_threads=False):
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
-        raise SpecError(f"calibration_text {file.name} is no Parquet table: {error}", fix="give a whole file") from None
+        raise SpecError(f"{field} {file.name} is no Parquet table: {error}", fix="give a whole file") from None
 
 
-def _plain(file: File) -> str:
+def _plain(file: File, field: str) -> str:
     """The text of a plain file. Raises SpecError when it is not UTF-8."""
-    with _opened(file) as stream:
+    with _opened(file, field) as stream:
         raw = stream.read()
     try:
         return raw.decode("utf8")
     except UnicodeDecodeError as error:
-        raise SpecError(f"calibration_text {file.path} is not UTF-8: {error}", fix="name a text file") from None
+        raise SpecError(f"{field} {file.path} is not UTF-8: {error}", fix="name a text file") from None
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Any]:
+def _opened(file: File, field: str) -> Iterator[Any]:
     """A file's decompressed bytes. Raises SpecError with the file's name when they end early or cannot be read."""
     try:
         with streams.open_stream(file) as stream:
@@ -247,6 +245,4 @@ def _opened(file: File) -> Iterator[Any]:
         if not broken:
             raise
         why = getattr(error, "strerror", None) or str(error)
-        raise SpecError(
-            f"calibration_text {file.name}: {why}", fix="give a file that is whole and can be read"
-        ) from None
+        raise SpecError(f"{field} {file.name}: {why}", fix="give a file that is whole and can be read") from None
