@@ -1,4 +1,4 @@
-"""Writes the tables of docs/compression.md from the ledger: the text around them is written by hand."""
+"""Writes the tables of docs/compression.md and hone/compress/quoted.json from the ledger: the text around the tables is written by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 
 from benchmarks.load_in_vllm import FORMATS, LEDGER
 from hone.compress import PRUNERS
+from hone.compress.fitting import QUOTED, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compression.md"
@@ -103,5 +104,18 @@ def page(text: str) -> str:
     return text
 
 
+def quoted() -> str:
+    """The divergences that `--fit` quotes of the reference model, as the JSON of hone/compress/quoted.json."""
+    methods = sorted({option.method for calibrated in (True, False) for option in options(calibrated)} - {""})
+    found = {row["method"]: row for row in rows()}
+    said = {
+        "model": f"hone's {found[methods[0]]['model']}",
+        "ledger": "benchmarks/ledger/quality.jsonl, docs/compression.md",
+        "kl": {method: round(found[method]["kl"], 5) for method in methods},
+    }
+    return json.dumps(said, indent=1) + "\n"
+
+
 if __name__ == "__main__":
+    QUOTED.write_text(quoted(), encoding="utf8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf8")), encoding="utf8")

@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 
 from benchmarks import sparse_products
-from benchmarks.compression_page import PAGE, page
+from benchmarks.compression_page import PAGE, page, quoted
 from hone.compress import STEPS
+from hone.compress.fitting import QUOTED
 from hone.compress.stage import Compress
 
 METHODS = Path(__file__).parent.parent / "benchmarks" / "quality.yaml"
@@ -18,6 +19,10 @@ METHODS = Path(__file__).parent.parent / "benchmarks" / "quality.yaml"
 def test_the_page_is_that_of_the_ledger() -> None:
     text = PAGE.read_text(encoding="utf8")
     assert page(text) == text, "run python -m benchmarks.compression_page"
+
+
+def test_what_fit_quotes_is_that_of_the_ledger() -> None:
+    assert QUOTED.read_text(encoding="utf8") == quoted(), "run python -m benchmarks.compression_page"
 
 
 def test_the_table_of_sparse_products_is_that_of_the_ledger() -> None:

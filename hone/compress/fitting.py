@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, FitError, SpecError
-from hone.base.figure import Estimate, human_bytes
+from hone.base.figure import human_bytes
 from hone.base.lazy import lazy
 from hone.base.plan import MEMORY
 from hone.compress.allocations.base import read_bytes
@@ -28,7 +28,8 @@ engine = lazy("hone.serve.spec")
 CONTEXT = 512
 """Tokens before the one whose latency is predicted; one sequence decodes alone."""
 
-QUOTED = "measured on hone's 29 M reference model, whose size and text differ from yours"
+QUOTED = Path(__file__).with_name("quoted.json")
+"""Divergences of hone's reference model by method, which `python -m benchmarks.compression_page` copies from the ledger."""
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -40,9 +41,9 @@ class Option(NamedTuple):
     steps: tuple[dict[str, Any], ...]
     allocated: tuple[int, ...] = ()
     """Bits that an allocation chooses from to use up the budget; empty: the same bits for all."""
-    kl: float | None = None
-    """Divergence from the given model in nats a token, measured on hone's 29 M reference model (benchmarks/ledger/quality.jsonl).
-    None where the allocation predicts it."""
+    method: str = ""
+    """The same method in the ledger, for its divergence from the reference model; "" where the allocation predicts that of this
+    model."""
 
 
 def options(calibrated: bool) -> tuple[Option, ...]:
@@ -50,12 +51,13 @@ def options(calibrated: bool) -> tuple[Option, ...]:
 
     Without calibration inputs weights are rounded to nearest with searched scales, and nothing is allocated.
     """
-    int8 = Option("int8, a scale per row", ({"kind": "rtn", "bits": 8, "group_size": 0},), kl=0.0002)
+    int8 = Option("int8, a scale per row", ({"kind": "rtn", "bits": 8, "group_size": 0},), method="rtn int8 channel")
     quantizer = {"kind": "gptq"} if calibrated else {"kind": "rtn", "scale": "search"}
     four = {**quantizer, "bits": 4, "group_size": 128, "uneven": "nearest"}
     three = four | {"bits": 3}
-    plain = (Option(f"int4 {quantizer['kind']}, groups of 128", (four,), kl=0.0173 if calibrated else 0.0264),)
-    low = (Option(f"int3 {quantizer['kind']}, groups of 128", (three,), kl=0.0674 if calibrated else 0.1067),)
+    method = "gptq" if calibrated else "rtn searched"
+    plain = (Option(f"int4 {quantizer['kind']}, groups of 128", (four,), method=f"{method} int4 g128"),)
+    low = (Option(f"int3 {quantizer['kind']}, groups of 128", (three,), method=f"{method} int3 g128"),)
     if not calibrated:
         return (int8, *plain, *low)
     # Only 4 and 8 bits have fast kernels: fewer bits are chosen where nothing else fits.
@@ -76,14 +78,20 @@ class Tried(NamedTuple):
     latency_s: float
     wrong: str
     kl: float | None = None
+    """Quoted, in nats a token; see `quoted`."""
 
     def line(self, chosen: bool) -> str:
         """A row of the table that says why."""
         mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
-        quality = "" if self.kl is None else f"KL {self.kl:g}"
+        quality = "" if self.kl is None else f"KL {self.kl:.4f}*"
         size, latency = human_bytes(self.model_bytes), f"{1e3 * self.latency_s:.2f} ms/token"
         latency = latency if self.latency_s == self.latency_s else "-"  # not planned
         return f"{self.name:36} {size:>10} {latency:>16} {quality:>10}  {mark}"
+
+
+def quoted() -> dict[str, Any]:
+    """The `model` whose divergences are quoted, the `ledger` they come from, and `kl` by method."""
+    return json.loads(QUOTED.read_text(encoding="utf8"))
 
 
 def read_seconds(value: str) -> float:
@@ -111,7 +119,7 @@ def choose(
             f"{wanted}",
             fix="use it as it is, or give a smaller budget",
         )
-    tried, found = [dense], None
+    tried, found, known = [dense], None, quoted()
     for option in options(calibrated):
         fields: dict[str, Any] = {"fit": None, "target_latency": None, "steps": list(option.steps)}
         if model.dtype == "float32" and spec.rest_dtype == "keep":
@@ -130,15 +138,14 @@ def choose(
             tried.append(Tried(option.name, most, float("nan"), "too large with the fewest bits"))
             continue
         size = planned.estimates["model_bytes"].value
-        one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(kl=option.kl)
+        one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(
+            kl=known["kl"].get(option.method)
+        )
         memory = planned.estimates[MEMORY].value
         if option.allocated and memory > machine.free_memory_bytes:
             one = one._replace(wrong=f"takes {human_bytes(memory)} of memory: it measures the whole model")
         tried.append(one)
         if not one.wrong and found is None:
-            if option.kl is not None and calibrated:
-                quoted = {"kl_to_dense": Estimate(value=option.kl, unit="nats/token", formula=QUOTED)}
-                planned = planned.model_copy(update={"estimates": planned.estimates | quoted})
             found = (candidate, planned, len(tried) - 1)
     if found is None:
         lines = "; ".join(" ".join(one.line(chosen=False).split()) for one in tried)
@@ -148,7 +155,13 @@ def choose(
             + ("" if calibrated else ", or give calibration inputs (data or calibration_text) for fewer bits"),
         )
     candidate, planned, place = found
-    return candidate, planned, tuple(one.line(index == place) for index, one in enumerate(tried))
+    said = f"* quoted, for the order alone: {known['model']} ({known['ledger']}). {model.where} may lose more or less; "
+    said += (
+        "its own divergence is measured at the end (kl_to_dense)"
+        if calibrated
+        else "hone eval with --from.reference measures it"
+    )
+    return candidate, planned, (*(one.line(index == place) for index, one in enumerate(tried)), said)
 
 
 def keep(chosen: Any, state: Path) -> None:

@@ -45,7 +45,8 @@ def test_each_budget_takes_the_best_option_that_fits(roomy: Path, compress, cali
         assert weights_bytes(made.folder) <= share * weights_bytes(roomy)
         assert [one["kind"] for one in made.techniques] == kinds
         kl = made.figures["kl_to_dense"]
-        assert kl.value > 0 and kl.estimate is not None and kl.estimate.value > 0
+        predicted = kl.estimate is not None and kl.estimate.value > 0
+        assert kl.value > 0 and predicted == (len(kinds) > 1), "of this model, never another's"
     bits = {json.loads(line)["bits"] for line in (made.folder / "layers.jsonl").read_text().splitlines()}
     assert bits <= {2, 3, 4} and len(bits) > 1
 
@@ -53,13 +54,15 @@ def test_each_budget_takes_the_best_option_that_fits(roomy: Path, compress, cali
 def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
     fields = {"fit": budget(roomy, 0.45), "calibration_text": str(calibration_text), "seq_len": 32}
     plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
-    assert [line.split("  ")[0] for line in plan.notes] == [
+    assert [line.split("  ")[0].split(" (b")[0] for line in plan.notes] == [
         "as it is", "int8, a scale per row", "int4 and int8 gptq, by sensitivity", "int4 gptq, groups of 128",
-        "int2 to int4 gptq, by sensitivity", "int3 gptq, groups of 128",
+        "int2 to int4 gptq, by sensitivity", "int3 gptq, groups of 128", "* quoted, for the order alone: hone's reference-29m",
     ]  # fmt: skip
     assert "larger than" in plan.notes[0] and "larger than" in plan.notes[1] and plan.notes[2].endswith("chosen")
     assert plan.notes[3].endswith("not needed: a better one fits")
     assert plan.chosen.steps[0].kind == "gptq" and plan.chosen.fit is None
+    assert "KL 0.0174*" in plan.notes[3] and "KL" not in plan.notes[2] and "kl_to_dense" not in plan.estimates
+    assert "quality.jsonl" in plan.notes[-1] and str(roomy) in plan.notes[-1] and "is measured" in plan.notes[-1]
 
 
 def test_without_memory_for_the_whole_model_all_matrices_get_the_same_bits(
