@@ -45,7 +45,8 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
     else:
         documents, how = _tokenized(data, split, tokenizer), f"{split} split in the model's own tokens"
     way = "give the data stage more text, or a larger validation_fraction"
-    return _text(documents, tokenizer, max_tokens, how, f"the {split} split of {data}", way)
+    text = _text(documents, tokenizer, max_tokens, how, f"the {split} split of {data}", way)
+    return text._replace(packed=packed)
 
 
 def read_texts(source: str, model: Path, *, max_tokens: int = 0) -> Text:
@@ -79,7 +80,7 @@ def _text(documents: Iterable[np.ndarray], tokenizer: Tokenizer, most: int, how:
         raise SpecError(f"{where} has {total} tokens in {len(kept)} documents: nothing to predict", fix=way)
     tokens = np.concatenate(kept).astype(np.int64)
     starts = np.cumsum([0, *(len(document) for document in kept)]).astype(np.int64)
-    return Text(tokens, starts, _lengths(tokenizer, tokens), how, packed)
+    return Text(tokens, starts, _lengths(tokenizer, tokens), how)
 
 
 def _tokenized(data: Path, split: str, tokenizer: Tokenizer):
