@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hone.base.durable import sha256, sync, write_atomic
-from hone.base.errors import ArtifactError, DriftError, did_you_mean
+from hone.base.errors import ArtifactError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
-from hone.base.identity import by_earlier, changed_file, drift, foreign_fingerprint, identify, same
+from hone.base.identity import (
+    changed_file,
+    content_of,
+    drifted,
+    foreign_fingerprint,
+    identify,
+    present,
+    same,
+)
 from hone.base.lazy import resolve
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, release, resume, sweep, take
 from hone.base.provenance import provenance
@@ -122,9 +130,7 @@ class Artifact:
     @property
     def content(self) -> str:
         """Digest of every content file: equal for two runs of one spec, however often they were killed."""
-        return fingerprint(
-            {name: row["sha256"] for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
-        )
+        return fingerprint({name: row["sha256"] for name, row in content_of(self.manifest).items()})
 
     def need(self, *files: str) -> None:
         """Raises ArtifactError unless every one of `files` is in the folder."""
@@ -137,7 +143,7 @@ class Artifact:
     @property
     def changed(self) -> str | None:
         """Name of the first content file that differs from hone.json (`changed_file`); None when all are unchanged."""
-        content = {name: row for name, row in self.manifest["files"].items() if not name.startswith(f"{LOG}/")}
+        content = content_of(self.manifest)
         return changed_file(self.folder, content, self.folder / MANIFEST) if content else None
 
     def need_unchanged(self) -> None:
@@ -150,8 +156,8 @@ class Artifact:
             )
 
     def verify(self) -> None:
-        """Re-hashes every file. Raises ArtifactError on the first that is missing or differs."""
-        for name, row in self.manifest["files"].items():
+        """Re-hashes every file. Raises ArtifactError on the first that is missing or differs; some may be deleted."""
+        for name, row in present(self.folder, self.manifest["files"]).items():
             path = self.folder / name
             if not path.exists() or path.stat().st_size != row["bytes"] or sha256(path) != row["sha256"]:
                 raise ArtifactError(
@@ -429,12 +435,7 @@ def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | 
         sweep(out)  # its process may have been killed right after the rename
         there.need_unchanged()
         return there
-    earlier = by_earlier(there.manifest, kind)
-    keep = f"use it as it is by giving {out} as an input" if earlier else "keep it and give the new one another name"
-    raise DriftError(
-        f"{out} was made from another spec: {drift(there.manifest, identity, kind)}{earlier}",
-        fix=f"{keep}, or make it again with --redo={out.name}",
-    )
+    raise drifted(out, there.manifest, identity, kind)
 
 
 def _nearest(folder: Path) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hone.base.durable import sha256
-from hone.base.errors import SpecError
+from hone.base.errors import DriftError, SpecError
 from hone.base.spec import EARLIER, Spec, fingerprint
+
+NO_CONTENT = ("log/", "training_state/")
+"""Folders of an artifact that are kept but not content: they may differ between two runs of one spec, and may be deleted."""
 
 
 class Parent(Protocol):
@@ -59,6 +62,31 @@ def drift(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None =
     return difference(*(_made_from(one, spec) for one, spec in zip((before, now), specs, strict=True)))
 
 
+def read_both(
+    before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None
+) -> tuple[Spec, Spec] | tuple[None, None]:
+    """The specs of two manifests that differ in nothing else, as `kind`; (None, None) when they do or cannot be read."""
+    try:
+        specs = None if kind is None else [kind.read(one["spec"], EARLIER) for one in (before, now)]
+    except SpecError:
+        return None, None
+    if specs is None or difference(*(_made_from(one, {}) for one in (before, now))):
+        return None, None
+    return specs[0], specs[1]
+
+
+def drifted(out: Path, before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None) -> DriftError:
+    """The error for the finished artifact `out`, whose manifest is `before`, when `now` is to be made there."""
+    finished, spec = read_both(before, now, kind)
+    on = spec.after(finished, out) if finished is not None and spec is not None else ""
+    earlier = by_earlier(before, kind)
+    keep = f"use it as it is by giving {out} as an input" if earlier else "keep it and give the new one another name"
+    return DriftError(
+        f"{out} was made from another spec: {drift(before, now, kind)}{earlier}",
+        fix=f"{on}{keep}, or make it again with --redo={out.name}",
+    )
+
+
 def by_earlier(before: dict[str, Any], kind: type[Spec] | None) -> str:
     """A clause for a manifest of an earlier version of hone, with other fields or defaults; '' for one of this version."""
     spec = _today(before, kind)
@@ -98,6 +126,16 @@ def difference(before: Any, now: Any, path: str = "") -> str:
                 return found
         return ""
     return "" if before == now else f"{path} was {before!r}, is {now!r}"
+
+
+def content_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a manifest's content files, by name."""
+    return {name: row for name, row in manifest["files"].items() if not name.startswith(NO_CONTENT)}
+
+
+def present(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
+    """`files` of a manifest without those that may be deleted and were."""
+    return {name: row for name, row in files.items() if not name.startswith(NO_CONTENT) or (folder / name).exists()}
 
 
 def changed_file(folder: Path, files: dict[str, Any], manifest: Path) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hone.base.durable import sync
 from hone.base.errors import ArtifactError, DriftError, HoneError, MachineError, SpecError
-from hone.base.identity import drift
+from hone.base.identity import drift, read_both
 from hone.base.run import Run
 from hone.base.spec import Spec
 
@@ -78,8 +78,9 @@ def _is_at(file: Any, path: Path) -> bool:
 def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any], kind: type[Spec] | None) -> bool:
     """Whether the partial folder was started for the same `token`; if not, it is emptied and started for it.
 
-    `kind` is the class of the stage, `identity` its manifest. Raises DriftError when the folder has a stage's work with another
-    spec, unless `run.redo` or that work ended with a mistake in its spec; what was pulled can be pulled again.
+    `kind` is the class of the stage, `identity` its manifest. Work of another spec stays when it is the beginning of this one's
+    (`Spec.goes_on`). Raises DriftError when the folder has a stage's work with another spec, unless `run.redo` or that work
+    ended with a mistake in its spec; what was pulled can be pulled again.
     """
     partial = partial_of(out)
     lock.seek(0)
@@ -88,6 +89,14 @@ def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any],
     if before == token and not run.redo:
         (partial / MISTAKE).unlink(missing_ok=True)
         run.say(f"resuming {out.name}")
+        return True
+    if before and row and not run.redo and not mistaken and _goes_on(json.loads(row), identity, kind, partial, lock):
+        # In place and in one write: after a kill the folder is begun for one of the two.
+        with open(partial / BEGUN, "r+", encoding="utf8") as begun:
+            begun.write(f"{token}\n{json.dumps(identity)}".ljust(os.fstat(lock.fileno()).st_size))
+            begun.flush()
+            os.fsync(begun.fileno())
+        run.say(f"going on with {out.name}, which was begun with another spec")
         return True
     if before and not (before.startswith("pull ") or run.redo or mistaken) and _work_in(partial):
         lock.close()
@@ -107,6 +116,16 @@ def resume(out: Path, lock: Any, token: str, run: Run, identity: dict[str, Any],
     lock.flush()
     os.fsync(lock.fileno())
     return False
+
+
+def _goes_on(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None, partial: Path, lock: Any) -> bool:
+    """Whether the work of `before` in `partial` is the beginning of that of `now`. Raises what `Spec.goes_on` raises."""
+    begun, spec = read_both(before, now, kind)
+    try:
+        return begun is not None and spec is not None and spec.goes_on(begun, partial / STATE)
+    except HoneError:
+        lock.close()
+        raise
 
 
 def release(partial: Path, lock: Any, error: object = None) -> None:

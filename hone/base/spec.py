@@ -163,6 +163,17 @@ class Spec(BaseModel):
         """The part that determines the result: every field but circumstances, also of nested specs, as JSON values."""
         return _identity(self, self.model_dump(mode="json"))
 
+    def goes_on(self, begun: Self, state: Path) -> bool:
+        """Whether unfinished work of `begun`, another spec, is also the beginning of this one's, as `state` has it.
+
+        Raises DriftError when it nearly is, with the reason and the way out.
+        """
+        return False
+
+    def after(self, finished: Self, folder: Path) -> str:
+        """How this work is made by going on from `folder`, made of `finished`, in words for an error; '' when it is not."""
+        return ""
+
     def to_yaml(self) -> str:
         """The spec as YAML; `read` of it gives an equal spec."""
         return dump_yaml(self.model_dump(mode="json"))

@@ -22,7 +22,7 @@ from hone.base.artifact import MANIFEST, Artifact, parse, reserve
 from hone.base.durable import sha256_once, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, FitError, HoneError, MachineError, MissingExtra, SpecError
 from hone.base.figure import human_bytes
-from hone.base.identity import changed_file, drift
+from hone.base.identity import changed_file, drift, present
 from hone.base.partial import BEGUN, need_local, partial_of, publish
 from hone.base.run import Run
 
@@ -208,7 +208,7 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
         raise ArtifactError(
             f"{folder} has no {MANIFEST}", fix="push the artifact of a stage; copy other folders with other tools"
         )
-    files = artifact.manifest["files"]
+    files = present(artifact.folder, artifact.manifest["files"])
     changed = changed_file(artifact.folder, files, artifact.folder / MANIFEST)
     if changed is not None:
         raise ArtifactError(
@@ -217,6 +217,8 @@ def push(folder: Path | str, url: str, run: Run | None = None) -> int:
         )
     store = _at(url)
     manifest = (artifact.folder / MANIFEST).read_bytes()
+    if len(files) < len(artifact.manifest["files"]):
+        manifest = json.dumps({**artifact.manifest, "files": files}, indent=1, ensure_ascii=False).encode()
     ours = {"manifest": hashlib.sha256(manifest).hexdigest(), "files": sorted(files)}
     there, begun = store.read(MANIFEST), _begun(store)
     if there is not None and not run.redo:

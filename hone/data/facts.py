@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.plan import Facts
 from hone.model.folder import read_json
@@ -40,6 +41,7 @@ class DataFacts(Facts):
     )
     packing: str = Field("stream", description="How documents are packed into sequences: 'stream' or 'best_fit'.")
     exact: bool = Field(True, description="False for estimates.")
+    fingerprint: str | None = Field(None, description="Of the artifact; None for a planned one.")
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -57,12 +59,18 @@ class DataFacts(Facts):
                 eos_token_id=meta["eos_token_id"],
                 tokenizer=identity_of(folder),
                 packing=meta.get("packing", {}).get("kind", "stream"),
+                fingerprint=Artifact.read(folder).fingerprint,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArtifactError(
                 f"{path} is corrupt: {type(error).__name__} {error}",
                 fix="delete the folder and run its data stage again",
             ) from None
+
+    @property
+    def same_as(self) -> str:
+        """Equal for equal data: the fingerprint; of planned data where they will be."""
+        return self.fingerprint or self.where
 
     @property
     def given(self) -> frozenset[str]:

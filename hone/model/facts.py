@@ -7,8 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from hone.base.artifact import MANIFEST, Artifact
 from hone.base.errors import ArtifactError
 from hone.base.plan import Facts
 from hone.cost.memory import BYTES
@@ -19,6 +20,78 @@ from hone.model.folder import no_whole_model, weights_bytes
 
 _STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats by their names in a safetensors header."""
+
+
+POSITION_FILE = "position.json"
+TRAINING_STATE = "training_state"
+"""The folder of a finished training in which one checkpoint is, with the state of the optimizer."""
+
+
+class Position(BaseModel):
+    """The place in its schedule and in its data at which a training is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(description="Optimizer steps done, with those of the trainings whose schedule it went on with.")
+    total_steps: int = Field(description="Steps of the schedule.")
+    warmup: int = Field(description="Steps of its warm-up.")
+    tokens: int = Field(description="Input tokens of the steps done.")
+    sequences: int = Field(description="Sequences of the steps done.")
+    sources: dict[str, int] = Field(
+        default_factory=dict, description="Sequences read of each source, by its data's fingerprint, by all trainings."
+    )
+
+
+class Trained(BaseModel):
+    """What is known of the training that made a model, for one that goes on from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    spec: dict[str, Any] = Field(description="Its spec.")
+    data: tuple[str, ...] = Field(description="The fingerprints of its data; of planned data where they will be.")
+    ended: Position | None = Field(description="Where it ended; None: it is of a version of hone that does not say.")
+    kept: Position | None = Field(None, description="Where the state that it kept is; None: there is none.")
+    state: Path | None = Field(None, description="The checkpoint of that state.")
+
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
+        """Of a finished training's folder; None for any other. Raises ArtifactError for a corrupt file."""
+        if not (folder / MANIFEST).exists():
+            return None
+        made = Artifact.read(folder)
+        if made.kind != "train":
+            return None
+        state = next(iter(sorted((folder / TRAINING_STATE).glob("step-*/numbers.json"))), None)
+        data = tuple(row["fingerprint"] for row in made.manifest["parents"] if row["role"].startswith("data"))
+        told = (folder / POSITION_FILE).exists()
+        return cls(
+            spec=made.manifest["spec"],
+            data=data,
+            ended=_position(folder / POSITION_FILE) if told else _by_figures(made, data),
+            kept=None if state is None else _position(state, "position"),
+            state=None if state is None else state.parent,
+        )
+
+
+def _by_figures(made: Artifact, data: tuple[str, ...]) -> Position | None:
+    """Where a training of one source ended that a version of hone without POSITION_FILE made, from the start of its data."""
+    steps, each = made.figures.get("num_steps"), made.manifest["spec"].get("batch_size")
+    if steps is None or not steps.value or not each or len(data) != 1 or made.manifest["spec"].get("mixture"):
+        return None
+    done = int(steps.value)
+    read = done * each
+    return Position(steps=done, total_steps=done, warmup=0, tokens=0, sequences=read, sources={data[0]: read})
+
+
+def _position(path: Path, key: str = "") -> Position:
+    try:
+        values = json.loads(path.read_text("utf8"))
+        return Position.model_validate(values[key] if key else values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{path} is corrupt: {type(error).__name__}",
+            fix="get the file again, or load less: checkpoint.load: weights",
+        ) from None
 
 
 class CheckpointFacts(Facts):
@@ -34,6 +107,7 @@ class CheckpointFacts(Facts):
     tokenizer: str | None = Field(
         description="Identity of its tokenizer (`Tokenizer.identity`); None without a tokenizer."
     )
+    trained: Trained | None = Field(None, description="How hone trained it; None for any other model.")
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -49,6 +123,7 @@ class CheckpointFacts(Facts):
             quantization=values.get("quantization_config"),
             weights_bytes=weights_bytes(folder),
             tokenizer=identity_of(folder),
+            trained=Trained.of(folder),
         )
 
     @classmethod

@@ -54,6 +54,11 @@ class Stored:
         """The names of all tensors."""
         return [*self._parts, *self._cuts]
 
+    def numel(self, label: str) -> int:
+        """Elements of a whole tensor."""
+        cuts = self._cuts.get(label)
+        return math.prod(next(iter(cuts)).shape) if cuts else max(stop for _, stop, _, _ in self._parts[label])
+
     def whole(self, label: str) -> Tensor:
         """A tensor that is no part of others, in its shape."""
         ((_, _, file, key),) = self._parts[label]
@@ -114,7 +119,7 @@ class Stored:
             )
 
 
-def _opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
+def opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
     """(tensors, numbers) of the checkpoint in `folder`. Raises ArtifactError when a file of it is cut off or another's."""
     from safetensors import SafetensorError
 
@@ -336,13 +341,13 @@ class Checkpoints:
         Raises ArtifactError when there are some, all damaged.
         """
         folder = self.mesh.from_leader(lambda: self._readable(say))
-        return None if folder is None else _opened(folder)
+        return None if folder is None else opened(folder)
 
     def _readable(self, say: Callable[[str], None]) -> Path | None:
         damaged = None
         for _, folder in reversed(self._whole()):
             try:
-                _opened(folder)
+                opened(folder)
             except ArtifactError as error:
                 say(f"{error.what}; it is passed over")
                 damaged = error

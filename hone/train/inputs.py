@@ -1,13 +1,18 @@
-"""What the inputs of a training must agree on: the tokenizers of several sources of data, of data and of parent models."""
+"""What the inputs of a training must agree on, such as their tokenizers, and the config of the model that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
 from hone.data.facts import DataFacts
 from hone.model.facts import CheckpointFacts
+from hone.model.shape import Shape
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
 
 
 def data_of(facts: Mapping[str, Facts]) -> list[DataFacts]:
@@ -31,3 +36,50 @@ def same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
     else:
         return
     raise SpecError(said, fix=f"tokenize the data with the {role}'s tokenizer, or use another {role}")
+
+
+def config_of(
+    given: Mapping[str, CheckpointFacts],
+    data: DataFacts,
+    *,
+    shape: Shape,
+    keep_every: int | None,
+    objective: str,
+    wants_teacher: bool,
+    seq_len: int,
+) -> ModelConfig:
+    """The config of the model to train, checked against the data and the parents in their roles.
+
+    `keep_every` is that of a student (None: the weights are not its teacher's), `objective` the kind of loss.
+    """
+    from hone.train.student import student_config
+
+    if wants_teacher and "teacher" not in given:
+        init = "random" if keep_every is None else "teacher"
+        raise SpecError(
+            f"objective '{objective}' with init '{init}' needs a teacher",
+            fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
+        )
+    if "model" in given and keep_every is not None:
+        raise SpecError("init: teacher and a 'model' parent both give the initial weights", fix="drop one of them")
+    starts = "model" if keep_every is None else "teacher"
+    if starts in given and given[starts].quantization:
+        raise SpecError(
+            f"{given[starts].where} has quantized weights, which cannot be trained",
+            fix="start from the model it was compressed from",
+        )
+    for role, one in given.items():
+        same_tokens(one, data, role)
+    if keep_every is not None:
+        config = student_config(given["teacher"].config, keep_every)
+    elif "model" in given:
+        config = given["model"].config
+    else:
+        config = shape.config(data.vocab_size, eos=data.eos_token_id)
+    config.must_be_causal("the next token would be visible to its own prediction")
+    if seq_len > config.max_seq_len:
+        raise SpecError(
+            f"seq_len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}",
+            fix=f"give seq_len at most {config.max_seq_len}, or a longer model.max_seq_len",
+        )
+    return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,22 +16,40 @@ from hone.base.figure import human_seconds
 from hone.base.mesh import Mesh
 from hone.base.run import Run
 from hone.base.spec import Circumstance, Spec
+from hone.train.continuation.keep import Keep
+from hone.train.continuation.start import Load
 
 if TYPE_CHECKING:
     from hone.train.checkpoint import Checkpoints
 
 
 class Checkpointing(Spec):
-    """How often checkpoints are written, and how many are kept while the stage runs."""
+    """Checkpoints while the stage runs, what its finished folder keeps, and what is read of the model that it goes on from."""
 
-    interval: int = Field(
+    interval: Annotated[int, Circumstance()] = Field(
         100, ge=0, description="Steps between checkpoints; 0: none, so that a killed training starts over."
     )
-    keep_latest_k: int = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
-    async_mode: Literal["disabled", "async"] = Field(
+    keep_latest_k: Annotated[int, Circumstance()] = Field(2, gt=0, description="Checkpoints kept while the stage runs.")
+    async_mode: Annotated[Literal["disabled", "async"], Circumstance()] = Field(
         "disabled",
         description="async: a step waits for a copy of the state in the host's memory, which a thread then writes.",
     )
+    keep: Keep = Field(Keep(), description="What stays in the finished folder.")
+    load: Load = Field(
+        "data_position",
+        description="What is read of the 'model' that hone trained: weights; with data_position also the place in the same data where "
+        "it ended; with optimizer the state that it kept too; with schedule also the steps done, which `steps` then counts.",
+    )
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing here changes what is made: only then is it no part of a training's identity."""
+        return self.keep == Keep() and self.load == "data_position"
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """Steps after which something is saved, by field."""
+        return {"checkpoint": self.interval, "checkpoint.keep": self.keep.interval}
 
     def opened(self, folder: Path, mesh: Mesh) -> Checkpoints:
         """The checkpoints in `folder` of the ranks of `mesh`."""
@@ -69,19 +87,18 @@ class EarlyStopping(Spec):
         ends += [f"after {human_seconds(self.max_time_s)}"] if self.max_time_s else []
         return (f"ends {' or '.join(ends)}, if that is before step {steps}",) if ends else ()
 
-    def evaluations(self, steps: int, every: int, sequences: int) -> int:
-        """Evaluations before the last of `steps` on `sequences` of the val split, with those `every` so many steps (0: none).
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between the evaluations that it needs; 0: none."""
+        return self.interval if self.val_loss else 0
 
-        Raises SpecError when a loss is asked for and there is no val split.
-        """
-        if self.val_loss and not sequences:
+    def check(self, val_sequences: int) -> None:
+        """Raises SpecError when a loss is asked for and there is no val split."""
+        if self.val_loss and not val_sequences:
             raise SpecError(
                 "early_stopping.val_loss needs a val split, and the data has none",
                 fix="make the data with a validation_fraction, or set early_stopping.max_time_s alone",
             )
-        both = {one for one in (every, self.interval if self.val_loss else 0) if one}
-        found = sum((steps - 1) // one for one in both)
-        return found - ((steps - 1) // math.lcm(*both) if len(both) > 1 else 0)
 
 
 class Stop:
@@ -140,3 +157,15 @@ class Validation(Spec):
         0, ge=0, description="Steps between evaluations on the val split; 0: only at the end."
     )
     sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")
+
+    def total(self, steps: int, val: Sequence[int], *, mixed: bool, also: Sequence[int]) -> int:
+        """Sequences of all evaluations in `steps`, whose data have `val` sequences each; `mixed`: by a mixture; `also`: steps
+        between evaluations beside those of `interval`, 0 for none."""
+        evaluated = min(sum(val), self.sequences or sum(val))
+        at = {step for every in (self.interval, *also) if every for step in range(every, steps, every)}
+        evaluations = 1 + len(at)
+        if len(val) > 1:  # the sources of a mixture are also evaluated one by one
+            by_source = sum(min(rows, self.sequences or rows) for rows in val)
+        else:
+            by_source = evaluated if mixed else 0
+        return evaluations * evaluated + by_source

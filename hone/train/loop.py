@@ -264,8 +264,11 @@ class Trainer:
             f"(it is {self.max_grad_norm:g})",
         )
 
-    def save(self, checkpoints: Checkpoints) -> None:
-        """Writes all on which the next step depends. The order of the data follows from `done`. All ranks call it."""
+    def save(self, checkpoints: Checkpoints, **more: Any) -> None:
+        """Writes all on which the next step depends. The order of the data follows from `done`. All ranks call it.
+
+        `more` is written beside the numbers.
+        """
         tensors = self.update.state()
         if self.ranks.mesh.leads:
             tensors["rng.cpu"] = torch.get_rng_state()
@@ -276,7 +279,7 @@ class Trainer:
         if self.ranks.summing is not None:
             own = self.ranks.summing.state().items()
             tensors |= {f"sum-{self.ranks.mesh.rank}.{name}": tensor for name, tensor in own}
-        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
+        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state(), **more}
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.cuts)
 
     def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
@@ -312,28 +315,32 @@ def fit(
     watch: Watch | None = None,
     checkpoints: Checkpoints | None = None,
     checkpoint_every: int = 0,
+    first_sequence: int = 0,
+    after_step: Callable[[Trainer, float | None], None] | None = None,
+    eval_also: int = 0,
 ) -> None:
     """Trains until `trainer.steps` are done, from its current step, or until it is `stopping` or ends `early`, which sets `steps`.
 
     A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
-    equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` steps and
-    after the last one. `watch` logs every step; `checkpoints` saves the
-    whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs.
+    equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` and every
+    `eval_also` steps and after the last one. `watch` logs every step; `checkpoints` saves the
+    whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs. The first step reads from
+    `first_sequence` on. `after_step` is called on all ranks after every step, with that loss if it was computed.
     """
     index, parts = trainer.ranks.data
     while trainer.done < trainer.steps:
-        first, each = trainer.done * batch_size, batch_size // parts
+        first, each = first_sequence + trainer.done * batch_size, batch_size // parts
         mine = np.arange(first + index * each, first + (index + 1) * each, dtype=np.int64)
         step = trainer.step(data.sequences(mine, seq_len, seed))
         if watch is not None:
             watch.stepped(step.row())
-        early = trainer.early
+        early, val_loss = trainer.early, None
         if early is not None and trainer.done < trainer.steps and early.over(trainer.done):
             trainer.steps = trainer.done
         last = trainer.done == trainer.steps
-        scored = (eval_every and trainer.done % eval_every == 0) or (early is not None and early.scores(trainer.done))
-        if val is not None and (last or scored):
-            loss = validate(
+        scored = any(every and trainer.done % every == 0 for every in (eval_every, eval_also))
+        if val is not None and (last or scored or (early is not None and early.scores(trainer.done))):
+            val_loss = validate(
                 trainer.model,
                 val,
                 batch_size=batch_size,
@@ -342,10 +349,12 @@ def fit(
                 ranks=trainer.ranks,
             )
             if watch is not None:
-                bits = loss / math.log(2) * val.num_tokens / val.num_bytes
-                watch.evaluated({"step": trainer.done, "val_loss": loss, "val_bits_per_byte": bits})
-            if early is not None and not last and early.reached(trainer.done, loss):
+                bits = val_loss / math.log(2) * val.num_tokens / val.num_bytes
+                watch.evaluated({"step": trainer.done, "val_loss": val_loss, "val_bits_per_byte": bits})
+            if early is not None and not last and early.reached(trainer.done, val_loss):
                 trainer.steps, last = trainer.done, True
+        if after_step is not None:
+            after_step(trainer, val_loss)
         due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
         if checkpoints is not None and due and not last:
             if watch is not None:

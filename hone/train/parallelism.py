@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field, model_validator
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
-    from hone.train.loop import Ranks
+    from hone.train.loop import Ranks, Trainer
     from hone.train.objectives.base import Objective
 
 
@@ -199,6 +200,18 @@ class Parallelism(Spec):
             model = ranks.pipeline.stages.gather(model)
         gather = getattr(model, "gather", None)
         return (gather(keep) if gather else None) or model
+
+    @staticmethod
+    def save(trainer: Trainer, tokenizer_from: Path, folder: Path) -> ModelConfig:
+        """Writes the model of all ranks, which all call it, into `folder`. Its config."""
+        from hone.model.hf import save
+
+        mesh = trainer.ranks.mesh
+        with mesh.transfers(), trainer.update.weights.all_there():
+            model = Parallelism.whole(trainer.model, trainer.ranks, mesh.leads)
+            if mesh.leads:
+                save(model, folder, tokenizer_from=tokenizer_from)
+        return model.config
 
     @staticmethod
     def config(model: Decoder) -> ModelConfig:

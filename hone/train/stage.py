@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.errors import SpecError
 from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Progress, Run
 from hone.base.spec import Circumstance, Quiet
-from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.cost.activations.segments import keep_all
 from hone.cost.energy import with_energy
@@ -27,15 +25,18 @@ from hone.data.order.random import Random
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
-from hone.model.facts import CheckpointFacts
+from hone.model.facts import CheckpointFacts, Position
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, sizes_of
 from hone.train.checkpoint import Checkpoints
-from hone.train.inputs import data_of, same_tokens
+from hone.train.continuation.keep import Keeper
+from hone.train.continuation.more import Prolonged
+from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
-from hone.train.mask import check_mask, masked, sparsity, zeros_of
+from hone.train.mask import check_mask, masked, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
@@ -43,7 +44,7 @@ from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
+from hone.train.work import WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from hone.train.watch import Watch
 
 
-class Train(Stage):
+class Train(Prolonged):
     """Trains a decoder on packed tokens, from random weights, another model's, or as a student of a teacher.
 
     Weights of layers' linears that are zero in the input `mask` are zero and stay zero.
@@ -127,7 +128,7 @@ class Train(Stage):
         EarlyStopping(), description="An end before the last step."
     )
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
-        Checkpointing(), description="Checkpoints from which a killed training resumes."
+        Checkpointing(), description="Checkpoints, what stays of them, and what is read of the model."
     )
     parallelism: Annotated[Parallelism, Circumstance()] = Field(
         Parallelism(), description="How several ranks share the work."
@@ -145,7 +146,7 @@ class Train(Stage):
         if self.compile and "weights" in (data_parallel := self.parallelism.data_parallel).sharded:
             raise ValueError(f"compile does not work with data_parallel {data_parallel.kind}, which frees weights")
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
-        intervals = {"validation": self.validation.interval, "checkpoint": self.checkpoint.interval}
+        intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
         self.parallelism.data_parallel.check(self.precision, intervals)
         return self
@@ -167,7 +168,17 @@ class Train(Stage):
         """
         data = data_of(facts)
         given = {role: need(facts, role, CheckpointFacts) for role in ("teacher", "model", "mask") if role in facts}
-        config = self._config(given, data[0])
+        config = config_of(
+            given,
+            data[0],
+            shape=self.model,
+            keep_every=self._keep_every,
+            objective=self.objective.kind,
+            wants_teacher=self.objective.from_teacher or self.init == "teacher",
+            seq_len=self.seq_len,
+        )
+        marks = [one.same_as for one in data]
+        start = start_of(self, marks, given.get("model"))
         steps = self.num_steps(sum(one.split("train").tokens for one in data))
         if "mask" in given:
             check_mask(given["mask"], config)
@@ -180,20 +191,22 @@ class Train(Stage):
         self.parallelism.offload.check(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
-        work = fitted(self._work(config, data, given, steps, machine.device, divided), kept, machine)
-        self.schedule.share(0, steps)  # raises now when the warm-up is too long
+        work = fitted(self._work(config, data, given, start.left(steps), machine.device, divided), kept, machine)
+        schedule = start.schedule(self.schedule, steps)
+        schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
             config=config,
             dtype=work.dtype,
             weights_bytes=BYTES[work.dtype] * config.num_params,
             tokenizer=data[0].tokenizer,
+            trained=trained_as(self, start, marks, schedule, steps),
         )
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
-        said = (*self.early_stopping.notes(steps), *said)
+        said = (*start.notes, *self.early_stopping.notes(steps), *said)
         found = {"notes": said, "steps": steps, "segments": work.segments}
-        return TrainPlan(estimates=estimates, facts=made, ways=WAYS, **found)
+        return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Trains (from the newest checkpoint if there is one), writes the folder and records the figures.
@@ -201,13 +214,14 @@ class Train(Stage):
         Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
         from hone.data.mix.reading import Reading, data_parents
-        from hone.model.hf import save
-        from hone.train.result import record
+        from hone.train.result import record, record_how
 
         mesh = run.mesh
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
-        prepare = partial(reading.prepare, plan.steps * self.batch_size, self.seq_len, self.seed, draft, run)
+        start, total = plan.start, plan.start.sequences(plan.steps, self.batch_size)
+        read = {"read": start.at.sources, "done": start.at.sequences}
+        prepare = partial(reading.prepare, total, self.seq_len, self.seed, draft, run, **read)
         mesh.from_leader(prepare)
         if not mesh.leads:
             prepare()  # reads the mixture that rank 0 wrote
@@ -220,81 +234,57 @@ class Train(Stage):
             trainer.early = early = Stop(self.early_stopping, draft, run)
             model = trainer.model  # frees the whole one where a rank has a part
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
-            watch = self._train(draft, trainer, reading, checkpoints, run)
+            at = plan.schedule.kept_after(plan.steps)
+            saves = partial(self.parallelism.save, trainer, first.folder)
+            keeper = Keeper(self.checkpoint.keep, draft, mesh, at, partial(self._place, plan, reading), saves)
+            watch = self._train(draft, trainer, reading, checkpoints, start, keeper, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
-            with mesh.transfers(), trainer.update.weights.all_there():
-                model = self.parallelism.whole(trainer.model, trainer.ranks, mesh.leads)
-                if mesh.leads:
-                    save(model, draft.folder, tokenizer_from=first.folder)
+            config = saves(draft.folder)
             if watch is None:
                 return
         record(
             draft,
             watch,
-            model.config,
+            config,
             window,
             objective=self.objective.kind,
             num_tokens=reading.sources.num_tokens,
+            tokens_before=start.at.tokens,
             seq_len=self.seq_len,
             sequences=self.validation.sequences,
+            best_step=keeper.best_step,
         )
-        if trainer.done < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
-            warm = self.schedule.model_copy(update={"warmup": 0.0})  # its warm-up may be longer
-            made = self.model_copy(update={"steps": trainer.done, "tokens": None, "schedule": warm})
-            facts = {role: facts_of(parent) for role, parent in parents.items()}
-            draft.predict(made.plan(facts, machine_of(run)).estimates)
-        for slot in ("objective", "schedule", "optimizer", "activation_checkpointing"):
-            technique = getattr(self, slot)
-            if technique.kind != "none":
-                draft.did({"slot": slot, **technique.model_dump(mode="json")})
-        draft.record("num_steps", trainer.done, "steps", note=early.said and f"of {plan.steps}: {early.said}")
-        if mesh.world_size > 1:
-            note = f"{self.parallelism.said()}; time is of all, memory and energy are of rank 0's device"
-            draft.record("num_ranks", mesh.world_size, "processes", note=note)
-        if zeros:
-            draft.record(
-                "sparsity", sparsity(zeros), "fraction", note="zeros in the layers' linears, fixed by the mask"
-            )
-        if CHECKPOINTS in plan.estimates:
-            draft.record(CHECKPOINTS, checkpoints.largest_bytes, "B", note="on disk at once; gone at the end")
+        slots = ("objective", "schedule", "optimizer", "activation_checkpointing")
+        record_how(
+            draft,
+            plan,
+            {slot: getattr(self, slot) for slot in slots},
+            steps=trainer.steps,
+            said=early.said and f"of {plan.steps}: {early.said}",
+            ranks=(mesh.world_size, self.parallelism.said()),
+            zeros=zeros,
+            largest_bytes=checkpoints.largest_bytes + keeper.largest_bytes,
+        )
+        if trainer.steps < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
+            draft.predict(self._plan_of(trainer.steps - start.step, parents, run).estimates)
         reading.record(draft)
+        keeper.record(draft)
 
-    def _config(self, given: Mapping[str, CheckpointFacts], data: DataFacts) -> ModelConfig:
-        """The config of the model to train, checked against the data and the parents in their roles."""
-        from hone.train.student import student_config
+    def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run) -> TrainPlan:
+        """The plan of `steps` alone, whose learning rates are nothing to its costs."""
+        begun = self.checkpoint.model_copy(update={"load": "weights"})
+        changes = {"steps": steps, "tokens": None, "schedule": Cosine(warmup=0), "checkpoint": begun}
+        facts = {role: facts_of(parent) for role, parent in parents.items()}
+        return self.model_copy(update=changes).plan(facts, machine_of(run))
 
-        if self._wants_teacher and "teacher" not in given:
-            raise SpecError(
-                f"objective '{self.objective.kind}' with init '{self.init}' needs a teacher",
-                fix="add teacher: NAME OR FOLDER, or use objective next_token and init random",
-            )
-        if "model" in given and self.init == "teacher":
-            raise SpecError("init: teacher and a 'model' parent both give the initial weights", fix="drop one of them")
-        starts = "teacher" if self.init == "teacher" else "model"
-        if starts in given and given[starts].quantization:
-            raise SpecError(
-                f"{given[starts].where} has quantized weights, which cannot be trained",
-                fix="start from the model it was compressed from",
-            )
-        for role, one in given.items():
-            same_tokens(one, data, role)
-        if self.init == "teacher":
-            config = student_config(given["teacher"].config, self.keep_every)
-        elif "model" in given:
-            config = given["model"].config
-        else:
-            config = self.model.config(data.vocab_size, eos=data.eos_token_id)
-        config.must_be_causal("the next token would be visible to its own prediction")
-        if self.seq_len > config.max_seq_len:
-            raise SpecError(
-                f"seq_len {self.seq_len} is longer than the model's max_seq_len {config.max_seq_len}",
-                fix=f"give seq_len at most {config.max_seq_len}, or a longer model.max_seq_len",
-            )
-        return config
+    def _place(self, plan: TrainPlan, reading: Reading, done: int, tokens: int) -> Position:
+        """The place after `done` steps and `tokens`."""
+        sources = reading.position(plan.start.sequences(done, self.batch_size))
+        return plan.start.place(plan.schedule, plan.steps, done, tokens, self.batch_size, sources)
 
     @property
-    def _wants_teacher(self) -> bool:
-        return self.objective.from_teacher or self.init == "teacher"
+    def _keep_every(self) -> int | None:
+        return self.keep_every if self.init == "teacher" else None
 
     def _work(
         self,
@@ -306,14 +296,10 @@ class Train(Stage):
         divided: Divided,
     ) -> Work:
         """The sizes of `steps` steps on `data`, from which estimates are computed."""
-        facts, dtype = config.facts(), TORCH_NAMES[self.precision]
+        facts, dtype, keep = config.facts(), TORCH_NAMES[self.precision], self.checkpoint.keep
         val = [one.splits["val"].num_sequences(self.seq_len) for one in data if "val" in one.splits]
-        evaluated = min(sum(val), self.validation.sequences or sum(val))
-        evaluations = 1 + self.early_stopping.evaluations(steps, self.validation.interval, evaluated)
-        if len(data) > 1:  # the sources of a mixture are also evaluated one by one
-            by_source = sum(min(rows, self.validation.sequences or rows) for rows in val)
-        else:
-            by_source = 0 if self.mixture is None else evaluated
+        keep.check(sum(val))
+        self.early_stopping.check(sum(val))
         teacher = given.get("teacher")
         costs = partial(self.optimizer.cost, dtype=dtype, device=device)
         shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len)
@@ -326,10 +312,17 @@ class Train(Stage):
             segments=keep_all(config.num_layers),
             update=masked(shared.update, facts) if "mask" in given else shared.update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
-            eval_sequences=evaluations * evaluated + by_source,
+            eval_sequences=self.validation.total(
+                steps,
+                val,
+                mixed=self.mixture is not None,
+                also=(keep.evaluates_every, self.early_stopping.evaluates_every),
+            ),
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
-            num_checkpoints=self.checkpoint.kept(steps),
+            num_checkpoints=self.checkpoint.kept(steps) + keep.num_states(steps),
             snapshot=self.checkpoint.async_mode == "async",
+            keeps_state=keep.optimizer,
+            num_models=1 + keep.num_models(steps),
             divided=divided,
             context=self.parallelism.context_parallel,
             context_degree=self.parallelism.context_parallel_degree,
@@ -340,9 +333,8 @@ class Train(Stage):
 
     def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
         """As `starting_models`."""
-        keep_every = self.keep_every if self.init == "teacher" else None
         config, reads = self.model.config(data.vocab_size, eos=data.eos_token_id), self.objective.from_teacher
-        return starting_models(parents, config, run.device, keep_every, reads, self.precision, self.seed)
+        return starting_models(parents, config, run.device, self._keep_every, reads, self.precision, self.seed)
 
     def _trainer(
         self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run
@@ -351,7 +343,7 @@ class Train(Stage):
         return self.parallelism.data_parallel.trainer()(
             self.parallelism.decoder(model, ranks, self.seq_len),
             steps=plan.steps,
-            schedule=self.schedule,
+            schedule=plan.schedule,
             optimizer=self.optimizer,
             objective=self.objective,
             activation_checkpointing=plan.segments,
@@ -366,15 +358,27 @@ class Train(Stage):
         )
 
     def _train(
-        self, draft: Draft, trainer: Trainer, reading: Reading, checkpoints: Checkpoints, run: Run
+        self,
+        draft: Draft,
+        trainer: Trainer,
+        reading: Reading,
+        checkpoints: Checkpoints,
+        start: Start,
+        keeper: Keeper,
+        run: Run,
     ) -> Watch | None:
-        """Runs the loop from the newest checkpoint's step. Rank 0 alone watches it."""
+        """Runs the loop from the newest checkpoint's step, else from `start`. Rank 0 alone watches it."""
         from hone.train.loop import fit
 
         found = checkpoints.newest(run.say)
         if found is not None:
             trainer.restore(*found)
             run.say(f"resuming at step {trainer.done} of {trainer.steps}")
+        else:
+            for note in start.notes:
+                run.say(note)
+            start.restore(trainer)
+        keeper.begun(trainer)
         with run.ending() as ending, run.progress("train: step", trainer.steps) as progress:
             trainer.asked = ending.asked
             progress.skip(trainer.done)
@@ -392,6 +396,9 @@ class Train(Stage):
                     watch=watch,
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint.interval,
+                    first_sequence=start.at.sequences - start.step * self.batch_size,
+                    after_step=keeper.stepped,
+                    eval_also=self.checkpoint.keep.evaluates_every,
                 )
             except (RuntimeError, MemoryError) as error:
                 said = out_of_memory(error, run.device, trainer.done + 1)
@@ -404,6 +411,7 @@ class Train(Stage):
                     watch.close()
         if trainer.done < trainer.steps:
             raise ending.interrupted(f"ended after step {trainer.done} of {trainer.steps}, which is saved")
+        keeper.ended(trainer)
         return watch
 
     def _watch(self, draft: Draft, trainer: Trainer, progress: Progress, run: Run) -> Watch:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from hone.base.errors import ArtifactError
 from hone.cost.memory import BUCKET
 from hone.model.decoder import Decoder
 from hone.parallel.cut import Cut
@@ -139,13 +141,17 @@ class Update:
 
     @torch.no_grad()
     def restore(self, stored: Stored) -> None:
-        """Restores the result of `state`, of a training divided in any way."""
+        """Restores the result of `state`, of a training divided in any way.
+
+        Raises ArtifactError, before anything is changed, when it is the state of other weights or of another optimizer.
+        """
         self.count, self.states = int(stored.whole("updates").item()), {}
         keys: dict[str, list[str]] = {}
         for label in stored.labels:
             key, _, name = label.partition(".")
             if name in self.weights.masters:
                 keys.setdefault(name, []).append(key)
+        self._must_be_of_these(stored, keys)
         for name, found in keys.items():
             master, rule = self.weights.masters[name], self._rules[name]
             start, _ = self.weights.pieces.get(name, (0, 0))
@@ -159,3 +165,22 @@ class Update:
                 targets[key].view(-1).copy_(part)
         self.weights.publish(list(self.weights.masters))
         self.weights.published()
+
+    def _must_be_of_these(self, stored: Stored, keys: Mapping[str, list[str]]) -> None:
+        """Raises ArtifactError unless `stored` has every weight in its size, with the state of its rule or none; `keys` by weight."""
+        fix = "give the checkpoint of this model and optimizer, or start without it"
+        for name, master in self.weights.masters.items():
+            found = set(keys.get(name, ())) - {"weight"}
+            if "weight" not in keys.get(name, ()):
+                raise ArtifactError(f"a checkpoint has no weight {name}: it is of another model", fix=fix)
+            shape = self.cuts[name].shape if name in self.cuts else self.parameters[name].shape
+            if stored.numel(f"weight.{name}") != math.prod(shape):
+                said = f"{stored.numel(f'weight.{name}')} elements in a checkpoint, {math.prod(shape)} in the model"
+                raise ArtifactError(f"{name} has {said}: it is of another model", fix=fix)
+            wanted = set(self._rules[name].start(master[:0] if master.ndim else master)) if found else found
+            if found != wanted:
+                raise ArtifactError(
+                    f"a checkpoint has {', '.join(sorted(found))} of {name}, its optimizer needs {', '.join(sorted(wanted))}: "
+                    "it is the state of another optimizer or of one with other options",
+                    fix=fix,
+                )

@@ -22,6 +22,8 @@ from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import Segment, live_layers
 from hone.train.context_parallel.base import ContextParallel, Sizes
+from hone.train.continuation.keep import STATE_BYTES
+from hone.train.continuation.start import Start
 from hone.train.offload.techniques import HOST_BYTES_PER_S, MOST_BYTES_PER_S, Offload, Resident
 from hone.train.pipeline.cost import Pipelined
 
@@ -86,6 +88,10 @@ class Work:
     """The ranks that compute each layer together; then `update` is of one rank's part."""
     pipeline: Pipelined | None = None
     """The ranks that compute some of the layers each; then `update` is of the rank with the most weights."""
+    keeps_state: bool = False
+    """Whether a checkpoint stays in the finished folder."""
+    num_models: int = 1
+    """Models that stay in it."""
 
     @property
     def part(self) -> ModelFacts:
@@ -118,8 +124,13 @@ class TrainPlan(Plan):
     """A plan with the number of steps; checkpoints need disk beside the finished folder."""
 
     steps: int
+    """Of the schedule: with those that were done before `start`."""
     segments: Any = ()
     """The layers' activation checkpointing, as it was chosen."""
+    start: Any = Start()
+    """Where it starts."""
+    schedule: Any = None
+    """The schedule, as it goes on from `start`."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
         """As `Plan.shortages`, including the checkpoints."""
@@ -166,22 +177,32 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
         ),
         "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
-            value=float(width * num_params + beside + LOG_BYTES * work.steps),
+            value=float(work.num_models * (width * num_params + beside) + LOG_BYTES * work.steps),
             unit="B",
-            formula=f"{weights} + tokenizer and manifest {human_bytes(beside)} + logs {human_bytes(LOG_BYTES * work.steps)}",
+            formula=(f"{work.num_models} models x ({weights}" if work.num_models > 1 else weights)
+            + f" + tokenizer and manifest {human_bytes(beside)}{')' * (work.num_models > 1)} + logs "
+            + human_bytes(LOG_BYTES * work.steps),
         ),
     }
+    state = work.update.state_bytes * num_params / work.part.num_params
+    one, told = (
+        checkpoint_bytes(work),
+        f"float32 weights {human_bytes(4 * num_params)} + optimizer {human_bytes(state)}",
+    )
     if work.num_checkpoints:
-        state = work.update.state_bytes * num_params / work.part.num_params
-        one = 4 * num_params + state
-        found[CHECKPOINTS] = Estimate(
-            value=work.num_checkpoints * one,
-            unit="B",
-            formula=f"{work.num_checkpoints} x (float32 weights {human_bytes(4 * num_params)} + optimizer "
-            f"{human_bytes(state)})",
-            tolerance=0.05,
-        )
+        formula = f"{work.num_checkpoints} x ({told})"
+        found[CHECKPOINTS] = Estimate(value=work.num_checkpoints * one, unit="B", formula=formula, tolerance=0.05)
+    if work.keeps_state:
+        folder = found[DISK]
+        larger = {"value": folder.value + one, "formula": f"{folder.formula} + training state {human_bytes(one)}"}
+        found[STATE_BYTES] = Estimate(value=one, unit="B", formula=told, tolerance=0.05)
+        found[DISK] = folder.model_copy(update=larger)
     return found
+
+
+def checkpoint_bytes(work: Work) -> float:
+    """Bytes of one checkpoint: float32 weights and the optimizer's state, of all ranks."""
+    return 4 * work.model.num_params + work.update.state_bytes * work.model.num_params / work.part.num_params
 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
@@ -346,7 +367,8 @@ def out_of_memory(error: BaseException, device: str, step: int) -> FitError | No
 def _around_s(work: Work, machine: Machine) -> float:
     """Seconds in which the first weights are drawn and the last ones written, hashed and made durable."""
     drawn = DRAW_S * work.model.num_params / min(8, machine.num_threads)
-    return drawn + commit_seconds(machine, BYTES[work.dtype] * work.model.num_params)
+    kept = checkpoint_bytes(work) if work.keeps_state else 0
+    return drawn + commit_seconds(machine, work.num_models * BYTES[work.dtype] * work.model.num_params + kept)
 
 
 def _evaluation_s(work: Work, machine: Machine) -> float:

@@ -19,7 +19,7 @@ from hone.base.run import Run
 from hone.data.facts import DataFacts
 from hone.measure.machine import describe
 from hone.train import loop
-from hone.train.intervals import EarlyStopping
+from hone.train.intervals import EarlyStopping, Validation
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, content_after_kills, write_data
 
@@ -180,11 +180,14 @@ def test_an_early_end_is_planned_and_no_part_of_earlier_identities(data_folder, 
     plan = spec.plan(facts, describe("cpu"))
     assert plan.notes[0] == "ends at a validation loss of 3.5 or after 6 min 0 s, if that is before step 12"
     assert plan.estimates["time_s"].value > plain.plan(facts, describe("cpu")).estimates["time_s"].value
-    count = spec.early_stopping.evaluations
-    assert count(12, 5, 8) == len({2, 4, 5, 6, 8, 10})
-    assert count(12, 0, 8) == 5 and EarlyStopping(max_time_s=1.0).evaluations(12, 0, 0) == 0
+    early, timed = spec.early_stopping, EarlyStopping(max_time_s=1.0)
+    assert (early.evaluates_every, timed.evaluates_every) == (2, 0)
+    count = Validation(interval=5).total
+    assert count(12, [8], mixed=False, also=(2, 0)) == 8 * len({2, 4, 5, 6, 8, 10, 12})
+    assert count(12, [8], mixed=False, also=(0, 0)) == 8 * 3
+    timed.check(0)
     with pytest.raises(SpecError, match="needs a val split"):
-        count(12, 0, 0)
+        early.check(0)
 
 
 def test_a_half_written_line_is_dropped(tmp_path):

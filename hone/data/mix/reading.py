@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic
@@ -31,17 +31,40 @@ class Reading:
         self.sources = Sources(folders, None if mixture is None else mixture.by)
         self.mixture, self.curriculum = mixture, curriculum
         self.chosen: Chosen | None = None
+        (by, alone), *others = [(mixture and mixture.by, artifact.fingerprint) for artifact in data.values()]
+        self._marks = {
+            name: data[name].fingerprint if others or by is None else f"{alone} {by}={name}"
+            for name in self.sources.parts
+        }
+        """What each source is called in the positions of trainings."""
+        self._begins: dict[str, int] = {}
 
-    def prepare(self, total: int, seq_len: int, seed: int, draft: Draft, run: Run) -> None:
+    def prepare(
+        self,
+        total: int,
+        seq_len: int,
+        seed: int,
+        draft: Draft,
+        run: Run,
+        read: Mapping[str, int] | None = None,
+        done: int = 0,
+    ) -> None:
         """Computes the shares for `total` sequences, or reads those of an interrupted run; sets `feed`.
 
-        mixture.json holds them with their reasons. Raises SpecError for caps that cannot be met, or a curriculum that
-        does not fit the data.
+        Of the sequences `done` are read already, and `read` of each source, also by earlier trainings (`position`): the next
+        ones follow those. mixture.json holds the shares with their reasons. Raises SpecError for caps that cannot be met, or a
+        curriculum that does not fit the data.
         """
         self.total, self.seq_len, self.seed = total, seq_len, seed
         path = draft.folder / MIXTURE_FILE
         if path.exists():
             self.chosen = Chosen.read(json.loads(path.read_text(encoding="utf8")))
+            # The training may have become longer since, with the same weights.
+            shares = [one._replace(epochs=one.weight * (total * seq_len) / one.tokens) for one in self.chosen.shares]
+            again = self.chosen._replace(shares=shares)
+            if again != self.chosen and run.mesh.leads:
+                write_atomic(path, json.dumps(again.row(), indent=1, ensure_ascii=False).encode())
+            self.chosen = again
         else:
             self.chosen = self.sources.choose(self.mixture, total * seq_len)
             if self.chosen is not None:
@@ -59,7 +82,14 @@ class Reading:
                 run.say(
                     f"{share.source}: {share.weight:.1%} of the sequences, {share.epochs:.2f} epochs; {share.reason}"
                 )
-        self.feed = self.sources.feed(self.chosen, self.curriculum, total, seq_len, seed)
+        before = self.sources.totals(self.chosen, done, seed)
+        self._begins = {name: (read or {}).get(self._marks[name], 0) - count for name, count in before.items()}
+        self.feed = self.sources.feed(self.chosen, self.curriculum, total, seq_len, seed, self._begins)
+
+    def position(self, done: int) -> dict[str, int]:
+        """Sequences read of each source when `done` of this training are, by its data's fingerprint and its value of `by`."""
+        totals = self.sources.totals(self.chosen, done, self.seed)
+        return {self._marks[name]: self._begins[name] + count for name, count in totals.items()}
 
     def estimates(self) -> dict[str, Estimate]:
         """Planned epochs of each source."""

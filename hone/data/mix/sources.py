@@ -92,21 +92,40 @@ class Sources:
         rows = [Source(name, part.num_tokens, _sampler(part)) for name, part in self.parts.items()]
         return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, budget)
 
-    def feed(self, chosen: Chosen | None, curriculum: Curriculum, total: int, seq_len: int, seed: int) -> Feed:
+    def feed(
+        self,
+        chosen: Chosen | None,
+        curriculum: Curriculum,
+        total: int,
+        seq_len: int,
+        seed: int,
+        begins: Mapping[str, int] | None = None,
+    ) -> Feed:
         """The feed of a training of `total` sequences; every source is read in the order of `curriculum`.
 
-        Raises SpecError when the curriculum does not fit one of the sources.
+        `begins` is the sequence of each source's order that is its first in this training, where it is not 0. Raises SpecError when the curriculum does not fit one of the sources.
         """
         if chosen is None:
-            whole = OrderedTokens(self.train, curriculum, total)
+            (begin,) = (begins or {}).values() or (0,)
+            whole = OrderedTokens(self.train, curriculum, total, begin)
             whole.order(seq_len, seed)
             return whole
-        totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
-        ordered = {name: OrderedTokens(part, curriculum, totals.get(name, 0)) for name, part in self.parts.items()}
+        totals = self.totals(chosen, total, seed)
+        ordered = {
+            name: OrderedTokens(part, curriculum, totals[name], (begins or {}).get(name, 0))
+            for name, part in self.parts.items()
+        }
         for feed in ordered.values():
             if feed.total:
                 feed.order(seq_len, seed)
         return MixedTokens(ordered, chosen.weights)
+
+    def totals(self, chosen: Chosen | None, num_sequences: int, seed: int) -> dict[str, int]:
+        """How many of the first `num_sequences` of a training are of each source."""
+        if chosen is None:
+            return dict.fromkeys(self.parts, num_sequences)
+        found = MixedTokens(self.parts, chosen.weights).totals(num_sequences, seed)
+        return {name: found.get(name, 0) for name in self.parts}
 
     def epochs(self, chosen: Chosen, total: int, seq_len: int, seed: int) -> dict[str, float]:
         """Epochs of each source's sequences in a training of `total` sequences, by count."""

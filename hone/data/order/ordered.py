@@ -10,10 +10,10 @@ from hone.data.order.base import Curriculum, Order
 
 
 class OrderedTokens(Feed):
-    """The Feed of a training of `total` sequences of `data` in the order of `curriculum`."""
+    """The Feed of a training of `total` sequences of `data` in the order of `curriculum`; its first is sequence `begin` of the order."""
 
-    def __init__(self, data: PackedTokens, curriculum: Curriculum, total: int) -> None:
-        self.data, self.curriculum, self.total = data, curriculum, total
+    def __init__(self, data: PackedTokens, curriculum: Curriculum, total: int, begin: int = 0) -> None:
+        self.data, self.curriculum, self.total, self.begin = data, curriculum, total, begin
         self._made: tuple[tuple[int, int], Order] | None = None
 
     def sequences(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
@@ -23,10 +23,10 @@ class OrderedTokens(Feed):
                 f"sequence {int(indices.max())} of an order of {self.total} sequences",
                 fix="order as many sequences as are trained on",
             )
-        return self.data.cut(self.order(seq_len, seed)(indices), seq_len)
+        return self.data.cut(self.order(seq_len, seed)(indices + self.begin), seq_len)
 
     def order(self, seq_len: int, seed: int) -> Order:
         """The curriculum's order, cached. Raises SpecError when it does not fit the data."""
         if self._made is None or self._made[0] != (seq_len, seed):
-            self._made = (seq_len, seed), self.curriculum.order(self.data, seq_len, self.total, seed)
+            self._made = (seq_len, seed), self.curriculum.order(self.data, seq_len, self.begin + self.total, seed)
         return self._made[1]

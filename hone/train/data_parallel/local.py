@@ -60,9 +60,9 @@ class LocalTrainer(Trainer):
         self.update.weights.publish(list(masters))
         self.update.weights.published()
 
-    def save(self, checkpoints: Checkpoints) -> None:
+    def save(self, checkpoints: Checkpoints, **more: Any) -> None:
         """As `Trainer.save`, after an outer step: rank 0 writes the common weights, every rank its optimizer's state."""
-        assert self.done % self.sync_every == 0, "ranks have different weights"
+        assert self.done % self.sync_every == 0 or self.done == self.steps, "ranks have different weights"
         rank, tensors = self.ranks.mesh.rank, {}
         for label, tensor in self.update.state().items():
             if label.startswith("weight.") or label == "updates":
@@ -72,7 +72,7 @@ class LocalTrainer(Trainer):
         if rank == 0:
             tensors |= {f"velocity.{name}": one for name, one in self._velocity.items()}
             tensors["rng.cpu"] = torch.get_rng_state()
-        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state()}
+        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state(), **more}
         checkpoints.save(self.done, tensors, numbers)
 
     @torch.no_grad()
@@ -93,6 +93,9 @@ class _Own:
         self._labels = {one: one for one in stored.labels if not one.startswith(others)}
         self._labels |= {one.removeprefix(head): one for one in stored.labels if one.startswith(head)}
         self._stored, self.labels = stored, list(self._labels)
+
+    def numel(self, label: str) -> int:
+        return self._stored.numel(self._labels[label])
 
     def whole(self, label: str) -> Tensor:
         return self._stored.whole(self._labels[label])

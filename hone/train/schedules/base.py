@@ -29,6 +29,10 @@ class Schedule(Technique):
             return (step + 1) / warmup
         return self.after_warmup(step - warmup, steps - warmup)
 
+    def kept_after(self, steps: int) -> int:
+        """Of `steps`, the one whose state is worth keeping for a longer training: the last one."""
+        return steps
+
     def after_warmup(self, step: int, steps: int) -> float:
         """Share of the peak at `step` (from 0) of the `steps` that follow the warm-up."""
         raise NotImplementedError

@@ -23,11 +23,18 @@ class WarmupStableDecay(Schedule):
     def share(self, step: int, steps: int) -> float:
         """As `Schedule.share`, with `decay` in shares of all steps."""
         left = steps - 1 - step  # 0 at the last step
-        decay = min(span(self.decay, steps), steps - span(self.warmup, steps))
+        decay = self._decay(steps)
         if left >= decay:
             return super().share(step, steps)
         # t goes from 1/decay at the first step of the decay to 1 at the last step.
         return self._fall((decay - left) / decay)
+
+    def kept_after(self, steps: int) -> int:
+        """The last step before the decay, from which the stable phase can be prolonged."""
+        return max(steps - self._decay(steps), 1)
+
+    def _decay(self, steps: int) -> int:
+        return min(span(self.decay, steps), steps - span(self.warmup, steps))
 
     def after_warmup(self, step: int, steps: int) -> float:
         """The stable phase."""
