@@ -324,8 +324,8 @@ def fit(
     A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
     equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` and every
     `eval_also` steps and after the last one. `watch` logs every step; `checkpoints` saves the
-    whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs. The first step reads from
-    `first_sequence` on. `after_step` is called on all ranks after every step, with that loss if it was computed.
+    whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs. Step n, from 0, reads
+    from sequence `first_sequence` + n `batch_size` on. `after_step` is called on all ranks after every step, with that loss if it was computed.
     """
     index, parts = trainer.ranks.data
     while trainer.done < trainer.steps:

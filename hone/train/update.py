@@ -145,13 +145,13 @@ class Update:
 
         Raises ArtifactError, before anything is changed, when it is the state of other weights or of another optimizer.
         """
-        self.count, self.states = int(stored.whole("updates").item()), {}
         keys: dict[str, list[str]] = {}
         for label in stored.labels:
             key, _, name = label.partition(".")
             if name in self.weights.masters:
                 keys.setdefault(name, []).append(key)
         self._must_be_of_these(stored, keys)
+        self.count, self.states = int(stored.whole("updates").item()), {}
         for name, found in keys.items():
             master, rule = self.weights.masters[name], self._rules[name]
             start, _ = self.weights.pieces.get(name, (0, 0))

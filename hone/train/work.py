@@ -185,10 +185,8 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
         ),
     }
     state = work.update.state_bytes * num_params / work.part.num_params
-    one, told = (
-        checkpoint_bytes(work),
-        f"float32 weights {human_bytes(4 * num_params)} + optimizer {human_bytes(state)}",
-    )
+    one = checkpoint_bytes(work)
+    told = f"float32 weights {human_bytes(4 * num_params)} + optimizer {human_bytes(state)}"
     if work.num_checkpoints:
         formula = f"{work.num_checkpoints} x ({told})"
         found[CHECKPOINTS] = Estimate(value=work.num_checkpoints * one, unit="B", formula=formula, tolerance=0.05)

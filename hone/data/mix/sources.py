@@ -103,7 +103,8 @@ class Sources:
     ) -> Feed:
         """The feed of a training of `total` sequences; every source is read in the order of `curriculum`.
 
-        `begins` is the sequence of each source's order that is its first in this training, where it is not 0. Raises SpecError when the curriculum does not fit one of the sources.
+        `begins` is the sequence of each source's order that is its first in this training, where it is not 0. Raises SpecError
+        when the curriculum does not fit one of the sources.
         """
         if chosen is None:
             (begin,) = (begins or {}).values() or (0,)

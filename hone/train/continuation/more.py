@@ -73,7 +73,7 @@ def after(spec: Any, finished: Any, folder: Path) -> str:
     if not finished.checkpoint.keep.optimizer:
         return (
             f"go on from its weights with --from.model={folder}, another --out and the steps that are left "
-            "(checkpoint.keep: optimizer would have kept what a longer training needs); "
+            "(checkpoint.keep: optimizer would have kept what a longer training needs); or "
         )
     before = finished.schedule.model_copy(update={"warmup": span(finished.schedule.warmup, total)})
     now = spec.schedule.model_copy(update={"warmup": before.warmup}) if spec.schedule.warmup < 1 else spec.schedule
@@ -82,7 +82,7 @@ def after(spec: Any, finished: Any, folder: Path) -> str:
         "steps counts those done too" if exact else f"a new schedule, since {spec.schedule.kind} cannot be prolonged"
     )
     load = "schedule" if exact else "optimizer"
-    return f"go on from it with --from.model={folder} --checkpoint.load={load} and another --out ({counted}); "
+    return f"go on from it with --from.model={folder} --checkpoint.load={load} and another --out ({counted}); or "
 
 
 def length(spec: Any) -> int | None:
