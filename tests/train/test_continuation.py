@@ -69,19 +69,21 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_data_are_read_on_from_where_the_model_ended(half, data_folder, tmp_path, read):
+def test_data_are_read_on_from_where_the_model_ended(tmp_path, read):
     """Also over the end of an epoch and by a third training, whose batch is another."""
-    second = make(tmp_path / "train-second", data_folder, half, steps=40)
-    make(tmp_path / "train-third", data_folder, second, steps=30, batch_size=8)
+    data = write_data(tmp_path / "data-few", num_documents=32)
+    first = make(tmp_path / "train-first", data, steps=6)
+    second = make(tmp_path / "train-second", data, first, steps=6)
+    make(tmp_path / "train-third", data, second, steps=4, batch_size=8)
     continued = list(read)
     read.clear()
-    make(tmp_path / "train-long", data_folder, steps=6 + 40 + 60)
-    assert continued == read[24:]
-    count = PackedTokens(data_folder).num_sequences(32)
-    assert count < 24 + 160 and sorted(read[count : 2 * count]) == list(range(count))
+    make(tmp_path / "train-long", data, steps=6 + 6 + 8)
+    assert continued == read
+    count = PackedTokens(data).num_sequences(32)
+    assert 24 < count < 40 and sorted(read[count : 2 * count]) == list(range(count))
     figure = second.figures["data_position"]
     assert figure.value == 24 and "read on from sequence 24" in figure.note
-    assert second.figures["train_tokens"].value == second.figures["train_tokens"].estimate.value == 40 * 128
+    assert second.figures["train_tokens"].value == second.figures["train_tokens"].estimate.value == 6 * 128
 
 
 def test_longer_is_the_same_as_at_once(half, whole, data_folder, tmp_path):
