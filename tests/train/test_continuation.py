@@ -86,8 +86,11 @@ def test_data_are_read_on_from_where_the_model_ended(tmp_path, read):
     assert second.figures["train_tokens"].value == second.figures["train_tokens"].estimate.value == 6 * 128
 
 
-def test_longer_is_the_same_as_at_once(half, whole, data_folder, tmp_path):
-    more = make(tmp_path / "train-more", data_folder, half, steps=12, checkpoint={"load": "schedule"})
+def test_longer_is_the_same_as_at_once(half, whole, data_folder, tmp_path, monkeypatch):
+    """Also when it is stopped after its checkpoint of step 9 and resumed."""
+    spec = {"steps": 12, "checkpoint": {"load": "schedule", "interval": 3}}
+    stopped(tmp_path / "train-more", data_folder, 11, monkeypatch, model=half, **spec)
+    more = make(tmp_path / "train-more", data_folder, half, **spec)
     assert same_weights(more, whole)
     assert steps_of(more) == steps_of(whole)[6:]
     assert more.figures["train_tokens"].value == more.figures["train_tokens"].estimate.value == 6 * 128
