@@ -72,7 +72,7 @@ class EarlyStopping(Spec):
     max_time_s: float | None = Field(
         None,
         gt=0,
-        description="End at the first check after this many seconds of training, however slow the machine is.",
+        description="End after this many seconds of training, however slow the machine is; several ranks at the next check.",
     )
     interval: int = Field(20, gt=0, description="Steps between checks.")
 
@@ -128,8 +128,8 @@ class Stop:
         """Whether the time is over after `done` steps."""
         if self._ended is not None:
             return done == self._ended["step"]
-        if self.when.max_time_s is None or done % self.when.interval:
-            return False
+        if self.when.max_time_s is None or (self._run.mesh.world_size > 1 and done % self.when.interval):
+            return False  # between checks ranks do not wait for each other's answer
         spent = self._run.mesh.from_leader(lambda: self._draft.elapsed_s)
         if spent < self.when.max_time_s:
             return False

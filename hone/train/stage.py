@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.artifact import Artifact, Draft
+from hone.base.figure import Estimate
 from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Progress, Run
 from hone.base.spec import Circumstance, Quiet
@@ -44,7 +45,7 @@ from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
+from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -266,7 +267,9 @@ class Train(Prolonged):
             largest_bytes=checkpoints.largest_bytes + keeper.largest_bytes,
         )
         if trainer.steps < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
-            draft.predict(self._plan_of(trainer.steps - start.step, parents, run).estimates)
+            none = Estimate(value=0.0, unit="B", formula="none was due")
+            were = {CHECKPOINTS: none} if CHECKPOINTS in plan.estimates else {}
+            draft.predict(were | self._plan_of(trainer.steps - start.step, parents, run).estimates)
         reading.record(draft)
         keeper.record(draft)
 
