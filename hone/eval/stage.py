@@ -150,7 +150,7 @@ class Eval(Stage):
                     watch=bar.advance,
                 )
         self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
-        bigram, note = None, "the text has no train split" if self.text else "the data is packed with another tokenizer"
+        bigram, note = None, "there is no train split in the tokens of the model"
         if text.packed:
             bigram, note = bigram_perplexity(folders["data"], self.split, text.tokens, scores.scored)
         draft.record("bigram_perplexity", bigram, "", n=scores.num_scored if bigram else 1, note=note)
