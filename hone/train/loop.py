@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll
 from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.data_parallel.sums import Sum
-from hone.train.intervals import Stop
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
@@ -100,6 +99,19 @@ class Ranks(NamedTuple):
         return self.grid is None or self.grid.counts_tokens
 
 
+class Early(Protocol):
+    """Decides on every rank alike whether a training is complete before its last step."""
+
+    def over(self, done: int) -> bool:
+        """Whether it is after `done` steps, whatever the loss."""
+
+    def scores(self, done: int) -> bool:
+        """Whether `reached` needs the validation loss after `done` steps."""
+
+    def reached(self, done: int, loss: float) -> bool:
+        """Whether it is with this validation loss after `done` steps."""
+
+
 class Trainer:
     """A decoder in training: its weights, its optimizer, the loss scale, and the number of `steps` done.
 
@@ -158,7 +170,7 @@ class Trainer:
         """Whether this rank was asked to end."""
         self.stopping = False
         """Whether all ranks end after this step, because one was asked to."""
-        self.early: Stop | None = None
+        self.early: Early | None = None
         """Decides whether the training is complete before its last step."""
         self.device = next(model.parameters()).device
         if compile:
