@@ -20,6 +20,7 @@ from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
 from hone.data.text.batch import Texts
+from hone.data.text.code import ROW, looks_like_code
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")
@@ -99,11 +100,11 @@ def annotate_items(
     """Writes batches of documents into the Parquet shard `out` with all columns; returns a summary.
 
     Stops before the document that would bring the text above `max_bytes`. With `care`, documents are processed one by
-    one. The summary: rows, bytes, full, broken {reason: {documents, bytes}}, samples of the broken, skipped and repaired
+    one. The summary: rows, bytes, code (rows that look like it), full, broken {reason: {documents, bytes}}, samples of the broken, skipped and repaired
     {what: count}.
     """
     broken: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
-    summary: dict[str, Any] = {"rows": 0, "bytes": 0, "full": False, "broken": broken, "samples": []}
+    summary: dict[str, Any] = {"rows": 0, "bytes": 0, "code": 0, "full": False, "broken": broken, "samples": []}
     noted: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     whole = schema(extra_fields(scorers))
 
@@ -121,6 +122,7 @@ def annotate_items(
             for part in _annotated(waiting, identifier, scorers, set_aside, care):
                 summary["rows"] += part["rows"]
                 summary["bytes"] += part["bytes"]
+                summary["code"] += part["code"]
                 writer.write_batch(
                     pa.RecordBatch.from_arrays([part["arrays"][name] for name in whole.names], schema=whole)
                 )
@@ -282,9 +284,14 @@ def _arrays(batch: Batch, identifier: Identified, scorers: Sequence[Opened]) -> 
         prose = texts if is_prose.all() else _picked(batch, np.flatnonzero(is_prose).tolist()).texts
         codes[is_prose], sure[is_prose] = identifier.identify_all(prose)
     columns: dict[str, np.ndarray] = dict(signals_of(texts, codes.tolist()))
+    kinds = np.array(batch.kinds, object)
+    rows = kinds == ROW
+    if rows.any():
+        code = rows & looks_like_code(texts, columns)
+        kinds[rows], kinds[code], codes[code], sure[code] = "prose", "code", NO_LANGUAGE, 1.0
     for scorer in scorers:
         columns |= scorer.columns(texts)
-    said = {"id": batch.ids, "source": batch.sources, "group": batch.groups, "kind": batch.kinds, "url": batch.urls}
+    said = {"id": batch.ids, "source": batch.sources, "group": batch.groups, "kind": kinds, "url": batch.urls}
     arrays = {
         "text": texts.to_arrow(),
         "family": pa.array(np.array(batch.families, np.uint64)),
@@ -293,4 +300,4 @@ def _arrays(batch: Batch, identifier: Identified, scorers: Sequence[Opened]) -> 
         **{name: pa.array(values, pa.string()) for name, values in {**said, "metadata": batch.metadata}.items()},
         **{name: pa.array(values, pa.from_numpy_dtype(values.dtype)) for name, values in columns.items()},
     }
-    return {"rows": count, "bytes": texts.num_bytes, "arrays": arrays}
+    return {"rows": count, "bytes": texts.num_bytes, "code": int((rows & (kinds == "code")).sum()), "arrays": arrays}

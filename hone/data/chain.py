@@ -26,6 +26,13 @@ from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_
 from hone.data.settings import Settings
 from hone.data.work import decide, decide_tasks, decided_path, rounds
 
+MUCH_LOST = 0.2
+"""Share of a source's documents: when filters drop more, the run says so."""
+_FEWEST = 10
+"""Sources with fewer documents are counted together."""
+_SHOWN = 3
+"""Sources, and rules of each, that are named."""
+
 
 class NothingLeft(SpecError):
     """A step dropped all documents that were left."""
@@ -82,6 +89,39 @@ class Chain:
                 self._none_left(technique.label, "filter", row["documents_in"], worst, reasons[worst]["documents"])
             if row["documents_out"] == row["documents_in"]:
                 self._warn(f"filter {technique.label} dropped nothing")
+        for text in self._losses():
+            self._warn(text)
+
+    def _losses(self) -> list[str]:
+        """What is said of the sources that filters take much of: how much, by which rules, and the way out."""
+        if self.kept.all():
+            return []
+        names, codes = self.corpus.labels("group")
+        few = np.bincount(codes, minlength=len(names)) < _FEWEST
+        codes = np.where(few[codes], len(names), codes)
+        numbers = np.bincount(codes, minlength=len(names) + 1)
+        lost = np.bincount(codes[~self.kept], minlength=len(names) + 1)
+        much = np.flatnonzero((lost > MUCH_LOST * numbers) & (numbers >= _FEWEST))
+        much = much[np.argsort(-lost[much], kind="stable")]
+        said = []
+        for place in much[:_SHOWN].tolist():
+            counts = np.bincount(self.dropped_by[codes == place], minlength=len(self.causes) + 1)[1:]
+            order = [one for one in np.argsort(-counts, kind="stable")[:_SHOWN].tolist() if counts[one]]
+            rules = ", ".join(f"{counts[one]} by {': '.join(self.causes[one])}" for one in order)
+            name, leave = f"sources of fewer than {_FEWEST} documents", ""
+            if place < len(names):
+                name, worst = names[place], causes(self.spec.filters)[order[0]][0]
+                when = self.spec.filters[worst].when
+                leave = f', or spare it: --filters.{worst}.when="({when}) and group != {name!r}"'
+            said.append(
+                f"filters drop {lost[place]} of {numbers[place]} documents of {name} ({lost[place] / numbers[place]:.0%}), {rules}; "
+                f"dropped.jsonl has samples, `hone redecide` tries other limits{leave}"
+            )
+        if len(much) > _SHOWN:
+            said.append(
+                f"filters drop more than {MUCH_LOST:.0%} of {len(much) - _SHOWN} other sources: see groups in stats.json"
+            )
+        return said
 
     def deduplicate(self, draft: Draft) -> None:
         """Applies every deduplication."""

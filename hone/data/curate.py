@@ -200,7 +200,7 @@ def _read(
     for _, reason in listing.broken:
         totals.setdefault(reason, Counter())["documents"] += 1
     repaired: Counter[str] = Counter()
-    num_documents = num_bytes = 0
+    num_documents = num_bytes = num_code = 0
     full = False
 
     def task(number: int, max_bytes: int | None) -> Task:
@@ -220,6 +220,7 @@ def _read(
             draft.keep_time()
             num_documents += summary["rows"]
             num_bytes += summary["bytes"]
+            num_code += summary["code"]
             samples += summary["samples"]
             listing.skipped.update(summary["skipped"])
             repaired.update(summary["repaired"])
@@ -242,8 +243,13 @@ def _read(
         "reasons": reasons,
         "skipped": dict(sorted(listing.skipped.items())),
         "repaired": dict(sorted(repaired.items())),
+        "rows_of_code": num_code,
         "samples": _few(samples),
     }
+    if num_code:
+        run.say(
+            f"{num_code} of {num_documents} documents are rows that look like code: their kind is 'code', which rules for prose spare"
+        )
     corpus = Corpus(shards)
     step["warnings"] = [
         f"{field} '{name}' has a value in none of {num_documents} documents: check its spelling"

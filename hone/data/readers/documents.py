@@ -29,7 +29,8 @@ _CUT_QUOTE = re.compile("\u00e2\u20ac(?![\u0080-\uffff])")
 
 
 class Document(NamedTuple):
-    """One text. `id` is a hash of the file's name and the document's number in it (of a table's row: its place); `kind` is 'prose' or 'code'.
+    """One text. `id` is a hash of the file's name and the document's number in it (of a table's row: its place); `kind` is 'prose', 'code',
+    or 'row' for a table's row, of which its signals tell which of the two it is (text/code.py).
 
     Documents of one `family` (uint64) must be in one split: a module's docstrings are also in its source. `url` is where
     the text was found, if known; `metadata` is JSON of the other requested fields, or ''.

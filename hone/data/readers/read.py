@@ -40,7 +40,7 @@ from hone.data.readers.formats.containers import read_container
 from hone.data.readers.formats.csv_rows import read_csv
 from hone.data.readers.formats.epub import read_epub
 from hone.data.readers.formats.json_values import read_json
-from hone.data.readers.formats.kinds import CONTAINERS, UNKNOWN
+from hone.data.readers.formats.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.data.readers.formats.mail import read_eml, read_mbox
 from hone.data.readers.formats.notebook import read_notebook
 from hone.data.readers.formats.office import read_docx, read_odt
@@ -55,6 +55,7 @@ from hone.data.readers.streams import read_whole
 from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
 from hone.data.readers.texts import read_text
 from hone.data.text.batch import Texts
+from hone.data.text.code import ROW
 
 
 def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:
@@ -154,9 +155,10 @@ def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broke
             else:
                 ident = identify(file.name, number)
                 group, family = group_of(file, item.kind), family_of(file, ident)
+                kind = ROW if file.format in TABLES and item.kind == "prose" else item.kind
                 if "\0" in item.text:
                     yield NUL_REMOVED
-                yield Document(ident, text, file.name, group, item.kind, family, item.url, item.metadata)
+                yield Document(ident, text, file.name, group, kind, family, item.url, item.metadata)
             number += 1
 
 
@@ -168,7 +170,7 @@ def _batch(rows: Rows, file: File) -> Iterator[Batch | Broken | Noted]:
     if len(kept):
         ids = identify_all(file.name, rows.places[kept].tolist())
         urls, metadata = (_picked(column, kept) for column in (rows.urls, rows.metadata))
-        same = ([value] * len(ids) for value in (file.name, group_of(file, "prose"), "prose"))
+        same = ([value] * len(ids) for value in (file.name, group_of(file, "prose"), ROW))
         yield Batch(texts, ids, *same, [int(ident, 16) for ident in ids], urls, metadata)
     for fault in faults:
         yield fault if isinstance(fault, Noted) else fault.broken(file.name)

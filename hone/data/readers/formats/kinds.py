@@ -47,6 +47,8 @@ UNKNOWN = "unknown"
 NAMES = tuple(sorted(set(FORMATS.values())))
 """The formats, one of which `format` of the data stage may force."""
 CONTAINERS = ("zip", "tar")
+TABLES = ("jsonl", "json", "csv", "parquet", "arrow")
+"""Formats of which a document is a row."""
 SEEKING = ("parquet", "arrow", "zip", "docx", "odt", "epub")
 """Formats with an index at the end: not read from a compressed stream."""
 COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst", ".bz2": ".bz2", ".xz": ".xz"}
