@@ -24,7 +24,7 @@ _BYTES = 2000
 """Bytes of a text that are looked at."""
 
 _LINE = re.compile(
-    rb"""(?x) [ \t]* (?:
+    rb"""(?x) [ \t]* (?! [ \t] ) (?:                       # all of the indentation: linear in a line's length
       .* [;{}\[(=\\] $                                    # a statement, the begin of a block, a line that goes on
     | [\])}]+ [;,)]* $                                    # the end of one
     | (?<= [ \t] ) .* , $                                 # an entry; verses that end so are not indented
