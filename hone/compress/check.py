@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +47,14 @@ class Check:
     ) -> None:
         self.flow = Flow(samples, batch_size, device, dtype, paired=True, mesh=mesh)
 
-    def finish(self, checkpoint: Checkpoint, rest_dtype: torch.dtype | None, state: Path) -> None:
-        """Compares the predictions after the last layer, and keeps the result in `state`."""
+    def finish(
+        self,
+        checkpoint: Checkpoint,
+        rest_dtype: torch.dtype | None,
+        state: Path,
+        put_head: Callable[[Decoder], None] | None = None,
+    ) -> None:
+        """Compares the predictions after the last layer, and keeps the result in `state`; `put_head` puts in a compressed head."""
         dense = checkpoint.build_ends(self.flow.device, self.flow.dtype)
         compressed = checkpoint.build_ends(self.flow.device, self.flow.dtype)
         if rest_dtype is not None:
@@ -55,6 +62,8 @@ class Check:
                 if linear is not None:
                     weight = linear.weight.detach().to(rest_dtype).to(self.flow.dtype)
                     linear.weight = nn.Parameter(weight, requires_grad=False)
+        if put_head is not None:
+            put_head(compressed)
         checked = self.compare(dense, compressed)
         if self.flow.mesh.leads:
             write_atomic(state / FILE, json.dumps(checked._asdict()).encode())

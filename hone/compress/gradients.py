@@ -60,7 +60,7 @@ def differentiate(job: Job, flow: Flow, run: Run, watch: Watch, targets: Targets
     """
     model = job.checkpoint.build(job.device, job.dtype).requires_grad_(False)
     model.embed_tokens.register_forward_hook(lambda _, __, out: out.requires_grad_())  # where the graph begins
-    for index, linears in enumerate(job.targets):
+    for index, linears in enumerate(job.targets[: job.checkpoint.config.num_layers]):  # not the head
         for linear in linears:
             watch(matrix_name(index, linear.path), model.layers[index].get_submodule(linear.path))
     tokens = torch.from_numpy(flow.own.tokens)

@@ -17,6 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.table import Choice, Technique
 from hone.compress.observers import OBSERVERS
 from hone.compress.observers.min_max import MinMax
+from hone.compress.targets import HEAD
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
@@ -151,6 +152,22 @@ class Matrix:
         base = self.base if self.factors else weight
         zeros = weight.numel() - int(torch.count_nonzero(base))
         return Errors(_ratio(change.norm(), self.original.norm()), output, zeros)
+
+    def row(self, modules: Sequence[str], steps: Iterable[Step]) -> dict[str, Any]:
+        """What `steps` made of it and its errors: a row of layers.jsonl."""
+        errors, scheme = self.errors(), None if self.stored is None else self.stored.scheme
+        return {
+            "name": self.name,
+            "modules": list(modules),
+            "kind": "+".join(step.kind for step in steps),
+            "bits": 8 * self.stored_dtype.itemsize if scheme is None else scheme.bits,
+            "group_size": 0 if scheme is None else scheme.group_size,
+            "error": errors.output,
+            "weight_error": errors.weight,
+            "zeros": errors.zeros,
+            "weights": self.original.numel(),
+            "notes": self.notes,
+        }
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
@@ -383,5 +400,5 @@ class Assigned:
 
 
 def matrix_name(index: int, path: str) -> str:
-    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv'."""
-    return f"layers.{index}.{path}"
+    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv', or 'lm_head' of the head, after the last layer."""
+    return path if path == HEAD else f"layers.{index}.{path}"

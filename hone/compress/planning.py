@@ -89,10 +89,32 @@ def calibrated(spec: Any, model: CheckpointFacts, data: DataFacts | None) -> Cal
     return Calibrated(count, seq_len, min(spec.check_sequences, there - count))
 
 
+def with_head(model: CheckpointFacts, targets: tuple[tuple[Any, ...], ...]) -> CheckpointFacts:
+    """The model with a head apart from its embedding, if the head is compressed."""
+    if not (model.config.tie_embeddings and targets_of.has_head(targets)):
+        return model
+    return model.model_copy(update={"config": model.config.model_copy(update={"tie_embeddings": False})})
+
+
+def notes(
+    spec: Any, whole: CheckpointFacts, model: CheckpointFacts, targets: tuple[tuple[Any, ...], ...]
+) -> tuple[str, ...]:
+    """What rules give, and that the head of the model `whole` is stored apart."""
+    found = () if spec.quantizer is None else spec.quantizer.lines(targets)
+    if whole.config.tie_embeddings and not model.config.tie_embeddings and targets_of.has_head(targets):
+        found += ("lm_head is tied to the embedding: the compressed head is stored beside it, which stays as it is",)
+    return found
+
+
 def check_targets(spec: Any, targets: tuple[tuple[Any, ...], ...]) -> None:
     """Raises SpecError where the steps cannot work on a linear of `targets`, or rules fit none."""
     if spec.quantizer is not None:
         spec.quantizer.check_targets(targets)
+    if spec.gradient_sequences and targets_of.has_head(targets):
+        raise SpecError(
+            f"observer {spec.quantizer.observer.kind} reads gradients of the inputs of layers, not of lm_head's",
+            fix="use observer mse, or leave it unchanged: ignore=['lm_head']",
+        )
     for index, linears in enumerate(targets):
         for linear in linears:
             for step in possible_steps(spec, linear):
@@ -110,7 +132,7 @@ def steps_of(spec: Any, linear: Linear) -> tuple[Step, ...]:
 
 def possible_steps(spec: Any, linear: Linear) -> tuple[Step, ...]:
     """The steps of a matrix, the quantizer with each choice of bits that it may get."""
-    if spec.allocation is None:
+    if spec.allocation is None or linear.path == targets_of.HEAD:
         return steps_of(spec, linear)
     steps = (step for step in spec.layer_steps if not isinstance(step, Quantizer))
     return (*steps, *allocations.candidates(spec.quantizer, spec.allocation.bits).values())
@@ -154,19 +176,21 @@ def work(
         )
         for linears in targets
     )
+    count = model.config.num_layers
     num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
     once = {"stored_width": stored_width, "dtype": dtype, "batch_size": spec.batch_size}
     more = {"num_sequences": num_sequences, "seq_len": seq_len} if spec.calibrated_steps else {}
     probes, differentiated = 0, min(spec.gradient_sequences, num_sequences)
     if spec.allocation is not None:
-        probes = spec.allocation.probes(sum(map(len, targets)))
+        probes = spec.allocation.probes(sum(map(len, targets[:count])))
         differentiated += min(spec.allocation.differentiated, spec.allocation.num_sequences, num_sequences)
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
     return Compression(
         model.config.facts(),
-        layers,
+        layers[:count],
         shards,
+        head=layers[count:],
         **once,
         **more,
         measured=chain.measured(whole.config, spec.structured, num_sequences, seq_len, **once),

@@ -1,4 +1,4 @@
-"""Model folders shard by shard: durable files, an index, their exact size in advance; and layers that ranks read together."""
+"""Model folders shard by shard: durable files, an index, exact sizes in advance; and layers that ranks read together, the head as the last."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.base.durable import sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
 from hone.base.mesh import Mesh
+from hone.compress.layer import original
+from hone.compress.targets import EMBEDDING, HEAD
 from hone.cost.compress import balanced
-from hone.model.decoder import DecoderLayer
-from hone.model.hf import Checkpoint
+from hone.model.context import Context
+from hone.model.decoder import Decoder, DecoderLayer
+from hone.model.families.config_json import OWN
+from hone.model.hf import Checkpoint, config_values
 from hone.model.linear import MakeLinear
 from hone.model.shards import INDEX, save_tensors
 
@@ -56,11 +60,77 @@ class _Read(Checkpoint):
         return self._source._maker()  # a rotated checkpoint's linears multiply their inputs
 
 
-def build_layer(checkpoint: Checkpoint, index: int, device: str, dtype: torch.dtype, mesh: Mesh) -> DecoderLayer:
-    """Layer `index` on every rank of `mesh`: each reads some of its matrices and sends them to the others.
+class UntiedCheckpoint(_Read):
+    """The model of a checkpoint whose head is tied to the embedding, with a head of its own that has the same values."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source, {})
+        self.config = source.config.model_copy(update={"tie_embeddings": False})
+        own = source.values.get("model_type") == OWN
+        untied = {"tie_word_embeddings": False}
+        self.values = config_values(self.config, source.dtype) if own else source.values | untied
+
+    def reopened(self) -> UntiedCheckpoint:
+        return UntiedCheckpoint(self._source.reopened())
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys((*self._source.names(), f"{HEAD}.weight")))  # some store it beside a tied embedding
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.tensor(_stored(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(_stored(name))
+
+    def file(self, name: str) -> Path:
+        return self._source.file(_stored(name))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _stored(name: str) -> str:
+    """The tensor of a tied model that holds the values of the one called `name`."""
+    return f"{EMBEDDING}.weight" if name == f"{HEAD}.weight" else name
+
+
+class HeadLayer(nn.Module):
+    """The end of a model as a layer of the engine: its outputs are its inputs, which the norm and the head read."""
+
+    def __init__(self, ends: Decoder) -> None:
+        super().__init__()
+        self.norm, self.lm_head = ends.norm, _Unmultiplied(ends.lm_head.weight)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        self.lm_head(self.norm(x))
+        return x
+
+    def original(self, stored: dict[str, Tensor], path: str) -> Tensor:
+        """The head's weight, as `LayerWeights.weight`; `stored` are its checkpoint tensors."""
+        return original(self.lm_head.weight.detach(), [stored[f"{path}.weight"]])
+
+
+class _Unmultiplied(nn.Module):
+    """A weight whose inputs are observed: logits of a whole batch would take more memory than all of its hidden states."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+def build_layer(
+    checkpoint: Checkpoint, index: int, device: str, dtype: torch.dtype, mesh: Mesh
+) -> DecoderLayer | HeadLayer:
+    """Layer `index` on every rank of `mesh`: each reads some of its matrices and sends them to the others. After the last layer
+    the head, which every rank reads.
 
     Alone it would copy the whole layer to its GPU, which is many times slower than from another GPU.
     """
+    if index == checkpoint.config.num_layers:
+        return HeadLayer(checkpoint.build_ends(device, dtype))
     if mesh.world_size == 1:
         return checkpoint.build_layer(index, device, dtype)
     sizes = {}

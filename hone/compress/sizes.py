@@ -12,7 +12,7 @@ import torch
 from hone.base.errors import ArtifactError
 from hone.compress.matrix import Assigned, Quantizer
 from hone.compress.shards import DTYPES, shard_bytes
-from hone.compress.targets import Linear
+from hone.compress.targets import HEAD, Linear, has_head
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.families.stored import refuse_unread
@@ -63,11 +63,14 @@ def shard_sizes(
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
 ) -> list[int]:
-    """Bytes of every shard, the first with the tensors outside the layers. `dtype` is the checkpoint's."""
+    """Bytes of every shard, the first with the tensors outside the layers, the last with the head if it is compressed. `dtype` is the checkpoint's."""
     layers: list[dict[str, Entry]] = [{} for _ in targets]
     ends = {}
+    head = f"{HEAD}.weight" if has_head(targets) else ""
     for name, (kind, shape) in before.items():
-        if name.startswith("model.layers."):
+        if name == head:
+            layers[-1][name] = (kind, shape)
+        elif name.startswith("model.layers."):
             layers[int(name.split(".")[2])][name] = (kind, shape)
         else:
             ends[name] = (stored_rest(kind, shape, rest_dtype), shape)

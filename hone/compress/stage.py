@@ -97,7 +97,8 @@ class Compress(Stage):
     )
     ignore: tuple[str, ...] = Field(
         ("lm_head",),
-        description="Regular expressions, as those of targets; a linear is left unchanged if one of them is found in its name.",
+        description="Regular expressions, as those of targets; a linear is left unchanged if one of them is found in its name. "
+        "The head, lm_head, is compressed where targets has it and ignore does not.",
     )
     num_sequences: int = Field(128, gt=0, description="Calibration sequences.")
     seq_len: int = Field(0, ge=0, description="Tokens of one sequence; 0: the model's context, up to 512.")
@@ -200,6 +201,7 @@ class Compress(Stage):
         targets: tuple[Any, ...] = ((),) * model.config.num_layers
         if self.layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
+        model = planning.with_head(model, targets)
         planning.check_targets(self, targets)
         engines.check(self.engine, planning.written(self, model.config, targets, cache))
         dtype = getattr(torch, model.dtype)
@@ -230,7 +232,7 @@ class Compress(Stage):
             compute_dtype=compute,
             calibrated=calibrated,
             budget=budget,
-            notes=() if quantizer is None else quantizer.lines(targets),
+            notes=planning.notes(self, whole, model, targets),
         )
 
     def _check_model(self, model: CheckpointFacts) -> None:
@@ -282,6 +284,8 @@ class Compress(Stage):
             checkpoint, said = chain.cut(checkpoint, self.structured, flow, draft, run)
             hadamards = self.hadamards(checkpoint.config, plan.targets)
             checkpoint = rotation.rotated(checkpoint, self.rotation, hadamards, run)
+            if checkpoint.config.tie_embeddings and targets_of.has_head(plan.targets):
+                checkpoint = shards.UntiedCheckpoint(checkpoint)
             job = stream.Job(
                 checkpoint,
                 self.layer_steps,

@@ -11,9 +11,10 @@ rank 0 alone writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name,
 from hone.compress.shards import build_layer, read_shard, shard_name, write_index, write_shard
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import RANGES, STATISTICS
-from hone.compress.targets import Linear
+from hone.compress.targets import HEAD, Linear, has_head
 from hone.compress.transforms.base import Transform
 from hone.cost.compress import spread
+from hone.model.decoder import Decoder
 from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
 from hone.model.quantized.dense import DenseCheckpoint
@@ -107,15 +109,18 @@ class Job:
 
     @property
     def num_shards(self) -> int:
-        """One for embedding, final norm and head, one for each layer."""
-        return self.checkpoint.config.num_layers + 1
+        """One for embedding, final norm and head, one for each layer, one for a head that is compressed."""
+        return len(self.targets) + 1
 
     def ends(self) -> list[str]:
-        """Names of the tensors outside the decoder layers."""
-        return [name for name in self.checkpoint.names() if not name.startswith("model.layers.")]
+        """Names of the tensors outside the decoder layers, without a head that is compressed."""
+        head = self.inside(self.checkpoint.config.num_layers) if has_head(self.targets) else []
+        return [name for name in self.checkpoint.names() if not name.startswith("model.layers.") and name not in head]
 
     def inside(self, index: int) -> list[str]:
-        """Names of the tensors of layer `index`."""
+        """Names of the tensors of layer `index`, or of the head."""
+        if index == self.checkpoint.config.num_layers:
+            return [f"{HEAD}.weight"]
         return [name for name in self.checkpoint.names() if name.startswith(f"model.layers.{index}.")]
 
 
@@ -125,7 +130,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
     Resumes after the last layer whose marker is in `draft.state`. `flow` is None when no calibration inputs are used;
     `check` compares the models' predictions at the end and keeps the result in `draft.state`.
     """
-    count = job.checkpoint.config.num_layers
+    count = len(job.targets)
     mesh = job.mesh
     done = mesh.from_leader(lambda: _finished_layers(draft, job))
     if mesh.leads:
@@ -155,7 +160,9 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
         if written is not None:
             written.result()
     if check is not None:
-        check.finish(job.checkpoint, job.rest_dtype, draft.state)
+        mesh.from_leader(lambda: None)  # the head is on disk
+        head = partial(_put_head, job, draft) if has_head(job.targets) else None
+        check.finish(job.checkpoint, job.rest_dtype, draft.state, head)
     return _finish(job, draft, run) if mesh.leads else []
 
 
@@ -188,6 +195,7 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
         flow.embed(job.checkpoint.build_ends(job.device, job.dtype), job.rest_dtype)
     if not done:
         return
+    done = min(done, job.checkpoint.config.num_layers)
     with run.progress("finished layers", done, "layers") as bar:
         for index in range(done):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
@@ -242,7 +250,7 @@ def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensor
 def _finished_layers(draft: Draft, job: Job) -> int:
     """Number of leading layers whose shard and marker exist."""
     done = 0
-    while done < job.checkpoint.config.num_layers and _marker(draft, done).exists():
+    while done < len(job.targets) and _marker(draft, done).exists():
         if not (draft.folder / shard_name(done + 2, job.num_shards)).exists():
             break
         done += 1
@@ -256,7 +264,7 @@ def _marker(draft: Draft, index: int) -> Path:
 def _compress_layer(
     job: Job, flow: Flow | None, check: Check | None, index: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Rows of the report and the checkpoint tensors of layer `index`; advances `flow` and `check` to the layer's outputs.
+    """Rows of the report and the checkpoint tensors of layer `index` or the head; advances `flow` and `check` to its outputs.
 
     A rank solves its matrices, and receives the others as they are stored.
     """
@@ -265,22 +273,17 @@ def _compress_layer(
     readers: dict[str, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)
-    wanted = job.statistics if job.transforms else job.statistics | job.ranges
+    head = index == checkpoint.config.num_layers  # no transform changes its inputs
+    wanted = job.statistics if job.transforms and not head else job.statistics | job.ranges
     if check is not None:
         check.flow.dense_through(layer)
     gathers = flow is not None and bool(readers or flow.paired)
     statistics = flow.statistics(layer, readers, wanted) if flow is not None and gathers else {}
     tensors = {name: checkpoint.tensor(name) for name in job.inside(index)}
-    targets = frozenset(linear.path for linear in job.targets[index])
-    quantizers = {linear.path: job.quantizers.of(index, linear) for linear in job.targets[index]}
-    weights = LayerWeights(checkpoint, index, layer, tensors, statistics, targets, quantizers, job.mesh)
-    for transform in job.transforms:
-        transform.change(weights)
-    if job.transforms:
-        weights.put()
-    if job.transforms and job.ranges and flow is not None:
-        for path, values in flow.statistics(layer, readers, job.ranges).items():
-            statistics[path] = statistics[path] | values
+    if head:
+        weight = partial(layer.original, tensors)
+    else:
+        weight = _transformed(job, flow, index, layer, tensors, statistics, readers)
     mine = job.mine(index)
     found, made = {}, {}
     for linear in job.targets[index]:
@@ -289,28 +292,60 @@ def _compress_layer(
             continue
         if job.gradients:
             given = given | {"gradients": job.gradients[matrix_name(index, linear.path)]}
-        matrix = _solve(job, index, linear, weights.weight(linear.path), given)
-        found[linear.path] = _report(job, matrix, linear)
+        matrix = _solve(job, index, linear, weight(linear.path), given)
+        found[linear.path] = matrix.row([name for name, _ in linear.modules], job.steps)
         written = _written(matrix, linear, tensors)
         made.update(written)
-        if flow is not None:  # the second pass runs the weights that are written, in their stored precision
+        if (
+            flow is not None and not head
+        ):  # the second pass runs the weights that are written, in their stored precision
             _put(job, index, layer, linear, written, None if matrix.stored is None else matrix.base)
     made = job.mesh.exchange(made, job.device)
     for linear in job.targets[index]:
         for name, _ in linear.modules:
             tensors.pop(f"{name}.weight", None)
-        if flow is not None and linear.path not in mine:
+        if flow is not None and not head and linear.path not in mine:
             _put(job, index, layer, linear, made)
     tensors.update(made)
     by_path = {path: row for part in job.mesh.gather(found) for path, row in part.items()}
     rows = [by_path[linear.path] for linear in job.targets[index]]
-    if flow is not None and job.cache is not None:
+    if flow is not None and job.cache is not None and not head:
         tensors.update(job.cache.calibrate(layer, flow, checkpoint, index))
-    if flow is not None and index + 1 < job.checkpoint.config.num_layers:
+    if flow is not None and index + 1 < len(job.targets):
         flow.through(layer)
     if check is not None:
         check.flow.through(layer)
     return rows, tensors
+
+
+def _transformed(
+    job: Job,
+    flow: Flow | None,
+    index: int,
+    layer: nn.Module,
+    tensors: dict[str, Tensor],
+    statistics: dict[str, dict[str, Tensor]],
+    readers: dict[str, list[str]],
+) -> Callable[[str], Tensor]:
+    """Changes a layer, its checkpoint `tensors` and the `statistics` by the transforms; the weights of its linears by path."""
+    targets = frozenset(linear.path for linear in job.targets[index])
+    quantizers = {linear.path: job.quantizers.of(index, linear) for linear in job.targets[index]}
+    weights = LayerWeights(job.checkpoint, index, layer, tensors, statistics, targets, quantizers, job.mesh)
+    for transform in job.transforms:
+        transform.change(weights)
+    if job.transforms:
+        weights.put()
+    if job.transforms and job.ranges and flow is not None:
+        for path, values in flow.statistics(layer, readers, job.ranges).items():
+            statistics[path] = statistics[path] | values
+    return weights.weight
+
+
+def _put_head(job: Job, draft: Draft, ends: Decoder) -> None:
+    """Puts the head as it is on disk into `ends`."""
+    index = job.checkpoint.config.num_layers
+    (linear,) = job.targets[index]
+    _put(job, index, ends, linear, read_shard(draft.folder / shard_name(index + 2, job.num_shards)))
 
 
 def _put(
@@ -352,7 +387,8 @@ def _use_rounded(job: Job, index: int, layer: nn.Module, linear: Linear, written
 
 def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
     """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
-    name = f"model.{matrix_name(index, linear.path)}"
+    name = matrix_name(index, linear.path)
+    name = name if linear.path == HEAD else f"model.{name}"
     if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
         raise ArtifactError(
             f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
@@ -386,23 +422,6 @@ def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[
             part = layouts.write(matrix.stored.rows(rows))
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
-
-
-def _report(job: Job, matrix: Matrix, linear: Linear) -> dict[str, Any]:
-    """The steps and errors of a matrix: a row of layers.jsonl."""
-    errors = matrix.errors()
-    return {
-        "name": matrix.name,
-        "modules": [name for name, _ in linear.modules],
-        "kind": "+".join(step.kind for step in job.steps),
-        "bits": matrix.stored.scheme.bits if matrix.stored is not None else 8 * job.checkpoint.dtype.itemsize,
-        "group_size": matrix.stored.scheme.group_size if matrix.stored is not None else 0,
-        "error": errors.output,
-        "weight_error": errors.weight,
-        "zeros": errors.zeros,
-        "weights": matrix.original.numel(),
-        "notes": matrix.notes,
-    }
 
 
 def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:

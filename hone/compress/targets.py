@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from hone.model.quantized.scheme import Scheme
 
 
+HEAD = "lm_head"
+"""The head's checkpoint module and its path: it is the one linear of the layer after the last."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """One linear of a layer as computed: q, k and v of an attention are one matrix."""
@@ -36,7 +40,9 @@ class Linear:
 
 
 def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
-    """Every linear of layer `index`, in order of execution."""
+    """Every linear of layer `index`, in order of execution; of the index after the last layer the head, also where it is tied."""
+    if index == config.num_layers:
+        return (Linear(HEAD, ((HEAD, config.vocab_size),), config.hidden_size, "norm"),)
     found = []
     for path, spec in config.linears(index).items():
         reads = spec.reads if spec.share == 1.0 else f"{spec.reads}, {spec.share:g} of the tokens"
@@ -45,7 +51,8 @@ def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
 
 
 def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> tuple[tuple[Linear, ...], ...]:
-    """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (see `matches`).
+    """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (see `matches`). Where the head is,
+    it follows the layers.
 
     Raises SpecError when there is none, when one is matched only in part, and for a pattern that matches nothing of the model.
     """
@@ -70,9 +77,16 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
                     fix="these are one matrix: target or ignore them together",
                 )
         chosen.append(tuple(here))
+    if _any(targets, HEAD) and not _any(ignore, HEAD):
+        chosen.append(linears(config, config.num_layers))
     for field, patterns in (("targets", targets), ("ignore", ignore)):
         for pattern in patterns:
-            if not any(matches(pattern, name) for name in (*names, *_NEVER_COMPRESSED)):
+            if field == "targets" and matches(pattern, EMBEDDING) and not any(matches(pattern, one) for one in names):
+                raise SpecError(
+                    f"targets: '{pattern}' is the embedding, which is looked up as floats and not compressed",
+                    fix="rest_dtype=bfloat16 stores it in 16 bits; the head is 'lm_head'",
+                )
+            if not any(matches(pattern, name) for name in (*names, HEAD, EMBEDDING)):
                 raise nothing_matched(f"{field}: '{pattern}'", pattern, names, "the model's linears")
     if not any(chosen):
         raise SpecError(
@@ -81,8 +95,13 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
     return tuple(chosen)
 
 
-_NEVER_COMPRESSED = ("lm_head", "model.embed_tokens")
-"""What recipes name although no step compresses it."""
+EMBEDDING = "model.embed_tokens"
+"""What recipes ignore although no step compresses it."""
+
+
+def has_head(targets: Sequence[Sequence[Linear]]) -> bool:
+    """Whether the head is among what `select` chose."""
+    return any(linear.path == HEAD for linear in targets[-1])
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -115,12 +134,18 @@ def check_modules(linear: Linear, scheme: Scheme) -> None:
     """Raises SpecError for a checkpoint module that the layout cannot store, or a block of rows that extends over two."""
     from hone.model.quantized.layouts import layout_of
 
+    if linear.path == HEAD and scheme.layout == "awq":
+        raise SpecError(
+            "layout awq cannot store lm_head: the libraries that read it take the head as floats",
+            fix="leave it unchanged, ignore=['lm_head'], or use layout=pack-quantized",
+        )
     for name, rows in linear.modules:
         problem = layout_of(scheme).shape_problem(scheme, rows, linear.columns)
         if problem is not None:
+            ignored = list(dict.fromkeys((HEAD, name.rpartition(".")[2])))
             raise SpecError(
                 f"layout {scheme.layout} cannot store {name}, {rows} x {linear.columns}: {problem}",
-                fix=f"leave it unchanged, ignore=['lm_head', '{name.rpartition('.')[2]}'], or choose another layout",
+                fix=f"leave it unchanged, ignore={ignored}, or choose another layout",
             )
     if scheme.block is None:
         return

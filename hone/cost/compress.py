@@ -121,7 +121,8 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Compression:
-    """A compression in numbers: the matrices of each layer, shard sizes (the first outside the layers), calibration."""
+    """A compression in numbers: the matrices of each layer, shard sizes (the first outside the layers, the last of `head`),
+    calibration."""
 
     facts: ModelFacts
     layers: tuple[tuple[MatrixWork, ...], ...]
@@ -154,6 +155,8 @@ class Compression:
     """Sequences that the whole uncompressed model, held in memory, computes besides: each matrix changed in turn."""
     differentiated: int = 0
     """Sequences on which that model is differentiated, one at a time."""
+    head: tuple[tuple[MatrixWork, ...], ...] = ()
+    """The head's matrix, as a layer after the last one whose forward pass is not needed; empty where it is not compressed."""
 
     @property
     def tokens(self) -> int:
@@ -176,15 +179,16 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     ends = _passes(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
     now = written = ends
     count = len(work.layers)
-    for index, matrices in enumerate(work.layers):
-        last = index + 1 == count
+    for index, matrices in enumerate((*work.layers, *work.head)):
+        last = index + 1 == count + len(work.head)
+        passed = forward if index < count else 0.0
         spent = {
             "loading and Python": _load(machine, work, index),
-            "statistics": share * _statistics(machine, work, matrices, forward),
+            "statistics": share * _statistics(machine, work, matrices, passed),
             "ranges of inputs": share * _inputs(machine, work, matrices, work.range_bytes),
             "between ranks": _merged(machine, work, matrices),
             "keys and values": share * (forward + _passes(machine, work.cache_bytes * work.tokens))
-            if work.cache_bytes
+            if work.cache_bytes and index < count
             else 0.0,
             "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
         }
@@ -229,13 +233,15 @@ def compress_bytes(machine: Machine, work: Compression) -> Estimate:
 def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float]:
     """Bytes that are in memory at once on a rank, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
-    layer = max((one.matmul_params for one in work.facts.layers), default=0) * (width + work.stored_width)
-    solve = max((_solve_bytes(one, work) for matrices in work.layers for one in matrices), default=0.0)
+    every = (*work.layers, *work.head)
+    largest = [one.matmul_params for one in work.facts.layers] + [one.size for head in work.head for one in head]
+    layer = max(largest, default=0) * (width + work.stored_width)
+    solve = max((_solve_bytes(one, work) for matrices in every for one in matrices), default=0.0)
     hessians = 0
     if work.tokens:
-        hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in work.layers), default=0)
+        hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in every), default=0)
         hessians *= 1 + work.paired
-    widest = max((one.columns for matrices in work.layers for one in matrices), default=0)
+    widest = max((one.columns for matrices in every for one in matrices), default=0)
     share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
     saved = sum(saved_values(one, work.facts.hidden_size) for one in work.facts.layers)
     batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
@@ -357,8 +363,10 @@ def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) 
 
 def _load(machine: Machine, work: Compression, index: int) -> float:
     """Seconds of reading a layer's weights, of which a rank reads a part, and of building it."""
-    weights = work.facts.layers[index].matmul_params
-    ops = LAYER_OPS + MATRIX_OPS * len(work.layers[index])
+    matrices = (*work.layers, *work.head)[index]
+    inside = index < len(work.layers)
+    weights = work.facts.layers[index].matmul_params if inside else sum(one.size for one in matrices)
+    ops = LAYER_OPS + MATRIX_OPS * len(matrices)
     if machine.device.startswith("cuda"):
         read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)
         return read + _starts(machine, ops)

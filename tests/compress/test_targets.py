@@ -18,12 +18,14 @@ EVERY = ["mixer.qkv", "mixer.out", "feed_forward.gate_up", "feed_forward.down"]
     ("targets", "ignore", "left"),
     [
         (["re:.*"], ["re:.*down_proj"], {}),
-        (["re:model.layers.1.*"], ["re:.*down_proj$"], {0, *range(2, 10)}),  # 1, 10 and 11
+        (["re:model.layers.1.*"], ["re:.*down_proj$", "lm_head"], {0, *range(2, 10)}),  # 1, 10 and 11
         ([r"\.layers\."], [r"down_proj", "lm_head", "model.embed_tokens"], {}),
     ],
 )
 def test_both_syntaxes(targets, ignore, left):
-    for index, chosen in enumerate(select(CONFIG, targets, ignore)):
+    *layers, head = (*select(CONFIG, targets, ignore), ()) if "lm_head" in ignore else select(CONFIG, targets, ignore)
+    assert [linear.path for linear in head] == ([] if "lm_head" in ignore else ["lm_head"])
+    for index, chosen in enumerate(layers):
         assert [linear.path for linear in chosen] == ([] if index in left else EVERY[:-1])
 
 
@@ -32,6 +34,7 @@ def test_both_syntaxes(targets, ignore, left):
     [
         ([r"\.layers\."], ["re:down_proj"], "ignore: 're:down_proj'", "model.layers.0.mlp.down_proj"),  # from the start
         (["Linear"], ["lm_head"], "targets: 'Linear'", "model.layers.0."),
+        (["re:.*embed_tokens"], ["lm_head"], "'re:.*embed_tokens' is the embedding", "the head is 'lm_head'"),
         ([r"\.layers\."], ["lm_head", "re:.*o_prj"], "ignore: 're:.*o_prj'", "model.layers.0.self_attn.o_proj"),
         ([r"\.layers\."], [r"\.layers\."], "name no linear", "model.layers.0."),
     ],

@@ -70,7 +70,8 @@ class KLAllocation(Allocation):
             model = job.checkpoint.build(job.device, job.dtype)
             tokens = torch.from_numpy(flow.calibration.tokens[: self.probe_sequences]).to(job.device)
             reference = self._hidden(model, tokens)
-            places = [(index, linear) for index, linears in enumerate(job.targets) for linear in linears]
+            layers = job.targets[: job.checkpoint.config.num_layers]  # not the head
+            places = [(index, linear) for index, linears in enumerate(layers) for linear in linears]
             mine, found = places[job.mesh.rank :: job.mesh.world_size], {}  # the ranks share the matrices
             with run.progress("divergence", len(mine), "matrices") as bar:
                 for index, linear in mine:

@@ -13,7 +13,7 @@ from hone.base.figure import Estimate
 from hone.compress.allocations.base import Allocation, Budget, Candidates, candidates
 from hone.compress.matrix import Assigned, Quantizer, matrix_name
 from hone.compress.sizes import Entry, matrix_bytes, shard_sizes
-from hone.compress.targets import Linear
+from hone.compress.targets import HEAD, Linear
 from hone.cost.compress import Compression, MatrixWork, compress_seconds
 from hone.measure.machine import Machine
 
@@ -30,7 +30,14 @@ def seconds(machine: Machine, work: Compression, allocation: Allocation | None) 
     few = min(work.num_sequences, allocation.num_sequences)
     nothing = (0,) * len(work.shard_bytes)
     counted = ("range_bytes", "rounding_bytes", "cache_bytes", "check_sequences", "probes", "differentiated")
-    own = {"layers": layers, "num_sequences": few, "shard_bytes": nothing, "measured": (), **dict.fromkeys(counted, 0)}
+    own = {
+        "layers": layers,
+        "head": (),
+        "num_sequences": few,
+        "shard_bytes": nothing,
+        "measured": (),
+        **dict.fromkeys(counted, 0),
+    }
     first = compress_seconds(machine, replace(work, **own))
     formula = f"{whole.formula}; before it, sensitivities {first.value:.3g} s"
     return Estimate(value=whole.value + first.value, unit="s", formula=formula, bound=whole.bound)
@@ -45,7 +52,10 @@ def assigned(
     dtype: torch.dtype,
     where: str,
 ) -> tuple[Assigned, Budget | None]:
-    """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it."""
+    """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it.
+
+    The head keeps the quantizer's own bits, outside the budget's choice.
+    """
     if allocation is None:
         return Assigned(quantizer), None
     options = candidates(quantizer, allocation.bits)
@@ -56,10 +66,12 @@ def assigned(
         )
         for index, linears in enumerate(targets)
         for one in linears
+        if one.path != HEAD
     )
-    lowest = shard_sizes(before, targets, Assigned(options[min(options)]), rest_dtype, dtype)
-    weights = sum(one.rows * one.columns for linears in targets for one in linears)
+    fewest = Assigned(quantizer, dict.fromkeys((one.name for one in matrices), min(options)))
+    lowest = shard_sizes(before, targets, fewest, rest_dtype, dtype)
+    weights = sum(one.rows * one.columns for linears in targets for one in linears if one.path != HEAD)
     budget = allocation.budget(matrices, weights, sum(lowest), where)
     totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]
-    fitting = [option for option, total in zip(options.values(), totals, strict=True) if total <= budget.most]
-    return Assigned(fitting[-1]), budget
+    most = max(bits for bits, total in zip(options, totals, strict=True) if total <= budget.most)
+    return replace(fewest, bits=dict.fromkeys(fewest.bits, most)), budget

@@ -16,6 +16,7 @@ from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.compress.matrix import Matrix, Step, Storage, quantizer_of
 from hone.compress.pruners.base import Sparse
+from hone.compress.targets import HEAD
 from hone.compress.transforms.rotation import Rotation
 from hone.cost.compress import Work
 
@@ -199,6 +200,11 @@ def check_modules(steps: Iterable[Step], linear: Linear) -> None:
     """Raises SpecError when a low-rank step cannot work on a checkpoint module of `linear`."""
     for step in steps:
         if isinstance(step, LowRank):
+            if linear.path == HEAD:
+                raise SpecError(
+                    f"{step.kind} makes factors for the linears of layers, not for {HEAD}",
+                    fix="leave it unchanged: ignore=['lm_head']",
+                )
             for name, rows in linear.modules:
                 step.check_module(name, rows, linear.columns)
 

@@ -112,7 +112,7 @@ class Rotation(Transform):
     def hadamards(self, config: ModelConfig, targets: tuple[tuple[Linear, ...], ...]) -> dict[str, int]:
         """Block sizes of r4 by the linear's name ('layers.3.feed_forward.down'). Raises SpecError where no block divides it."""
         found: dict[str, int] = {}
-        for index, linears in enumerate(targets if self.r4 else ()):
+        for index, linears in enumerate(targets[: config.num_layers] if self.r4 else ()):
             specs = config.linears(index)
             for linear in linears:
                 if linear.path.startswith("feed_forward.") and specs[linear.path].residual:

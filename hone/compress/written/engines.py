@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
+from hone.compress.targets import HEAD
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -71,7 +72,11 @@ def _transformers(written: Written) -> Iterable[tuple[str, str]]:
     yield from _whole(written)
     stored = {(scheme.bits, scheme.group_size) for _, scheme, _ in written.schemes}
     for name, scheme, _ in written.schemes:
-        if scheme.layout in ("gptq", "gptq_v2") and len(stored) > 1:  # optimum reads one of each for all modules
+        if scheme.layout not in ("gptq", "gptq_v2"):
+            continue
+        if name == HEAD:  # optimum puts quantized linears into the layers alone, with the same bits and groups
+            yield f"lm_head in the layout {scheme.layout}", "use layout=pack-quantized, or ignore=['lm_head']"
+        if len(stored) > 1:
             yield f"the layout {scheme.layout} with bits or groups that differ, at {name}", "use layout=pack-quantized"
 
 
@@ -83,6 +88,8 @@ def _vllm(written: Written) -> Iterable[tuple[str, str]]:
         )
         what = f"{scheme.described} with activations {rounding}, at {name}"
         able = _IN_VLLM.get(scheme.layout)
+        if name == HEAD:
+            yield f"a quantized lm_head, which was not tried there ({scheme.layout})", "set ignore=['lm_head']"
         if able is None:
             yield f"the layout {scheme.layout}, at {name}", "use rtn, gptq, fp8, nvfp4 or nf4"
         elif rounding not in able:

@@ -16,7 +16,7 @@ from hone.compress.check import Checked
 from hone.compress.low_rank.base import Factorization
 from hone.compress.matrix import Assigned, matrix_name
 from hone.compress.statistics import STATISTICS
-from hone.compress.targets import Linear, linears
+from hone.compress.targets import HEAD, Linear, has_head, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.folder import ADAPTER, copy_companions, weights_bytes
@@ -46,7 +46,7 @@ def quantization_config(
     `hadamards`: sizes of the Hadamard matrices of inputs, by matrix."""
     if assigned.template is None:
         return None if kv_cache is None else to_json(Quantization((), ("lm_head",), kv_cache=kv_cache))
-    ignored = ["lm_head"]
+    ignored = [] if has_head(targets) else [HEAD]
     if isinstance(assigned.template, Factorization):
         left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
         return low_rank.config([*ignored, *(name for linear in left for name, _ in linear.modules)])
@@ -70,7 +70,10 @@ def quantization_config(
     method = layout_of(by_count[-1]).method
     options = assigned.template.config_options(dtype)
     inputs = tuple(InputHadamard(tuple(names), size) for size, names in multiplied.items())
-    groups.append((("Linear",), by_count[-1]))
+    head = tuple(
+        name for name in modules[by_count[-1]] if name == HEAD
+    )  # vLLM's head is no Linear: it goes by its name
+    groups.append((("Linear", *head), by_count[-1]))
     made = Quantization(tuple(groups), tuple(ignored), method, options, inputs, kv_cache)
     return to_json(made)
 

@@ -36,7 +36,8 @@ def read(values: dict[str, Any], where: str) -> Quantization:
         scheme = Scheme(4, values.get("bnb_4bit_blocksize") or BLOCK, number + nested, number=number)
     else:
         raise unsupported(where, "load_in_4bit and load_in_8bit", False, _FIX)
-    skipped = values.get("llm_int8_skip_modules") or ["lm_head"]  # without a list transformers leaves the head alone
+    skipped = values.get("llm_int8_skip_modules")
+    skipped = ["lm_head"] if skipped is None else skipped  # without a list transformers leaves the head alone
     return Quantization(((("Linear",), checked(scheme, where, _FIX)),), skipping(skipped), "bitsandbytes")
 
 

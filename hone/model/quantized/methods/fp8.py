@@ -30,9 +30,10 @@ def read(values: dict[str, Any], where: str) -> Quantization:
     if not isinstance(block, list | tuple) or [type(length) for length in block] != [int, int] or min(block) < 1:
         raise unsupported(where, "weight_block_size", block, _FIX)
     scheme = Scheme(8, layout="fp8", number="e4m3", block=(block[0], block[1]))
-    skipped = values.get("modules_to_not_convert") or values.get("ignored_layers")
-    # Without a list transformers leaves the head alone.
-    return Quantization(((("Linear",), checked(scheme, where, _FIX)),), skipping(skipped or ["lm_head"]), "fp8")
+    skipped = values.get("modules_to_not_convert")
+    skipped = values.get("ignored_layers") if skipped is None else skipped
+    skipped = ["lm_head"] if skipped is None else skipped  # without a list transformers leaves the head alone
+    return Quantization(((("Linear",), checked(scheme, where, _FIX)),), skipping(skipped), "fp8")
 
 
 def to_json(quantization: Quantization) -> dict[str, Any]:
