@@ -299,7 +299,7 @@ def _plan(stage: Stage, out: Path, facts: Mapping[str, Facts], machine: Machine,
     """A stage's plan; its problem, if any, when earlier stages have `taken` so many bytes of disk."""
     if not stage.every_rank:
         machine = machine.model_copy(update={"num_ranks": 1})
-    plan = stage.with_ways(stage.plan(facts, machine), facts, machine)
+    plan = stage.full_plan(facts, machine)
     has = capacity(machine, out)
     try:
         plan.must_fit({**has, DISK: has[DISK] - taken}, f"{out.name} on {machine.processor}")

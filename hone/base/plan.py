@@ -29,6 +29,9 @@ FACTS: dict[str, str] = {
 MEMORY, DISK = "memory_growth_bytes", "disk_bytes"
 """The estimates that can exceed a machine's capacity."""
 
+PEAK = "peak_memory_bytes"
+"""The memory of the whole process: `MEMORY` and what the process takes before the work."""
+
 _DISK_WAYS = ("free some space", "write to another disk: --out or --work", "delete artifacts that are no longer needed")
 
 
@@ -37,6 +40,16 @@ class Machine(Protocol):
 
     device: str
     calibration: Any
+
+    @property
+    def process_bytes(self) -> float:
+        """Memory of `device` that a process with torch takes before it works."""
+        ...
+
+    @property
+    def resident_bytes(self) -> float:
+        """Memory of `device` that this process takes now."""
+        ...
 
     @property
     def free_memory_bytes(self) -> float:

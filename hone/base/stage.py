@@ -12,7 +12,7 @@ from hone.base.errors import HoneError, SpecError, did_you_mean
 from hone.base.figure import human_bytes
 from hone.base.lazy import resolve
 from hone.base.mesh import Mesh
-from hone.base.plan import MEMORY, Facts, Machine, Plan, capacity, facts_of
+from hone.base.plan import MEMORY, PEAK, Facts, Machine, Plan, capacity, facts_of
 from hone.base.run import Run
 from hone.base.spec import Spec
 
@@ -48,6 +48,8 @@ class Stage(Spec):
     several: ClassVar[frozenset[str]] = frozenset()
     every_rank: ClassVar[bool] = False
     """Whether all ranks run it, each a part of the work; else rank 0 alone runs it."""
+    uses_torch: ClassVar[bool] = True
+    """Whether its process imports torch, which takes more memory than most small models."""
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
         """Estimates of the stage on `machine` and the facts of its output, from the `facts` of its parents by role.
@@ -59,6 +61,17 @@ class Stage(Spec):
     def remedies(self) -> Iterable[Sequence[tuple[str, str]]]:
         """Changes that may need less memory, the mildest field first: for each field (name, value) pairs, the mildest first."""
         return ()
+
+    def full_plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
+        """`plan` with the memory of the whole process; see `with_ways`."""
+        planned = self.plan(facts, machine)
+        growth = planned.estimates.get(MEMORY)
+        if growth is not None:
+            before = machine.process_bytes if self.uses_torch else machine.resident_bytes
+            formula = f"before the work {human_bytes(before)} + {growth.formula}"
+            peak = growth.model_copy(update={"value": before + growth.value, "formula": formula})
+            planned = planned.model_copy(update={"estimates": {**planned.estimates, PEAK: peak}})
+        return self.with_ways(planned, facts, machine)
 
     def with_ways(self, planned: Plan, facts: Mapping[str, Facts], machine: Machine) -> Plan:
         """`planned`; where it exceeds the memory, with those of `remedies` as ways out that lower the estimate, and how far.
@@ -148,7 +161,8 @@ class Stage(Spec):
             return opened
         if run.command:
             opened.command(run.command)
-        opened.predict(planned.estimates)
+        # What the process takes is known when the work begins.
+        opened.predict({name: estimate for name, estimate in planned.estimates.items() if name != PEAK})
         return planned, opened
 
     def check_roles(self, given: Mapping[str, Any]) -> None:
@@ -170,7 +184,7 @@ class Stage(Spec):
         """The plan of making `out`. Raises FitError when it exceeds the machine."""
         machine = resolve(MACHINE)(run)
         facts = {role: facts_of(parent) for role, parent in parents.items()}
-        planned = self.with_ways(self.plan(facts, machine), facts, machine)
+        planned = self.full_plan(facts, machine)
         planned.must_fit(capacity(machine, out), out.name)
         return planned
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hone.base.figure import Estimate, human_bytes, human_seconds
-from hone.base.plan import DISK, MEMORY
+from hone.base.plan import DISK, PEAK
 
 if TYPE_CHECKING:
     from hone.base.run import Run
     from hone.recipe import Planned
 
-_COLUMNS = {"time_s": "time", MEMORY: "memory", DISK: "disk", "energy_j": "energy"}
+_COLUMNS = {"time_s": "time", PEAK: "memory", DISK: "disk", "energy_j": "energy"}
 
 
 def show_plan(rows: Sequence[Planned], run: Run) -> int:
@@ -61,7 +61,7 @@ def compact(rows: Sequence[Planned]) -> str:
     parts = [f"{len(new)} stages to make" if new else "nothing to make"]
     if len(new) < len(rows):
         parts.append(f"{len(rows) - len(new)} exist")
-    names = {"time_s": "", MEMORY: " of memory at most", DISK: " of disk", "energy_j": ""}
+    names = {"time_s": "", PEAK: " of memory at the peak", DISK: " of disk", "energy_j": ""}
     parts += [f"{_cell(name, totals[name])}{more}" for name, more in names.items() if name in totals]
     unknown = sum(row.plan is None for row in new)
     return f"plan: {', '.join(parts)}" + (f"; without {unknown} that cannot be planned yet" if unknown else "")
@@ -76,7 +76,7 @@ def totals_of(rows: Sequence[Planned]) -> dict[str, Estimate]:
     return {
         name: found[name][0].model_copy(
             update={
-                "value": (max if name == MEMORY else sum)(one.value for one in found[name]),
+                "value": (max if name == PEAK else sum)(one.value for one in found[name]),
                 "bound": any(one.bound for one in found[name]),
             }
         )

@@ -26,6 +26,7 @@ class Data(Settings):
 
     stage: ClassVar[str] = "data"
     roles: ClassVar[dict[str, bool]] = {}
+    uses_torch: ClassVar[bool] = False
 
     def make(self, out: Path | str, parents: dict[str, Artifact] | None = None, run: Run | None = None) -> Artifact:
         """As every stage; warns when the finished artifact was made from files that have changed since, or may have."""

@@ -29,7 +29,9 @@ from hone.measure.calibration import (
 from hone.measure.energy import Meter
 from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
+from hone.measure.memory import give_back, resident_bytes
 from hone.measure.scratch import here, scratch
+from hone.measure.warm import warm_up
 
 torch = lazy("torch")
 
@@ -109,6 +111,9 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
 def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibration:
     """The rates of `machine` for `dtype`, measured now; they are stored with those in `kept` unless these are better."""
     timer = Timer(machine.device)
+    warm_up(machine.device)
+    give_back()
+    process_bytes = resident_bytes()
     threads = 1 if timer.cuda else torch.get_num_threads()
     before, meter = processor_load(), Meter(machine.device)
     probes = _probes(timer, dtype)
@@ -124,7 +129,8 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibra
     calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
     busy = {name: why for name, why in (kept.busy if kept else {}).items() if name != dtype}
     busy |= {dtype: disturbed} if disturbed else {}
-    calibration = calibration.model_copy(update={"watts": joules / took if joules else None, "busy": busy})
+    more = {"watts": joules / took if joules else None, "busy": busy, "process_bytes": process_bytes}
+    calibration = calibration.model_copy(update=more)
     if not disturbed:
         keep_calibration(identity(machine), calibration)
         return calibration

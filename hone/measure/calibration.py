@@ -19,10 +19,11 @@ from hone.base.durable import write_atomic
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 6
+_METHOD = 7
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
-5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU."""
+5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU.
+7: also the memory of a process."""
 
 
 class MatmulRate(BaseModel):
@@ -98,6 +99,10 @@ class Calibration(BaseModel):
     )
     disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
     collectives: tuple[CollectiveTime, ...] = Field((), description="Seconds of collectives, measured under torchrun.")
+    process_bytes: int | None = Field(
+        None,
+        description="Resident memory of a process that has imported torch and started its threads; None: not known.",
+    )
     watts: PositiveFloat | None = Field(None, description="Mean power during the calibration; None: no sensor.")
     busy: Mapping[str, str] = Field(
         {}, description="The other work that ran meanwhile, for each dtype that was measured beside some."
@@ -160,6 +165,8 @@ class Calibration(BaseModel):
         for one in self.collectives:
             what = f"{one.op} on {one.ranks} ranks, {one.algorithm}, {_binary(one.num_bytes)}"
             rows.append((what, f"{one.seconds * 1e6:,.0f} us"))
+        if self.process_bytes is not None:
+            rows.append(("memory of a process with torch", f"{self.process_bytes >> 20} MiB"))
         if self.watts is not None:
             rows.append(("power while measuring", f"{self.watts:.0f} W"))
         for dtype, why in self.busy.items():

@@ -17,6 +17,12 @@ from hone.measure.amx import cpu_isa_limit
 from hone.measure.calibration import Calibration, read_calibration
 from hone.measure.memory import resident_bytes
 
+TORCH_BYTES = 350 << 20
+"""Without a calibration, resident memory of a process that has imported torch (2.13 for CPUs) and started its threads."""
+
+STAGE_BYTES = 60 << 20
+"""What the modules and libraries of a stage add before its work: tokenizers, Arrow, safetensors (30 to 100 MiB)."""
+
 
 class Gpu(BaseModel):
     """One CUDA device as torch sees it."""
@@ -67,10 +73,23 @@ class Machine(BaseModel):
         return self.ram_bytes
 
     @property
+    def process_bytes(self) -> float:
+        """Memory of `device` that a process with torch takes before it works; on a GPU torch's tensors alone are counted."""
+        if self.device.startswith("cuda"):
+            return 0.0
+        found = self.calibration.process_bytes if self.calibration is not None else None
+        return (found or TORCH_BYTES) + STAGE_BYTES
+
+    @property
+    def resident_bytes(self) -> float:
+        """Memory of `device` that this process takes now."""
+        return 0.0 if self.device.startswith("cuda") else resident_bytes()
+
+    @property
     def free_memory_bytes(self) -> float:
         """`memory_bytes` without the memory that this process already uses (on a GPU, torch's tensors); ranks share a CPU's."""
         if not self.device.startswith("cuda"):
-            return self.memory_bytes / self.num_ranks - resident_bytes()
+            return self.memory_bytes / self.num_ranks - max(resident_bytes(), self.process_bytes)
         torch = sys.modules.get("torch")  # without torch this process has no memory there
         return self.memory_bytes - (torch.cuda.memory_allocated(self.device) if torch is not None else 0)
 
