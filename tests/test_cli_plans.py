@@ -9,8 +9,11 @@ import pytest
 
 from hone.base.run import Run
 from hone.cli import main
+from hone.cli.idle import need_effect
+from hone.compress.stage import Compress
 from hone.measure.calibration import keep_calibration, read_calibration
 from hone.measure.machine import describe, identity
+from hone.serve.request import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +105,34 @@ def test_quiet_keeps_what_warns(capsys):
     run.say("a step is done")
     run.warn("half of the rows are left out")
     assert capsys.readouterr().err == "note: half of the rows are left out\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (
+            ["compress", "MODEL", "--steps=[{kind: rtn, group_size: 0}]", "--num_sequences=4", "--plan"],
+            "nothing is calibrated",
+        ),
+        (["train", "MODEL", "--from.model=MODEL", "--model.num_layers=3", "--out=x"], "that of --from.model"),
+        (["train", "MODEL", "--keep_every=3", "--out=x"], "no teacher's layers"),
+        (["train", "MODEL", "--checkpoint.interval=0", "--checkpoint.keep_latest_k=3", "--out=x"], "no checkpoints"),
+        (
+            ["data", "MODEL", "--tokenizer.path=MODEL", "--tokenizer.vocab_size=300", "--out=x"],
+            "no tokenizer is trained",
+        ),
+        (["generate", "MODEL", "the", "--logprobs=3"], "the text alone is printed"),
+        (["generate", "MODEL", "the", "--top_p=0.9"], "with temperature 0"),
+    ],
+)
+def test_an_option_without_effect_is_a_mistake(arguments, why, tiny_llama, capsys):
+    assert main([word.replace("MODEL", str(tiny_llama)) for word in arguments]) == 2
+    said = capsys.readouterr().err
+    assert "has no effect" in said and why in said and "fix: leave it out, or " in said
+
+
+def test_an_option_with_an_effect_is_none(tiny_llama):
+    spec = Compress.read({"steps": ["rtn"], "calibration_text": "x"})
+    need_effect("compress", spec, {}, {"num_sequences": "4"})
+    need_effect("compress", spec.override({"calibration_text": "null"}), {"data": "x"}, {"num_sequences": "4"})
+    need_effect("generate", SamplingParams(temperature=1.0), {}, {"top_p": "0.9", "max_tokens": "4"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hone.cli.idle import need_effect
 from hone.cli.options import circumstances, fields, list_fields, need
 
 OF_SERVE = ("config", "quiet")
@@ -47,7 +48,7 @@ def generate(words: list[str], options: dict[str, str]) -> int:
 
     if "help" in options:
         usage = "usage: hone generate MODEL_FOLDER PROMPT [--max_tokens=64] [--temperature=0] [--field=value ...]"
-        print(f"{usage}\n\nfields:\n{list_fields(SamplingParams)}")
+        print(f"{usage}\n\nfields (here max_tokens is 64 and temperature 0 by default):\n{list_fields(SamplingParams)}")
         return 0
     if len(words) != 3:
         raise SpecError(
@@ -56,6 +57,7 @@ def generate(words: list[str], options: dict[str, str]) -> int:
     need_local(words[1], PULL)
     changes = fields(options, *OF_GENERATE)
     params = SamplingParams.from_overrides({"max_tokens": "64", "temperature": "0", **changes})
+    need_effect("generate", params, {}, changes)
     run = circumstances(options)
     from hone.model.hf import Checkpoint
     from hone.serve.engine import Engine

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from hone.cli.idle import need_effect
 from hone.cli.options import (
     CIRCUMSTANCES,
     MAIN_ROLE,
@@ -67,6 +68,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     spec = cls.from_overrides(changes)
     _need_inputs(verb, spec, inputs)
     spec.check_roles(inputs)
+    need_effect(verb, spec, inputs, changes)
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
     run = circumstances(options)
     if "mesh" in options and "plan" not in options:
