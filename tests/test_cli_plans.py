@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from hone.base.figure import human_bytes
+from hone.base.plan import MEMORY, PEAK
 from hone.base.run import Run
 from hone.cli import main
 from hone.cli.idle import need_effect
 from hone.compress.stage import Compress
+from hone.eval.stage import Eval
 from hone.measure.calibration import keep_calibration, read_calibration
 from hone.measure.machine import describe, identity
+from hone.model.facts import CheckpointFacts
 from hone.serve.request import SamplingParams
 
 
@@ -136,3 +140,16 @@ def test_an_option_with_an_effect_is_none(tiny_llama):
     need_effect("compress", spec, {}, {"num_sequences": "4"})
     need_effect("compress", spec.override({"calibration_text": "null"}), {"data": "x"}, {"num_sequences": "4"})
     need_effect("generate", SamplingParams(temperature=1.0), {}, {"top_p": "0.9", "max_tokens": "4"})
+
+
+def test_a_plan_prints_the_memory_of_the_whole_process(tiny_llama, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 200)
+    stage = Eval.read({"text": str(text)})
+    plan = stage.full_plan({"model": CheckpointFacts.of(tiny_llama)}, describe())
+    before = plan.estimates[PEAK].value - plan.estimates[MEMORY].value
+    assert before == describe().process_bytes > 2**28
+    assert main(["eval", str(tiny_llama), str(text), "--plan"]) == 0
+    assert human_bytes(plan.estimates[PEAK].value) in capsys.readouterr().out
+    gpu = describe().model_copy(update={"device": "cuda"})
+    assert gpu.process_bytes == 0 == gpu.resident_bytes

@@ -16,7 +16,7 @@ from hone.base.mesh import CHUNK
 from hone.cost.activations.segments import saved_values
 from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk
-from hone.cost.memory import BYTES, FORWARD_GAPS, FORWARD_TOUCHED, forward_bytes
+from hone.cost.memory import BYTES, FORWARD_GAPS, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.measure.machine import Machine
@@ -42,6 +42,9 @@ DEQUANTIZE_BYTES = 80.0
 
 FP32_SHARE = 0.6
 """Fraction of a GPU's float32 rate on its data sheet that factorization and error products reach."""
+
+CODE_BYTES = 28 << 20
+"""Bytes that the engine's modules, safetensors and LAPACK bring into memory while a CPU compresses (torch 2.13)."""
 
 OBSERVED_BYTES = 24.0
 """Bytes per activation of which a mean, a norm or a cosine is taken: float32 temporaries, written and read."""
@@ -253,9 +256,10 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         "its backward pass": width * work.seq_len * saved if work.differentiated else 0,
         "sums of x x^T": hessians,
         "between ranks": 4 * machine.num_ranks * min(widest**2, CHUNK) if machine.num_ranks > 1 and work.tokens else 0,
-        # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them.
-        "one batch, one solve": max(solve, batch) if gpu else solve + (1 + FORWARD_GAPS) * batch,
-        "code": 0 if gpu else FORWARD_TOUCHED,
+        # A CPU's heap keeps the gaps of a batch: allocations of a solve do not fit them, nor those of the next batch its own.
+        "one batch, one solve": max(solve, batch) if gpu else solve + batch,
+        "gaps in the heap": 0 if gpu or not work.tokens else FORWARD_GAPS * (solve + batch),
+        "code": 0 if gpu else CODE_BYTES,
     }
 
 

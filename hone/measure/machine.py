@@ -20,7 +20,7 @@ from hone.measure.memory import resident_bytes
 TORCH_BYTES = 350 << 20
 """Without a calibration, resident memory of a process that has imported torch (2.13 for CPUs) and started its threads."""
 
-STAGE_BYTES = 60 << 20
+STAGE_BYTES = 40 << 20
 """What the modules and libraries of a stage add before its work: tokenizers, Arrow, safetensors (30 to 100 MiB)."""
 
 
