@@ -56,8 +56,13 @@ def _made(parent: Path) -> tuple[Path, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # held by a sweep, or a file system without locks, where no sweep removes it either
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a sweep has it, and removes it
+            os.close(lock)
+            continue
+        except OSError:  # a file system without locks, where no sweep removes it either
+            pass
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), folder.stat()):
                 return folder, lock

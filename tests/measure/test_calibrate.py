@@ -260,3 +260,11 @@ def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
 
     assert rates(cuda=False) == (100 / 4, 8 / 7, 10 / 2)
     assert rates(cuda=True) == (100 / 5, 8 / 8, 10 / 2)  # kernels queue up behind each other
+
+
+def test_a_process_with_torch_is_measured_and_one_with_more_is_not(small):
+    small.setattr(micro, "disturbance", lambda *_: "")
+    small.setattr(micro, "resident_bytes", lambda: 400 << 20)
+    assert micro.calibrate().process_bytes == 400 << 20 < describe().process_bytes < 500 << 20
+    small.setattr(micro, "resident_bytes", lambda: 9 << 30)
+    assert micro.calibrate(fresh=True).process_bytes is None and describe().process_bytes < 500 << 20
