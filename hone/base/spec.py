@@ -164,10 +164,7 @@ class Spec(BaseModel):
         return _identity(self, self.model_dump(mode="json"))
 
     def goes_on(self, begun: Self, state: Path) -> bool:
-        """Whether unfinished work of `begun`, another spec, is also the beginning of this one's, as `state` has it.
-
-        Raises DriftError when it nearly is, with the reason and the way out.
-        """
+        """Whether unfinished work of `begun`, another spec, begins this one's, as `state` has it. DriftError: it nearly does."""
         return False
 
     def after(self, finished: Self, folder: Path) -> str:
@@ -347,12 +344,7 @@ def read_yaml(path: Path) -> Any:
         first, second = error.lines
         where = f"line {second}" if first == second else f"lines {first} and {second}"
         raise SpecError(f"{path} gives '{error.key}' twice, in {where}", fix="keep one of the two") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        IsADirectoryError,
-        RecursionError,
-    ) as error:  # ValueError: invalid UTF-8 or date
+    except (yaml.YAMLError, ValueError, IsADirectoryError, RecursionError) as error:  # ValueError: no UTF-8, no date
         raise SpecError(f"{path} is not a YAML file: {_where(error)}", fix="correct the file at that place") from None
 
 
