@@ -154,10 +154,14 @@ class Table:
             raise SpecError(f"{what} is no {self.slot}", fix=f"derive the class from {base.__module__}:{base.__name__}")
         return cls
 
+    def shared_bases(self) -> list[type]:
+        """The classes from which all techniques of the slot derive, the slot's own before more general ones."""
+        classes = [resolve(row) for row in self.rows.values()]
+        return [one for one in classes[0].__mro__ if all(issubclass(cls, one) for cls in classes)]
+
     def _base(self) -> type:
         """The class from which all techniques of the slot derive."""
-        classes = [resolve(row) for row in self.rows.values()]
-        shared = [one for one in classes[0].__mro__ if all(issubclass(cls, one) for cls in classes)]
+        classes, shared = [resolve(row) for row in self.rows.values()], self.shared_bases()
         bases = [one for one in shared if one not in classes and issubclass(one, Technique) and one is not Technique]
         return bases[-1] if bases else Technique if Technique in shared else shared[0]
 

@@ -88,8 +88,16 @@ class Steps(Table):
         return {name: row for table in self.tables for name, row in table.rows.items()}
 
     def slot_of(self, kind: str) -> str:
-        """The slot that contains `kind`."""
-        return next(table.slot for table in self.tables if kind in table.rows)
+        """The slot that contains `kind`; for a class of another package the one from whose base it derives."""
+        for table in self.tables:
+            if kind in table.rows:
+                return table.slot
+        foreign = self[kind]
+        return next(table.slot for table in self.tables if issubclass(foreign, table.shared_bases()[0]))
+
+    def installed(self) -> dict[str, str]:
+        """As `Table.installed`, of all slots."""
+        return {name: row for table in self.tables for name, row in table.installed().items()}
 
 
 STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK, KV_CACHES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_a_new_technique_is_one_file_and_one_table_line(
     assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
     packed = [module for module in load(made.folder).modules() if isinstance(module, PackedInt)]
     assert len(packed) == 8 and all(module.scheme.bits == 3 for module in packed)
+
+
+def test_a_class_of_another_package_is_a_step_without_a_table_line(
+    tiny_llama: Path, compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By module:Class, and by the short name that its package offers."""
+    code = '''
+        from hone.compress.quantizers.rtn import RoundToNearest
+
+        class Mine(RoundToNearest):
+            """Rounds."""
+    '''
+    (tmp_path / "someones_package.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    offered = EntryPoint("quantizer.mine", "someones_package:Mine", "hone.techniques")
+    monkeypatch.setattr("hone.base.table.entry_points", lambda group: [offered])
+    step = {"kind": "someones_package:Mine", "bits": 4, "group_size": 32}
+    made, named = compress(tiny_llama, step), compress(tiny_llama, {**step, "kind": "mine"}, name="named")
+    assert [(one["slot"], one["kind"]) for one in made.techniques] == [("quantizer", "someones_package:Mine")]
+    assert [(one["slot"], one["kind"]) for one in named.techniques] == [("quantizer", "mine")]
+    shards = [path.name for path in made.folder.glob("*.safetensors")]
+    assert shards and all(made.manifest["files"][one] == named.manifest["files"][one] for one in shards)
 
 
 FP8 = '''
