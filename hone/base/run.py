@@ -47,7 +47,8 @@ class Run:
     `device` is a torch device string. `redo` replaces a finished artifact. `machine` is the
     description for hone.json (`measure.machine.describe().model_dump()`), which includes the calibration for estimates.
     `quiet` silences progress and messages, not warnings. `executor` is where the tasks of a data stage run
-    ('kind' and options of a technique of that slot). `mesh` are the processes that work together.
+    ('kind' and options of a technique of that slot). `wandb` names the project of Weights & Biases that gets the curves of
+    trainings ('project' and the other options of `--wandb.`); None: nothing is sent. `mesh` are the processes that work together.
     """
 
     device: str = "cpu"
@@ -56,6 +57,7 @@ class Run:
     machine: dict[str, Any] = field(default_factory=dict)
     command: str | None = None
     executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
+    wandb: dict[str, Any] | None = None
     mesh: Mesh = field(default_factory=Mesh.from_environment)
 
     def warn(self, text: str) -> None:

@@ -35,4 +35,5 @@ looking
 
 options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
 for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)
+for train and run also: --wandb.project=NAME --wandb.entity --wandb.name --wandb.mode=online|offline (curves go to Weights & Biases, too)
 """

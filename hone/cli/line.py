@@ -12,7 +12,7 @@ from typing import Any
 
 from hone.cli.options import calibrated, circumstances, fields, need, only, say_doubt
 
-OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.")
+OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.", "wandb.")
 OF_PLAN = ("work", "device", "redo")
 
 
@@ -48,7 +48,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(
             "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
-            "       [--executor=processes|ray|slurm] [--workers=N]\n\n"
+            "       [--executor=processes|ray|slurm] [--workers=N] [--wandb.project=NAME]\n\n"
             "Makes every missing stage of the recipe, resumes an interrupted one, then writes the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
             "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE prints the estimates."

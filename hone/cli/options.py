@@ -136,7 +136,7 @@ def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
 
 
 def circumstances(options: dict[str, str]) -> Any:
-    """The Run for `--device`, `--redo`, `--quiet` and `--executor`; checks that the device exists."""
+    """The Run for `--device`, `--redo`, `--quiet`, `--executor` and `--wandb`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
     from hone.data.executors.choose import from_options
@@ -155,8 +155,17 @@ def circumstances(options: dict[str, str]) -> Any:
         redo="redo" in options,
         quiet="quiet" in options,
         executor=from_options(options),
+        wandb=_wandb(options),
         machine=describe(device).model_dump(mode="json"),
     )
+
+
+def _wandb(options: dict[str, str]) -> dict[str, Any] | None:
+    if not any(name.startswith("wandb.") for name in options):
+        return None
+    from hone.train.curves.wandb import from_options
+
+    return from_options(options)
 
 
 def dtypes_on(device: str) -> tuple[str, ...]:

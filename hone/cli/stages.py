@@ -24,6 +24,7 @@ from hone.cli.options import (
 
 OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
 OF_DATA = (*OF_A_STAGE, "executor", "workers", "executor.")
+OF_TRAIN = (*OF_A_STAGE, "wandb.")
 
 
 def make(words: list[str], options: dict[str, str]) -> int:
@@ -39,7 +40,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(_help(verb, cls))
         return 0
-    known = OF_DATA if verb == "data" else OF_A_STAGE
+    known = {"data": OF_DATA, "train": OF_TRAIN}.get(verb, OF_A_STAGE)
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
     changes = fields(options, *known)
     if verb == "data":

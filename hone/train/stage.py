@@ -35,6 +35,7 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.curves.wandb import check, opened
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.mask import check_mask, masked, zeros_of
@@ -218,6 +219,7 @@ class Train(Prolonged):
         from hone.train.result import record, record_how
 
         mesh = run.mesh
+        mesh.from_leader(lambda: check(run))
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
         start, total = plan.start, plan.start.sequences(plan.steps, self.batch_size)
@@ -411,7 +413,7 @@ class Train(Prolonged):
             finally:
                 checkpoints.close()
                 if watch is not None:
-                    watch.close()
+                    watch.close(whole=trainer.done == trainer.steps)
         if trainer.done < trainer.steps:
             raise ending.interrupted(f"ended after step {trainer.done} of {trainer.steps}, which is saved")
         keeper.ended(trainer)
@@ -432,6 +434,7 @@ class Train(Prolonged):
             peak_flops_per_s=peak and peak * run.mesh.world_size,
             progress=progress,
             kept=draft.keep_time,
+            curves=opened(run, draft, self.model_dump(mode="json")),
         )
 
     def _loss(self, trainer: Trainer, part: PackedTokens) -> float:

@@ -1,4 +1,4 @@
-"""Logs of a running training: steps.jsonl, timings, TensorBoard curves and the progress bar."""
+"""Logs of a running training: steps.jsonl, timings, curves (TensorBoard and what else the user names) and the progress bar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 from hone.base.figure import human_bytes
 from hone.base.run import Progress
+from hone.train.curves.base import Curves
+from hone.train.curves.tensorboard import TensorBoard
 
 
 class Watch:
@@ -18,6 +20,7 @@ class Watch:
 
     `steps.jsonl` in `folder` is content: equal for two runs of one spec, and on a resume the lines after the
     checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
+    `curves` get the same points as TensorBoard.
     MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x tokens/s / `peak_flops_per_s`: 6 a weight (head
     included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak.
     """
@@ -33,16 +36,14 @@ class Watch:
         peak_flops_per_s: float | None = None,
         progress: Progress | None = None,
         kept: Callable[[], None] | None = None,
+        curves: tuple[Curves, ...] = (),
     ) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
         self.path = folder / "steps.jsonl"
         for path in (self.path, log / "timing.jsonl"):
             _cut_back(path, resume_at)
         self._steps = open(self.path, "a", encoding="utf8")
         self._timing = open(log / "timing.jsonl", "a", encoding="utf8")
-        # TensorBoard itself drops events after the step of the resume when it reads the same step again.
-        self._curves = SummaryWriter(str(log), purge_step=resume_at + 1 if resume_at else None)
+        self._curves = (TensorBoard(log, resume_at), *curves)
         self._device = device
         self._flops_per_token = 3 * forward_flops_per_token
         self._peak = peak_flops_per_s
@@ -64,10 +65,8 @@ class Watch:
         _write(self._steps, row)
         timing = {"step": row["step"], "tokens_per_s": rate, "mfu": mfu, "memory_bytes": memory, "time_s": time_s}
         _write(self._timing, timing)
-        for name in ("loss", "lr", "grad_norm"):
-            if row[name] is not None:
-                self._curves.add_scalar(f"train/{name}", row[name], row["step"])
-        self._curves.add_scalar("speed/tokens_per_s", rate, row["step"])
+        points = {f"train/{name}": row[name] for name in ("loss", "lr", "grad_norm") if row[name] is not None}
+        self._add({**points, "speed/tokens_per_s": rate}, row["step"])
         if self._progress is not None:
             norm = "overflow" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
             shown = "" if mfu is None else f"  MFU {mfu:.0%}"
@@ -77,17 +76,21 @@ class Watch:
     def evaluated(self, row: dict[str, Any]) -> None:
         """Logs an evaluation; `row` is its line in steps.jsonl."""
         _write(self._steps, row)
-        for name, value in row.items():
-            if name != "step":
-                self._curves.add_scalar(f"val/{name.removeprefix('val_')}", value, row["step"])
+        points = {f"val/{name.removeprefix('val_')}": value for name, value in row.items() if name != "step"}
+        self._add(points, row["step"])
         self._before = time.perf_counter()
+
+    def _add(self, points: dict[str, float], step: int) -> None:
+        for curves in self._curves:
+            curves.add(points, step)
 
     def sync(self) -> None:
         """Syncs everything written so far to disk, then calls `kept`, which stores the time spent."""
         for file in (self._steps, self._timing):
             file.flush()
             os.fsync(file.fileno())
-        self._curves.flush()
+        for curves in self._curves:
+            curves.flush()
         if self._kept is not None:
             self._kept()
 
@@ -106,12 +109,13 @@ class Watch:
         rates = self.rates[2:] if len(self.rates) > 5 else self.rates
         return sum(tokens for tokens, _ in rates) / max(sum(time_s for _, time_s in rates), 1e-9)
 
-    def close(self) -> None:
-        """Syncs and closes the files."""
+    def close(self, *, whole: bool = True) -> None:
+        """Syncs and closes the files; `whole` says whether the training reached its last step."""
         self.sync()
         self._steps.close()
         self._timing.close()
-        self._curves.close()
+        for curves in self._curves:
+            curves.close(whole=whole)
 
 
 def _write(file: TextIO, row: dict[str, Any]) -> None:
