@@ -6,7 +6,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile all of hone again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint docs clean
 
 demo: .venv/.all
 	$(BIN)/hone run recipes/tiny.yaml
@@ -22,6 +22,10 @@ test-all: .venv/.dev
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+# The documentation as a site, in build/site. A link that leads nowhere is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 .venv/bin/pip:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "hone needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv || { echo "fix: on Debian or Ubuntu, apt install python3-venv"; rm -rf .venv; exit 1; }
@@ -34,6 +38,10 @@ lint: .venv/.dev
 .venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[all,dev]'
 	touch .venv/.all $@
+
+.venv/.docs: .venv/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[docs]'
+	touch $@
 
 clean:
 	rm -rf .venv work build *.egg-info
