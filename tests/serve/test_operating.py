@@ -106,3 +106,8 @@ def test_the_container_starts_what_the_command_line_takes():
     for source in re.search(r"^COPY (.*) /src/$", text, re.M)[1].split():
         assert (ROOT / source).is_file()
     compile(re.search(r'"-c", "(.*)"\]', text)[1], "health check", "exec")
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf8").splitlines()
+    copied = [source for line in re.findall(r"^COPY (.*) /src/\w*$", text, re.M) for source in line.split()]
+    assert "*" in ignored and {f"!{source}" for source in copied} == {one for one in ignored if one.startswith("!")}
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf8"), re.M)[1]
+    assert f"ARG TORCH={pinned}\n" in text, "the image has the torch that the tests run with"
