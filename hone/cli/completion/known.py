@@ -18,7 +18,8 @@ from hone.cli.help import HELP
 from hone.cli.line import OF_PLAN, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
-from hone.cli.stages import OF_A_STAGE, OF_DATA
+from hone.cli.stages import OF_A_STAGE, OF_DATA, OF_TRAIN
+from hone.train.curves.wandb import Wandb
 
 SHELLS = ("bash", "zsh", "fish")
 FILES, FOLDERS, RECIPES = "<files>", "<folders>", "<recipes>"
@@ -29,6 +30,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "plan": OF_PLAN,
     "data": OF_DATA,
     **dict.fromkeys(_STAGES, OF_A_STAGE),
+    "train": OF_TRAIN,
     "serve": OF_SERVE,
     "generate": OF_GENERATE,
     "chat": OF_CHAT,
@@ -73,9 +75,11 @@ def options_of(verb: str) -> list[Option]:
     found = [Option(name, _ABOUT[name], flag=True) for name in ("help",)]
     for name in _CIRCUMSTANCES.get(verb, ()):
         if name.endswith("."):
-            continue  # those of roles are below; of an executor they depend on its kind
+            continue  # those of roles and curves are below; of an executor they depend on its kind
         values = _CHOICES.get(name, () if name in ("workers", "mesh", *FLAGS) else (FILES,))
         found.append(Option(name, _ABOUT[name], values, name in FLAGS))
+    if "wandb." in _CIRCUMSTANCES.get(verb, ()):
+        found += [one._replace(name=f"wandb.{one.name}") for one in _fields(Wandb)]
     if verb in ("run", "plan"):
         return [
             *found,
