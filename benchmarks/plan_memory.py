@@ -8,7 +8,6 @@ before the work. MODEL_FOLDER is a small model; `--cases` picks some.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="only print")
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(dir=os.getcwd()) as work:
+    with tempfile.TemporaryDirectory(prefix="hone-memory-") as work:
         for name, command in commands(args.model, args.text, args.data, args.sequences).items():
             if args.cases and name not in args.cases:
                 continue

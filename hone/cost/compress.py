@@ -247,7 +247,8 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     widest = max((one.columns for matrices in every for one in matrices), default=0)
     share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
     saved = sum(saved_values(one, work.facts.hidden_size) for one in work.facts.layers)
-    batch = forward_bytes(work.facts, tokens=min(work.batch_size, work.num_sequences) * work.seq_len, dtype=work.dtype)
+    together = min(work.batch_size, max(work.num_sequences, work.check_sequences))
+    batch = forward_bytes(work.facts, tokens=together * work.seq_len, dtype=work.dtype)
     return {
         "hidden states": share * variants * work.states_bytes
         + checked * 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
