@@ -30,7 +30,6 @@ FORMATS = {
     "int4 with a rule": ({"kind": "rtn", "group_size": 32, "rules": [{"match": "lm_head", "bits": 8}]}, "compressed_tensors"),
     "w8a8": ({"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_token"}, "compressed_tensors"),
     "fp8": ({"kind": "fp8", "activations": "none"}, "compressed_tensors"),
-    "fp8 block": ({"kind": "fp8", "strategy": "block"}, "accelerate"),
     "nf4": ({"kind": "nf4"}, "bitsandbytes"),
     "llm_int8": ({"kind": "llm_int8"}, "bitsandbytes"),
     "pruned": ({"kind": "wanda"}, "transformers"),
