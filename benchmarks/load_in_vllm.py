@@ -45,6 +45,11 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "gptq_v2-layout": [{"kind": "rtn", "layout": "gptq_v2"}],
     "awq-layout": [{"kind": "rtn", "layout": "awq"}],
     "gptq": [{"kind": "gptq"}],
+    "gptq-rules": [{"kind": "gptq", "rules": [{"match": "re:.*down_proj", "bits": 8}]}],
+    "gptq-rules-groups": [{"kind": "gptq", "rules": [{"match": "o_proj", "bits": 8, "group_size": 32}]}],
+    "int4-head": [{"kind": "rtn", "rules": [{"match": "lm_head", "bits": 8}]}],
+    "gptq-layout-head": [{"kind": "rtn", "layout": "gptq"}],
+    "fp8-head": [{"kind": "fp8"}],
     "awq-rtn": [{"kind": "awq"}, {"kind": "rtn"}],
     "rotated": [{"kind": "rotation"}, {"kind": "rtn"}],
     "rotated-r4": [{"kind": "rotation", "r4": True}, {"kind": "rtn"}],
@@ -71,6 +76,8 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "w8a8-fp8-kv-fp8": [{"kind": "fp8", "activations": "fp8_token"}, {"kind": "kv_cache"}],
 }
 """Steps of each. Signed: the scales that hone's search chooses too may be negative. nf4 needs vllm-bnb-plugin."""
+HEAD = {"targets": [r"\.layers\.", "lm_head"], "ignore": []}
+"""What is quantized in formats whose name ends with -head."""
 LEDGER = Path(__file__).with_name("ledger") / "load_in_vllm.jsonl"
 PROMPTS = [
     "Once upon a time there was a little",
@@ -172,7 +179,7 @@ def _exported(name: str, out: Path, arguments: argparse.Namespace) -> Path:
     if not FORMATS[name]:
         return Path(arguments.model)
     text = {"calibration_text": arguments.text, "num_sequences": 32, "check_sequences": 0}
-    spec = Compress.read({"steps": FORMATS[name], **text})
+    spec = Compress.read({"steps": FORMATS[name], **text, **(HEAD if name.endswith("-head") else {})})
     machine = describe(arguments.device).model_dump(mode="json")  # its rates need not be measured: nothing is predicted
     run = Run(device=arguments.device, quiet=True, machine=machine)
     return spec.make(out / f"compress-{name}", {"model": Artifact.read(arguments.model)}, run).folder

@@ -169,7 +169,7 @@ def test_the_server_computes_with_it(family_folder, compress) -> None:
         ([{"kind": "rtn", "group_size": 32}, {"kind": "loftq", "rank": 2}], {}, "loftq makes factors", "ignore"),
         ([{"kind": "rtn", "group_size": 32}], {"targets": ("embed_tokens",)}, "'embed_tokens' is the embedding", "rest_dtype"),
         ([{"kind": "rtn", "group_size": 32, "layout": "gptq"}], {"engine": "transformers"}, "lm_head in the layout gptq", "pack"),
-        ([{"kind": "rtn", "group_size": 32}], {"engine": "vllm"}, "a quantized lm_head, which was not tried", "engine=any"),
+        ([{"kind": "nf4", "block_size": 32}], {"engine": "vllm"}, "a quantized lm_head, which was not tried", "engine=any"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_a_head_is_one_error(steps, spec, what, fix, padded: Path, compress) -> None:

@@ -34,6 +34,8 @@ _IN_VLLM: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gptq", "gptq_v2", "awq", "fp8", "nf4", "nf4-nested"), ("none",)),
 }
 """The roundings of inputs (names of ACTIVATIONS) with which vLLM loads a layout."""
+_HEAD_IN_VLLM = {"pack-quantized": "none", "gptq": "none", "float-quantized": "fp8_token"}
+"""The layouts, with the rounding of inputs, in which vLLM was seen to load a head."""
 _GROUPS = (0, 32, 64, 128)
 """Columns that share a scale in vLLM's kernels of packed integers; 0: a whole row."""
 
@@ -88,8 +90,8 @@ def _vllm(written: Written) -> Iterable[tuple[str, str]]:
         )
         what = f"{scheme.described} with activations {rounding}, at {name}"
         able = _IN_VLLM.get(scheme.layout)
-        if name == HEAD:
-            yield f"a quantized lm_head, which was not tried there ({scheme.layout})", "set ignore=['lm_head']"
+        if name == HEAD and (_HEAD_IN_VLLM.get(scheme.layout) != rounding or scheme.block is not None):
+            yield f"a quantized lm_head, which was not tried there ({what})", "set ignore=['lm_head']"
         if able is None:
             yield f"the layout {scheme.layout}, at {name}", "use rtn, gptq, fp8, nvfp4 or nf4"
         elif rounding not in able:
