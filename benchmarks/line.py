@@ -95,7 +95,7 @@ def of_training(line: dict[str, Artifact]) -> Rows:
     plain = {one.figures["train_tokens"].value: one for one in trained if kinds[one.name] == USUAL}
     for artifact in trained:
         spec, figures = artifact.manifest["spec"], artifact.figures
-        count = figures["train_tokens"].value / (spec["batch_size"] * spec["seq_len"])  # fewer within a time budget
+        count = figures["num_steps"].value  # fewer within a time budget
         steps = f"{count:.0f} steps of {spec['batch_size']} x {spec['seq_len']}"
         if spec["activation_checkpointing"]["kind"] != "none" or artifact.name == "none":
             for figure, unit in (("memory_growth_bytes", "B"), ("tokens_per_s", "tokens/s")):

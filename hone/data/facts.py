@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,9 @@ from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.plan import Facts
 from hone.model.folder import read_json
+
+if TYPE_CHECKING:
+    from hone.data.load import Packing
 
 
 class SplitFacts(BaseModel):
@@ -83,3 +86,17 @@ class DataFacts(Facts):
         if name not in self.splits:
             raise SpecError(f"{self.where} has no split '{name}'", fix=f"its splits are: {', '.join(self.splits)}")
         return self.splits[name]
+
+    def packed(self, name: str, seq_len: int) -> Packing:
+        """The packing of the split called `name` into sequences of `seq_len` tokens, counted where it is on disk.
+
+        Of a stage that has not run yet, as a stream of so many tokens: what best-fit packing pads is not known before.
+        """
+        from hone.data.load import PackedTokens, Packing
+
+        split = self.split(name)
+        if (Path(self.where) / self.mark).is_file():
+            return PackedTokens(self.where, name).packing(seq_len)
+        count = split.num_sequences(seq_len)
+        padding = max(count * seq_len - split.tokens, 0)
+        return Packing(count, count * seq_len, padding, min(split.documents, split.tokens))

@@ -48,7 +48,7 @@ class Feed(Protocol):
 class Packing(NamedTuple):
     """Cost of cutting a split into sequences: of `positions` input positions, `padding` are padding and `borders` have no target.
 
-    `parted` documents are split over several sequences.
+    `parted` documents are split over several sequences. A position is padding where `Batch.document_ids` has -1.
     """
 
     num_sequences: int
@@ -56,6 +56,11 @@ class Packing(NamedTuple):
     padding: int
     borders: int
     parted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens of one epoch, padding left out."""
+        return self.positions - self.padding
 
     @property
     def waste(self) -> float:
@@ -147,7 +152,7 @@ class PackedTokens(Feed):
         """The cost of packing `kind` (default: this split's) for sequences of `seq_len` tokens."""
         predictions = np.maximum(np.diff(self.starts) - 1, 0)
         if (kind or self.kind) == "best_fit":
-            known = seq_len in self._indices
+            known = seq_len in self._indices or seq_len in self._indexed
             count = self.packing_index(seq_len).num_sequences if known else best_fit_count(self.starts, seq_len)
             positions = count * seq_len
             parted = int((predictions > seq_len).sum())
@@ -157,7 +162,9 @@ class PackedTokens(Feed):
             return Packing(0, 0, 0, 0)
         last = self.starts[:-1] + np.maximum(predictions - 1, 0)  # the last input of each document that has a target
         parted = int((self.starts[:-1] // seq_len != last // seq_len).sum())
-        return Packing(count, count * seq_len, count * seq_len - (self.num_tokens - 1), self.num_documents - 1, parted)
+        positions, targets = count * seq_len, int(predictions.sum())
+        padding = max(positions - self.num_tokens, 0)  # before padding the last token is an input, as in `cut`
+        return Packing(count, positions, padding, positions - padding - targets, parted)
 
     def sequences(self, indices: np.ndarray, seq_len: int, seed: int) -> Batch:
         """Sequences with indices `indices` (int64 [B]) of the endless shuffled stream of epochs; `batch` takes B at a time.

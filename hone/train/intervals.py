@@ -15,9 +15,10 @@ from hone.base.errors import SpecError
 from hone.base.figure import human_seconds
 from hone.base.mesh import Mesh
 from hone.base.run import Run
-from hone.base.spec import Circumstance, Spec
+from hone.base.spec import Circumstance, Quiet, Spec
 from hone.train.continuation.keep import Keep
 from hone.train.continuation.start import Load
+from hone.train.precision import ExportDtype
 
 if TYPE_CHECKING:
     from hone.train.checkpoint import Checkpoints
@@ -35,6 +36,9 @@ class Checkpointing(Spec):
         description="async: a step waits for a copy of the state in the host's memory, which a thread then writes.",
     )
     keep: Keep = Field(Keep(), description="What stays in the finished folder.")
+    export_dtype: Annotated[ExportDtype | None, Quiet()] = Field(
+        None, description="Dtype of the finished weights, rounded from the float32 masters; empty: that of precision."
+    )
     load: Load = Field(
         "data_position",
         description="What is read of the 'model' that hone trained: weights; with data_position also the place in the same data where "
@@ -44,7 +48,7 @@ class Checkpointing(Spec):
     @property
     def exact(self) -> bool:
         """Whether nothing here changes what is made: only then is it no part of a training's identity."""
-        return self.keep == Keep() and self.load == "data_position"
+        return self.keep == Keep() and self.load == "data_position" and self.export_dtype is None
 
     @property
     def intervals(self) -> dict[str, int]:

@@ -36,16 +36,17 @@ from hone.train.passes import Counts, Sums, cut, run_layers, share, to_device
 from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
+from hone.train.spikes.skip_step import Spikes
 from hone.train.update import Update
 from hone.train.watch import Watch
 
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one optimizer step. `loss` is nats per valid token before the update; `tokens` counts inputs so far.
+    """The result of one optimizer step. `loss` is nats per valid token before the update; `tokens` counts inputs so far, without padding.
 
     `extra_loss` is the sum of the layers' own losses (such as a router's load balancing), None without any.
-    `skipped` means that fp16 gradients overflowed: the weights are unchanged and `grad_norm` is None.
+    `skipped`: the weights are unchanged, because fp16 gradients overflowed, and `grad_norm` is None, or for the reason `why`.
     """
 
     step: int
@@ -55,19 +56,21 @@ class Step:
     tokens: int
     extra_loss: float | None = None
     skipped: bool = False
+    why: str = ""
 
     def row(self) -> dict[str, Any]:
         """As a line of steps.jsonl."""
         row: dict[str, Any] = {
             "step": self.step,
-            "loss": self.loss,
+            "loss": self.loss if math.isfinite(self.loss) else None,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "tokens": self.tokens,
         }
         if self.extra_loss is not None:
-            row["extra_loss"] = self.extra_loss
-        return {**row, "skipped": True} if self.skipped else row
+            row["extra_loss"] = self.extra_loss if math.isfinite(self.extra_loss) else None
+        row |= {"skipped": True} if self.skipped else {}
+        return {**row, "why": self.why} if self.why else row
 
 
 class Ranks(NamedTuple):
@@ -149,6 +152,7 @@ class Trainer:
         how = activation_checkpointing or KeepAll()
         self.segments = how.segments(len(model.layers)) if isinstance(how, ActivationCheckpointing) else how
         self.max_grad_norm = max_grad_norm
+        self.spikes = Spikes(self.optimizer.skip_step)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
@@ -179,8 +183,8 @@ class Trainer:
                 layer.compile(dynamic=False)
 
     def step(self, batch: Batch) -> Step:
-        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite, MachineError when
-        another rank is lost."""
+        """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite (unless such a step is
+        skipped), MachineError when another rank is lost."""
         with self.ranks.mesh.transfers():
             return self._step(batch)
 
@@ -189,18 +193,23 @@ class Trainer:
         sums, counts = self.gradients(batch)
         loss, extra, norm = self._means(sums, counts)
         finite = math.isfinite(norm)
-        if not math.isfinite(loss) or not (finite or self.scaler.enabled):
+        overflowed = self.scaler.enabled and not finite
+        why = "" if overflowed and math.isfinite(loss) else self.spikes.judge(loss, norm)
+        if self.spikes.stuck or not (why or (math.isfinite(loss) and (finite or overflowed))):
             raise self._diverged(loss, norm, lr)
-        if finite:
+        if finite and not why:
             shrink = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
             self.update.apply(lr, shrink / self.scaler.scale)
-            self.scaler.passed()
         else:
             self.update.weights.drop_grads()
+        if overflowed:
             self.scaler.overflowed()
+        else:
+            self.scaler.passed()
         self.done += 1
         self.tokens += int(counts.tokens)
-        return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=not finite)
+        skipped = overflowed or bool(why)
+        return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=skipped, why=why)
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """Forward and backward passes over the micro-batches of `batch`: sets each weight's gradient, times the loss scale.
@@ -208,14 +217,16 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
+        read = int((batch.document_ids >= 0).sum())
         if self.ranks.context is not None:
             batch = self.ranks.context.divide(batch)
-        counts = self._counts(batch)
+            read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
+        counts = self._counts(batch, read)
         total, extras = torch.zeros((), device=self.device), None
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
-            shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.tokens
+            shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.positions
             found = self.ranks.pipeline.train(self.model, parts, self.segments, self._objective, shares)
             self.update.weights.before_backward(last=True)
             self.update.weights.after_backward()
@@ -224,7 +235,7 @@ class Trainer:
             loss, extra = self._loss(part)
             objective = loss * (self.scaler.scale / counts.targets)
             if extra is not None:
-                objective = objective + extra * (self.scaler.scale / counts.tokens)
+                objective = objective + extra * (self.scaler.scale / counts.positions)
                 extras = extra.detach() if extras is None else extras + extra.detach()
             self.update.weights.before_backward(last=place == len(parts))
             objective.backward()
@@ -232,13 +243,13 @@ class Trainer:
             total += loss.detach()
         return Sums(total, extras, self.update.weights.squared_norm()), counts
 
-    def _counts(self, batch: Batch) -> Counts:
-        """The counts of a whole step, known before its first backward pass."""
-        own = [self.objective.count(batch.targets), batch.tokens.size] if self.ranks.counts_tokens else [0, 0]
+    def _counts(self, batch: Batch, read: int) -> Counts:
+        """The counts of a whole step, known before its first backward pass; `read` are this rank's tokens without padding."""
+        own = [self.objective.count(batch.targets), batch.tokens.size, read] if self.ranks.counts_tokens else [0, 0, 0]
         sums = self._over_ranks(torch.tensor([*own, self.asked()], dtype=torch.float64))
-        targets, tokens, asked = sums.tolist()
+        targets, positions, tokens, asked = sums.tolist()
         self.stopping = asked > 0
-        return Counts(max(targets, 1.0), tokens)
+        return Counts(max(targets, 1.0), positions, tokens)
 
     def _means(self, sums: Sums, counts: Counts) -> tuple[float, float | None, float]:
         """(loss a target, extra loss a token, norm of the gradient) of a step; its one wait for the device."""
@@ -246,7 +257,7 @@ class Trainer:
         losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
         whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
         loss = whole[0].float() / counts.targets
-        extras = whole[2:] / counts.tokens
+        extras = whole[2:] / counts.positions
         mean, norm, *extra = torch.cat([loss.double()[None], whole[1:2].sqrt(), extras]).tolist()
         return mean, extra[0] if extra else None, norm / self.scaler.scale
 
@@ -270,8 +281,9 @@ class Trainer:
         return self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
 
     def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
+        skipped = f" after {self.spikes.in_a_row - 1} skipped ones" if self.spikes.stuck else ""
         return HoneError(
-            f"training diverged at step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}, learning rate {lr:g}",
+            f"training diverged at step {self.done + 1}{skipped}: loss {loss:g}, gradient norm {norm:g}, learning rate {lr:g}",
             fix=f"lower optimizer.lr (it is {self.optimizer.lr:g}), lengthen schedule.warmup or lower max_grad_norm "
             f"(it is {self.max_grad_norm:g})",
         )
@@ -291,7 +303,13 @@ class Trainer:
         if self.ranks.summing is not None:
             own = self.ranks.summing.state().items()
             tensors |= {f"sum-{self.ranks.mesh.rank}.{name}": tensor for name, tensor in own}
-        numbers = {"done": self.done, "tokens": self.tokens, "scaler": self.scaler.state(), **more}
+        numbers = {
+            "done": self.done,
+            "tokens": self.tokens,
+            "scaler": self.scaler.state(),
+            "spikes": self.spikes.state(),
+            **more,
+        }
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.cuts)
 
     def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
@@ -312,6 +330,7 @@ class Trainer:
             torch.cuda.set_rng_state(stored.whole("rng.cuda"), self.device)
         self.done, self.tokens = numbers["done"], numbers["tokens"]
         self.scaler.restore(numbers["scaler"])
+        self.spikes.restore(numbers.get("spikes", {}))
 
 
 def fit(

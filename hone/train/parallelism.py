@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -202,15 +203,21 @@ class Parallelism(Spec):
         return (gather(keep) if gather else None) or model
 
     @staticmethod
-    def save(trainer: Trainer, tokenizer_from: Path, folder: Path) -> ModelConfig:
-        """Writes the model of all ranks, which all call it, into `folder`. Its config."""
+    def save(trainer: Trainer, tokenizer_from: Path, dtype: str, folder: Path) -> ModelConfig:
+        """Writes the model of all ranks, which all call it, into `folder`, in the torch `dtype`. Its config.
+
+        Where that is not the dtype it computes in, the masters are what is saved: they are rounded once.
+        """
+        import torch
+
         from hone.model.hf import save
 
-        mesh = trainer.ranks.mesh
-        with mesh.transfers(), trainer.update.weights.all_there():
+        mesh, weights, saved = trainer.ranks.mesh, trainer.update.weights, getattr(torch, dtype)
+        wide = saved != next(trainer.model.parameters()).dtype
+        with mesh.transfers(), weights.all_there(), weights.widened() if wide else nullcontext():
             model = Parallelism.whole(trainer.model, trainer.ranks, mesh.leads)
             if mesh.leads:
-                save(model, folder, tokenizer_from=tokenizer_from)
+                save(model, folder, tokenizer_from=tokenizer_from, dtype=saved)
         return model.config
 
     @staticmethod

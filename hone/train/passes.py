@@ -33,8 +33,10 @@ class Counts(NamedTuple):
 
     targets: float
     """Valid targets of the objective; at least 1."""
+    positions: float
+    """Positions of the batch, padding included: all are computed."""
     tokens: float
-    """Tokens of the batch."""
+    """Tokens of the batch, without padding: what it trains on."""
 
 
 def share(batch: Batch, index: int, parts: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Precision policy: the dtypes of the computation and of the stored weights, and the loss scale that fp16 needs.
+"""Precision policy: the dtypes of the computation and of the saved weights, and the loss scale that fp16 needs.
 
 - fp32: everything in float32.
 - bf16: the model's weights, activations and gradients are bfloat16; the optimizer holds float32 master weights and
@@ -19,10 +19,16 @@ from hone.base.lazy import lazy
 torch = lazy("torch")
 
 Precision = Literal["fp32", "bf16", "fp16"]
+ExportDtype = Literal["float32", "bfloat16", "float16"]
 TORCH_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 GROWTH_INTERVAL = 1000
 INITIAL_SCALE = 2.0**16
+
+
+def saved_dtype(precision: Precision, export_dtype: ExportDtype | None) -> str:
+    """The dtype of the saved weights, as torch names it."""
+    return export_dtype or TORCH_NAMES[precision]
 
 
 def compute_dtype(precision: Precision) -> Any:

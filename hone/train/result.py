@@ -1,22 +1,65 @@
-"""The figures of a finished training."""
+"""A finished training: its model in the dtype to save, with what rounding loses, and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hone.base.artifact import Draft
 from hone.base.durable import read_jsonl
+from hone.base.lazy import lazy
 from hone.base.table import Technique
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
 from hone.train.mask import sparsity
+from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.watch import Watch
 from hone.train.work import CHECKPOINTS, TrainPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from hone.train.loop import Trainer
+
+torch = lazy("torch")
+
+
+class Rounding(NamedTuple):
+    """What saving the masters in `dtype` changed: `error` is the norm of the change divided by that of the weights."""
+
+    dtype: str
+    computed: str
+    """The dtype with which the model was trained and evaluated."""
+    error: float
+
+    @property
+    def note(self) -> str:
+        """For the figure of the model's bytes."""
+        said = f"saved in {self.dtype}"
+        if self.dtype != "float32":
+            said += ", rounded from float32 masters, which are not kept; checkpoint.export_dtype: float32 saves them"
+        return said if self.dtype == self.computed else f"{said}; losses are those of the weights in {self.computed}"
+
+
+def rounding_of(trainer: Trainer, precision: Precision, dtype: str) -> Rounding:
+    """What is rounded where the masters of all ranks, which all call it, are saved in `dtype`."""
+    error = _error(trainer, getattr(torch, dtype)) if dtype != "float32" else 0.0
+    return Rounding(dtype, TORCH_NAMES[precision], error)
+
+
+def _error(trainer: Trainer, dtype: Any) -> float:
+    """The norm of what `dtype` takes from the masters of all ranks, relative to theirs."""
+    weights, sums = trainer.update.weights, torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for name, master in weights.masters.items():
+            if weights.holds(name):
+                lost = master.detach() - master.detach().to(dtype).float()
+                sums += torch.stack([one.double().square().sum() for one in (lost, master.detach())]).cpu()
+    with trainer.ranks.mesh.transfers():
+        lost, whole = trainer.ranks.mesh.sum(sums).tolist()
+    return (lost / whole) ** 0.5 if whole else 0.0
 
 
 def record(
@@ -26,24 +69,31 @@ def record(
     window: Window,
     *,
     objective: str,
-    num_tokens: int,
     tokens_before: int,
+    step_positions: int,
     seq_len: int,
     sequences: int,
+    rounding: Rounding,
     best_step: int | None,
 ) -> None:
     """Records the figures of the model in `draft`, from the logs of its steps and what `window` measured.
 
-    `objective` is the kind of loss, `num_tokens` those of the data, `tokens_before` those that its steps.jsonl counts and an
-    earlier training read, `seq_len` and `sequences` the size of an evaluation, `best_step` that of a model that is not the last.
+    `objective` is the kind of loss, `tokens_before` those that its steps.jsonl counts and an earlier training read,
+    `step_positions` those that a step computes, padding included, `seq_len` and `sequences` the size of an evaluation,
+    `rounding` what the saved weights lost, `best_step` that of a model that is not the last.
     """
     rows = read_jsonl(draft.folder / "steps.jsonl")
-    losses = [row["loss"] for row in rows if "loss" in row]
-    tail = losses[-10:]
+    steps = [row for row in rows if "loss" in row]
+    tail = [row["loss"] for row in steps[-10:] if row["loss"] is not None] or [math.nan]
     draft.record("num_params", config.num_params, "parameters")
-    draft.record("model_bytes", weights_bytes(draft.folder), "B")
-    tokens = [row["tokens"] for row in rows if "tokens" in row][-1] - tokens_before
-    draft.record("train_tokens", tokens, "tokens", note=f"{tokens / max(num_tokens, 1):.2f} epochs")
+    draft.record("model_bytes", weights_bytes(draft.folder), "B", note=rounding.note)
+    if rounding.dtype != "float32":
+        note = f"norm of what {rounding.dtype} takes from the float32 masters, relative to theirs"
+        draft.record("rounding_error", rounding.error, "fraction", note=note)
+    tokens, positions = steps[-1]["tokens"] - tokens_before, step_positions * len(steps)
+    draft.record("train_tokens", tokens, "tokens", note=f"of {positions} positions computed; the others are padding")
+    _record_skipped(draft, steps, tokens_before)
+    draft.record("padding", 1 - tokens / positions, "fraction", note="of the positions computed")
     note = f"mean of the last {len(tail)} steps" + ("" if objective == "next_token" else f", objective {objective}")
     draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
     last = next((row for row in reversed(rows) if "val_loss" in row and best_step in (None, row["step"])), None)
@@ -52,10 +102,12 @@ def record(
     draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
     note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
     draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
-    rate = watch.tokens_per_s()
-    mfu = watch.mfu(rate) if rate else None
-    note = "6 a weight, head included, plus causal-halved attention; peak as calibrated"
-    draft.record("tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="evaluation left out")
+    rate, steps_per_s = watch.rate()
+    mfu = watch.mfu(steps_per_s) if rate else None
+    note = "of all positions computed, padding included: 6 a weight, head included, plus causal-halved attention; peak as calibrated"
+    draft.record(
+        "tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="without padding; evaluation left out"
+    )
     draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
     joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
     draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
@@ -92,3 +144,21 @@ def record_how(
     if plan.start.notes:
         read = sum(plan.start.at.sources.values())
         draft.record("data_position", read, "sequences", note="; ".join(plan.start.notes))
+
+
+_NAMED = 20
+"""Most skipped steps that a note names."""
+
+
+def _record_skipped(draft: Draft, steps: Sequence[dict[str, Any]], tokens_before: int) -> None:
+    """Records how many steps changed no weight, if any, and which: their batches were read, and not learned from."""
+    skipped = [place for place, row in enumerate(steps) if row.get("skipped")]
+    if not skipped:
+        return
+    tokens = sum(steps[place]["tokens"] - (steps[place - 1]["tokens"] if place else tokens_before) for place in skipped)
+    named = ", ".join(str(steps[place]["step"]) for place in skipped[:_NAMED])
+    more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+    spikes = sum("why" in steps[place] for place in skipped)
+    why = f"spikes {spikes}, overflows of fp16 {len(skipped) - spikes}"
+    note = f"steps {named}{more}; {why}; {tokens} tokens; reasons in steps.jsonl"
+    draft.record("skipped_steps", len(skipped), "steps", note=note)

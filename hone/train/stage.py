@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +22,7 @@ from hone.cost.replicas import Divided
 from hone.data import CURRICULA, MIXTURES
 from hone.data.facts import DataFacts
 from hone.data.order.random import Random
+from hone.data.tokens.epochs import check_batch, epoch_of, repeats, steps_for
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -43,7 +43,7 @@ from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import notes
-from hone.train.precision import TORCH_NAMES, Precision
+from hone.train.precision import TORCH_NAMES, Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
 from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
@@ -51,7 +51,7 @@ from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.data.load import PackedTokens
+    from hone.data.load import PackedTokens, Packing
     from hone.data.mix.reading import Reading
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
@@ -122,7 +122,7 @@ class Train(Prolonged):
     steps: int | None = Field(
         None, gt=0, description="Optimizer steps; empty: from tokens, else one pass over the data."
     )
-    tokens: int | None = Field(None, gt=0, description="Training tokens, instead of steps.")
+    tokens: int | None = Field(None, gt=0, description="Training tokens without padding, instead of steps.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
@@ -150,13 +150,8 @@ class Train(Prolonged):
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
-        self.parallelism.data_parallel.check(self.precision, intervals)
+        self.parallelism.data_parallel.check(self.precision, intervals, skips=self.optimizer.skip_step is not None)
         return self
-
-    def num_steps(self, train_tokens: int) -> int:
-        """Optimizer steps over a split of `train_tokens`."""
-        budget = self.tokens or train_tokens
-        return self.steps or max(1, math.ceil(budget / (self.batch_size * self.seq_len)))
 
     def files(self) -> dict[str, Path]:
         """The files from which the mixture is computed, whose content is part of the identity."""
@@ -180,8 +175,10 @@ class Train(Prolonged):
             seq_len=self.seq_len,
         )
         marks = [one.same_as for one in data]
-        start = start_of(self, marks, given.get("model"))
-        steps = self.num_steps(sum(one.split("train").tokens for one in data))
+        start, epoch = start_of(self, marks, given.get("model")), epoch_of(data, self.seq_len)
+        if all(one.exact for one in data):
+            check_batch(epoch, self.batch_size, self.seq_len, " and ".join(one.where for one in data))
+        steps = self.steps or steps_for(epoch, self.batch_size, self.tokens)
         if "mask" in given:
             check_mask(given["mask"], config)
         self.parallelism.sequences(self.batch_size, self.gradient_accumulation_steps, machine.num_ranks)
@@ -193,21 +190,23 @@ class Train(Prolonged):
         self.parallelism.offload.check(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
-        work = fitted(self._work(config, data, given, start.left(steps), machine.device, divided), kept, machine)
+        work = self._work(config, data, epoch, given, start.left(steps), machine.device, divided)
+        work = fitted(work, kept, machine)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
             where=self.stage,
             config=config,
-            dtype=work.dtype,
-            weights_bytes=BYTES[work.dtype] * config.num_params,
+            dtype=work.saved_dtype,
+            weights_bytes=BYTES[work.saved_dtype] * config.num_params,
             tokenizer=data[0].tokenizer,
-            trained=trained_as(self, start, marks, schedule, steps),
+            trained=trained_as(self, start, marks, schedule, steps, work.filled),
         )
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
-        said = (*start.notes, *self.early_stopping.notes(steps), *said)
-        found = {"notes": said, "steps": steps, "segments": work.segments}
+        again = repeats(epoch, self.batch_size, work.steps)
+        said = (*start.notes, *self.early_stopping.notes(steps), *again, *said)
+        found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -216,7 +215,7 @@ class Train(Prolonged):
         Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
         from hone.data.mix.reading import Reading, data_parents
-        from hone.train.result import record, record_how
+        from hone.train.result import record, record_how, rounding_of
 
         mesh = run.mesh
         mesh.from_leader(lambda: check(run))
@@ -228,6 +227,8 @@ class Train(Prolonged):
         mesh.from_leader(prepare)
         if not mesh.leads:
             prepare()  # reads the mixture that rank 0 wrote
+        for line in plan.repeats:
+            run.say(line)
         draft.predict(reading.estimates())
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
@@ -238,25 +239,18 @@ class Train(Prolonged):
             model = trainer.model  # frees the whole one where a rank has a part
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)
-            saves = partial(self.parallelism.save, trainer, first.folder)
+            saved = saved_dtype(self.precision, self.checkpoint.export_dtype)
+            saves = partial(self.parallelism.save, trainer, first.folder, saved)
             keeper = Keeper(self.checkpoint.keep, draft, mesh, at, partial(self._place, plan, reading), saves)
             watch = self._train(draft, trainer, reading, checkpoints, start, keeper, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
-            config = saves(draft.folder)
+            config, rounding = saves(draft.folder), rounding_of(trainer, self.precision, saved)
             if watch is None:
                 return
-        record(
-            draft,
-            watch,
-            config,
-            window,
-            objective=self.objective.kind,
-            num_tokens=reading.sources.num_tokens,
-            tokens_before=start.at.tokens,
-            seq_len=self.seq_len,
-            sequences=self.validation.sequences,
-            best_step=keeper.best_step,
-        )
+        sizes = {"step_positions": self.batch_size * self.seq_len, "seq_len": self.seq_len}
+        sizes |= {"sequences": self.validation.sequences, "tokens_before": start.at.tokens}
+        found: dict[str, Any] = {"rounding": rounding, "best_step": keeper.best_step}
+        record(draft, watch, config, window, objective=self.objective.kind, **sizes, **found)
         slots = ("objective", "schedule", "optimizer", "activation_checkpointing")
         record_how(
             draft,
@@ -268,11 +262,13 @@ class Train(Prolonged):
             zeros=zeros,
             largest_bytes=checkpoints.largest_bytes + keeper.largest_bytes,
         )
+        read_at_end = start.sequences(trainer.steps, self.batch_size)
         if trainer.steps < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
             none = Estimate(value=0.0, unit="B", formula="none was due")
             were = {CHECKPOINTS: none} if CHECKPOINTS in plan.estimates else {}
-            draft.predict(were | self._plan_of(trainer.steps - start.step, parents, run).estimates)
-        reading.record(draft)
+            were |= self._plan_of(trainer.steps - start.step, parents, run).estimates
+            draft.predict(were | reading.estimates(read_at_end))
+        reading.record(draft, read_at_end)
         keeper.record(draft)
 
     def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run) -> TrainPlan:
@@ -295,6 +291,7 @@ class Train(Prolonged):
         self,
         config: ModelConfig,
         data: list[DataFacts],
+        epoch: Packing,
         given: Mapping[str, CheckpointFacts],
         steps: int,
         device: str,
@@ -302,7 +299,7 @@ class Train(Prolonged):
     ) -> Work:
         """The sizes of `steps` steps on `data`, from which estimates are computed."""
         facts, dtype, keep = config.facts(), TORCH_NAMES[self.precision], self.checkpoint.keep
-        val = [one.splits["val"].num_sequences(self.seq_len) for one in data if "val" in one.splits]
+        val = [one.packed("val", self.seq_len).num_sequences for one in data if "val" in one.splits]
         keep.check(sum(val))
         self.early_stopping.check(sum(val))
         teacher = given.get("teacher")
@@ -314,6 +311,8 @@ class Train(Prolonged):
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             dtype=dtype,
+            saved_dtype=saved_dtype(self.precision, self.checkpoint.export_dtype),
+            epoch=epoch,
             segments=keep_all(config.num_layers),
             update=masked(shared.update, facts) if "mask" in given else shared.update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -430,11 +429,14 @@ class Train(Prolonged):
             draft.log,
             device=run.device,
             resume_at=trainer.done,
+            tokens=trainer.tokens,
+            step_positions=self.batch_size * self.seq_len,
             forward_flops_per_token=self.parallelism.config(trainer.model).flops_per_token(self.seq_len),
             peak_flops_per_s=peak and peak * run.mesh.world_size,
             progress=progress,
             kept=draft.keep_time,
             curves=opened(run, draft, self.model_dump(mode="json")),
+            say=run.say,
         )
 
     def _loss(self, trainer: Trainer, part: PackedTokens) -> float:

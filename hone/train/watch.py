@@ -20,8 +20,9 @@ class Watch:
 
     `steps.jsonl` in `folder` is content: equal for two runs of one spec, and on a resume the lines after the
     checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
-    `curves` get the same points as TensorBoard.
-    MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x tokens/s / `peak_flops_per_s`: 6 a weight (head
+    `curves` get the same points as TensorBoard. Tokens are those of documents, padding is none.
+    MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x positions/s / `peak_flops_per_s`, with the
+    `step_positions` that a step computes, padding included: 6 a weight (head
     included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak.
     """
 
@@ -32,11 +33,14 @@ class Watch:
         *,
         device: str,
         resume_at: int = 0,
+        tokens: int = 0,
+        step_positions: int = 0,
         forward_flops_per_token: float = 0.0,
         peak_flops_per_s: float | None = None,
         progress: Progress | None = None,
         kept: Callable[[], None] | None = None,
         curves: tuple[Curves, ...] = (),
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.path = folder / "steps.jsonl"
         for path in (self.path, log / "timing.jsonl"):
@@ -45,10 +49,14 @@ class Watch:
         self._timing = open(log / "timing.jsonl", "a", encoding="utf8")
         self._curves = (TensorBoard(log, resume_at), *curves)
         self._device = device
+        self._tokens = tokens
+        """Those of the steps before `resume_at`, then of every logged one."""
+        self._step_positions = step_positions
         self._flops_per_token = 3 * forward_flops_per_token
         self._peak = peak_flops_per_s
         self._progress = progress
         self._kept = kept
+        self._say = say
         self._before = time.perf_counter()
         self.rates: list[tuple[int, float]] = []
         """(tokens, seconds) of every step of this process, without evaluation and checkpoints."""
@@ -57,20 +65,24 @@ class Watch:
         """Logs a training step; `row` is its line in steps.jsonl."""
         now = time.perf_counter()
         time_s, self._before = now - self._before, now
-        tokens = row["tokens"] // row["step"]
+        tokens, self._tokens = row["tokens"] - self._tokens, row["tokens"]
         self.rates.append((tokens, time_s))
         rate = tokens / time_s
-        mfu = self.mfu(rate)
+        mfu = self.mfu(1 / time_s)
         memory = _memory_bytes(self._device)
         _write(self._steps, row)
         timing = {"step": row["step"], "tokens_per_s": rate, "mfu": mfu, "memory_bytes": memory, "time_s": time_s}
         _write(self._timing, timing)
         points = {f"train/{name}": row[name] for name in ("loss", "lr", "grad_norm") if row[name] is not None}
+        if "why" in row:
+            self._say(f"step {row['step']} is skipped: {row['why']}")
+            points["train/skipped"] = 1.0
         self._add({**points, "speed/tokens_per_s": rate}, row["step"])
         if self._progress is not None:
-            norm = "overflow" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
+            loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
+            norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
             shown = "" if mfu is None else f"  MFU {mfu:.0%}"
-            text = f"loss {row['loss']:.3f}  grad {norm}  {rate:,.0f} tokens/s{shown}  {human_bytes(memory)}"
+            text = f"loss {loss}  grad {norm}  {rate:,.0f} tokens/s{shown}  {human_bytes(memory)}"
             self._progress.advance(1, text)
 
     def evaluated(self, row: dict[str, Any]) -> None:
@@ -98,16 +110,17 @@ class Watch:
         """Excludes the time since the last step (of a checkpoint) from the next step's time."""
         self._before = time.perf_counter()
 
-    def mfu(self, tokens_per_s: float) -> float | None:
+    def mfu(self, steps_per_s: float) -> float | None:
         """Model FLOPs utilization at this rate; None without a calibrated peak."""
-        if self._peak is None or not self._flops_per_token:
+        if self._peak is None or not self._flops_per_token or not self._step_positions:
             return None
-        return self._flops_per_token * tokens_per_s / self._peak
+        return self._flops_per_token * self._step_positions * steps_per_s / self._peak
 
-    def tokens_per_s(self) -> float:
-        """Rate over this process's steps, without the first two (warm-up) when there are more than five."""
+    def rate(self) -> tuple[float, float]:
+        """(tokens/s, steps/s) over this process's steps, without the first two (warm-up) when there are more than five."""
         rates = self.rates[2:] if len(self.rates) > 5 else self.rates
-        return sum(tokens for tokens, _ in rates) / max(sum(time_s for _, time_s in rates), 1e-9)
+        time_s = max(sum(time_s for _, time_s in rates), 1e-9)
+        return sum(tokens for tokens, _ in rates) / time_s, len(rates) / time_s
 
     def close(self, *, whole: bool = True) -> None:
         """Syncs and closes the files; `whole` says whether the training reached its last step."""

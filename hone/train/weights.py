@@ -104,6 +104,21 @@ class Weights:
         """To be called after an update, when the masters of all weights are published."""
 
     @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Inside, the float32 masters have the parameters' place, for the model to be saved. Every rank calls it, inside `all_there`."""
+        computed = {name: parameter.data for name, parameter in self.parameters.items()}
+        self._widen()
+        try:
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = computed[name]
+
+    def _widen(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data = self.masters[name].detach()
+
+    @contextmanager
     def all_there(self) -> Iterator[None]:
         """All weights are in memory inside."""
         yield

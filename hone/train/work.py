@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
@@ -26,6 +26,9 @@ from hone.train.continuation.keep import STATE_BYTES
 from hone.train.continuation.start import Start
 from hone.train.offload.techniques import HOST_BYTES_PER_S, MOST_BYTES_PER_S, Offload, Resident
 from hone.train.pipeline.cost import Pipelined
+
+if TYPE_CHECKING:
+    from hone.data.load import Packing
 
 CHECKPOINTS = "checkpoint_bytes"
 """The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
@@ -74,6 +77,10 @@ class Work:
     teacher: ModelFacts | None = None
     packed: bool = True
     """Whether sequences hold several documents, which requires attention masks."""
+    saved_dtype: str = ""
+    """Dtype of the saved weights; '': `dtype`."""
+    epoch: Packing | None = None
+    """One pass over the data, with its padding; None: as much as the steps read, without padding."""
     num_checkpoints: int = 0
     """Checkpoints on disk at once."""
     snapshot: bool = False
@@ -102,11 +109,22 @@ class Work:
 
     @property
     def step_tokens(self) -> int:
+        """Positions that a step computes, padding included."""
         return self.batch_size * self.seq_len
 
     @property
+    def saved_width(self) -> int:
+        """Bytes of a saved weight."""
+        return BYTES[self.saved_dtype or self.dtype]
+
+    @property
+    def filled(self) -> float:
+        """The fraction of positions that are not padding."""
+        return self.epoch.tokens / self.epoch.positions if self.epoch and self.epoch.positions else 1.0
+
+    @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one pass of one rank."""
+        """Positions of one pass of one rank."""
         return self.step_tokens // self.gradient_accumulation_steps // self.divided.num_ranks
 
     @property
@@ -131,6 +149,8 @@ class TrainPlan(Plan):
     """Where it starts."""
     schedule: Any = None
     """The schedule, as it goes on from `start`."""
+    repeats: tuple[str, ...] = ()
+    """Of `notes`, those on data that are read again and again, which the run says too."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
         """As `Plan.shortages`, including the checkpoints."""
@@ -152,8 +172,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
     """Estimates of the training's figures."""
     step = step_seconds(work, machine)
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
-    num_params, width = work.model.num_params, BYTES[work.dtype]
-    tokens = work.steps * work.step_tokens
+    num_params, width = work.model.num_params, work.saved_width
     beside = beside_bytes(work.model.vocab_size)
     weights = f"{num_params:,} parameters x {width} bytes"
     found = {
@@ -165,16 +184,14 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
             bound=step.bound,
         ),
         "tokens_per_s": Estimate(
-            value=work.step_tokens / step.value,
+            value=work.step_tokens * work.filled / step.value,
             unit="tokens/s",
-            formula=f"{work.step_tokens} tokens / {step.value:.3g} s a step",
+            formula=f"{work.step_tokens * work.filled:.6g} tokens / {step.value:.3g} s a step",
             bound=step.bound,
         ),
         MEMORY: growth_bytes(work, machine.device),
         "num_params": Estimate(value=float(num_params), unit="parameters", formula="config", tolerance=0.0),
-        "train_tokens": Estimate(
-            value=float(tokens), unit="tokens", formula=f"{work.steps} steps x {work.step_tokens}", tolerance=0.0
-        ),
+        **counts(work),
         "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
             value=float(work.num_models * (width * num_params + beside) + LOG_BYTES * work.steps),
@@ -201,6 +218,30 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
 def checkpoint_bytes(work: Work) -> float:
     """Bytes of one checkpoint: float32 weights and the optimizer's state, of all ranks."""
     return 4 * work.model.num_params + work.update.state_bytes * work.model.num_params / work.part.num_params
+
+
+def counts(work: Work) -> dict[str, Estimate]:
+    """The tokens that the steps read, the share of positions that are padding, and epochs."""
+    positions, epoch = work.steps * work.step_tokens, work.epoch
+    said = f"{work.steps} steps x {work.step_tokens}"
+    if epoch is None or not epoch.num_sequences:
+        return {"train_tokens": Estimate(value=float(positions), unit="tokens", formula=said, tolerance=0.0)}
+    sequences = work.steps * work.batch_size
+    padded = f"{epoch.padding} of {epoch.positions} positions of an epoch"
+    return {
+        "train_tokens": Estimate(
+            value=float(round(positions * work.filled)),
+            unit="tokens",
+            formula=f"{said} positions" + (f", without padding ({padded})" if epoch.padding else ""),
+            tolerance=None if epoch.padding else 0.0,  # which sequences a part of an epoch has depends on the seed
+        ),
+        "padding": Estimate(value=1 - work.filled, unit="fraction", formula=padded),
+        "epochs": Estimate(
+            value=sequences / epoch.num_sequences,
+            unit="epochs",
+            formula=f"{sequences} sequences read / {epoch.num_sequences} in the data",
+        ),
+    }
 
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
@@ -366,7 +407,7 @@ def _around_s(work: Work, machine: Machine) -> float:
     """Seconds in which the first weights are drawn and the last ones written, hashed and made durable."""
     drawn = DRAW_S * work.model.num_params / min(8, machine.num_threads)
     kept = checkpoint_bytes(work) if work.keeps_state else 0
-    return drawn + commit_seconds(machine, work.num_models * BYTES[work.dtype] * work.model.num_params + kept)
+    return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.model.num_params + kept)
 
 
 def _evaluation_s(work: Work, machine: Machine) -> float:

@@ -53,6 +53,8 @@ def test_an_epoch_shows_every_prediction_once(tmp_path_factory, sizes, seq_len, 
     assert seen == expected
     packing = data.packing(seq_len)
     assert (targets == IGNORE).sum() == packing.padding + packing.borders
+    ids = np.concatenate([batch.document_ids for batch in batches])[:num_rows]
+    assert (ids < 0).sum() == packing.padding and (ids >= 0).sum() == packing.tokens
 
 
 @settings(max_examples=100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
                 steps.append([validate(one.model, val, batch_size=3, seq_len=SEQ, num_sequences=7, ranks=one.ranks)])
             if "write" in setting:
                 one.save(Checkpoints(Path(setting["write"]), mesh=mesh))
-            with mesh.transfers(), one.update.weights.all_there():
+            wide = one.update.weights.widened() if setting.get("widen") else nullcontext()
+            with mesh.transfers(), one.update.weights.all_there(), wide:
                 whole = Parallelism.whole(one.model, one.ranks, True)
                 weights = {name: part.detach().clone() for name, part in whole.named_parameters()}
             torch.save(weights, Path(out) / f"{number}-{mesh.world_size}-{mesh.rank}.pt")

@@ -83,10 +83,12 @@ def test_checkpoints_need_disk_beside_the_folder():
 
 def test_utilization_by_its_convention(tmp_path):
     forward = CONFIG.flops_per_token(256)
-    watch = Watch(tmp_path, tmp_path, device="cpu", forward_flops_per_token=forward, peak_flops_per_s=1e12)
+    watch = Watch(
+        tmp_path, tmp_path, device="cpu", forward_flops_per_token=forward, step_positions=500, peak_flops_per_s=1e12
+    )
     weights = CONFIG.num_params - 9 * 192  # norms multiply nothing; the tied embedding counts once, as the head
     attention = 4 * 12 * 192 * 256 / 2  # layers x 12 x width x seq_len, causal-halved
-    assert watch.mfu(1000.0) == pytest.approx((6 * weights + attention) * 1000 / 1e12, rel=2e-3)
+    assert watch.mfu(2.0) == pytest.approx((6 * weights + attention) * 1000 / 1e12, rel=2e-3)
     watch.close()
     assert Watch(tmp_path, tmp_path, device="cpu").mfu(1000.0) is None
 

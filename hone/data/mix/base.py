@@ -19,12 +19,19 @@ from hone.data.mix.simplex import fill
 class Source(NamedTuple):
     """One source of text: its name, its tokens in the training split, and how to read some of its documents.
 
-    `sample(count)` returns that many texts (fewer when there are fewer), always the same ones.
+    `sample(count)` returns that many texts (fewer when there are fewer), always the same ones. `positions` are those of
+    one epoch of its sequences, padding included; None: as many as tokens.
     """
 
     name: str
     tokens: int
     sample: Callable[[int], list[str]] | None = None
+    positions: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Positions of one epoch, in which weights and budgets count: a weight is a share of the sequences."""
+        return self.tokens if self.positions is None else self.positions
 
 
 class Share(NamedTuple):
@@ -86,7 +93,7 @@ class Mixture(Technique):
         raise NotImplementedError
 
     def weigh(self, sources: Sequence[Source], budget: float) -> Chosen:
-        """The share of every source in a training of `budget` tokens. Weights sum to 1 and respect every cap.
+        """The share of every source in a training of `budget` positions. Weights sum to 1 and respect every cap.
 
         Raises SpecError when the caps leave less text than the budget, or a method's table does not match the sources.
         """
@@ -108,8 +115,8 @@ class Mixture(Technique):
         if caps.sum() < 1 - 1e-12:
             most = budget / tokens.sum()
             raise SpecError(
-                f"mixture.max_epochs = {self.max_epochs:g} of {tokens.sum():.0f} tokens in {len(sources)} sources "
-                f"allows {self.max_epochs * tokens.sum():.0f} tokens, but the training takes {budget:.0f}",
+                f"mixture.max_epochs = {self.max_epochs:g} of {tokens.sum():.0f} positions in {len(sources)} sources "
+                f"allows {self.max_epochs * tokens.sum():.0f} positions, but the training takes {budget:.0f}",
                 fix=f"raise max_epochs to at least {more(most)}, train on fewer tokens, or give more text",
             )
         return np.minimum(caps, 1.0)
@@ -119,10 +126,10 @@ class Mixture(Technique):
         return {}
 
     def estimates(self, shares: Sequence[Share] = ()) -> dict[str, Estimate]:
-        """Epochs of each source: its weight x the budget / its tokens."""
+        """Epochs of each source: its weight x the budget / its size."""
         return {
             f"epochs_{share.source}": Estimate(
-                value=share.epochs, unit="epochs", formula="weight x training tokens / tokens of the source"
+                value=share.epochs, unit="epochs", formula="weight x sequences / sequences of the source"
             )
             for share in shares
             if share.weight > 0
@@ -130,8 +137,8 @@ class Mixture(Technique):
 
 
 def sizes(sources: Sequence[Source]) -> np.ndarray:
-    """Tokens of every source, float64 [n]."""
-    return np.array([source.tokens for source in sources], float)
+    """Positions of an epoch of every source, float64 [n]."""
+    return np.array([source.size for source in sources], float)
 
 
 def more(epochs: float) -> str:
@@ -147,7 +154,7 @@ def check_sources(sources: Sequence[Source]) -> None:
     if len(set(names)) < len(names):
         raise SpecError(f"two sources have the same name, among {', '.join(names)}", fix="give each its own name")
     for source in sources:
-        if source.tokens < 2:
+        if source.tokens < 2 or not source.size:
             raise SpecError(
                 f"source '{source.name}' has {source.tokens} tokens: there is no text to train on",
                 fix="leave it out of the data",
@@ -172,14 +179,14 @@ def shares(
         capped = weight > 0 and weight >= caps[index] * (1 - 1e-6) and caps[index] < 1  # relative: caps may be 1e-9
         reason = reasons[index]
         if capped:
-            reason += f"; reduced to the cap of {caps[index] * budget / source.tokens:g} epochs"
+            reason += f"; reduced to the cap of {caps[index] * budget / source.size:g} epochs"
         rows.append(
             Share(
                 source.name,
                 source.tokens,
                 float(wanted[index]) / total,
                 weight,
-                weight * budget / source.tokens,
+                weight * budget / source.size,
                 bool(capped),
                 utilities[index],
                 reason,

@@ -28,9 +28,9 @@ class Fixed(Mixture):
         chosen = super().weigh(sources, budget)
         for row in chosen.shares:
             if row.weight < row.wanted - 1e-9:
-                epochs = row.wanted * budget / row.tokens
+                epochs = row.epochs * row.wanted / row.weight
                 raise SpecError(
-                    f"mixture.weights gives '{row.source}' {row.wanted:.4g} of {budget:.0f} tokens, {epochs:.4g} epochs; "
+                    f"mixture.weights gives '{row.source}' {row.wanted:.4g} of {budget:.0f} positions, {epochs:.4g} epochs; "
                     f"max_epochs is {self.max_epochs:g}",
                     fix=f"raise max_epochs to at least {more(epochs)}, or lower its weight",
                 )

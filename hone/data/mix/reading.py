@@ -55,18 +55,21 @@ class Reading:
         ones follow those. mixture.json holds the shares with their reasons. Raises SpecError for caps that cannot be met, or a
         curriculum that does not fit the data.
         """
-        self.total, self.seq_len, self.seed = total, seq_len, seed
+        self.total, self.done, self.seq_len, self.seed = total, done, seq_len, seed
         path = draft.folder / MIXTURE_FILE
         if path.exists():
             self.chosen = Chosen.read(json.loads(path.read_text(encoding="utf8")))
             # The training may have become longer since, with the same weights.
-            shares = [one._replace(epochs=one.weight * (total * seq_len) / one.tokens) for one in self.chosen.shares]
+            sizes = {name: part.num_sequences(seq_len) * seq_len for name, part in self.sources.parts.items()}
+            shares = [
+                one._replace(epochs=one.weight * (total * seq_len) / sizes[one.source]) for one in self.chosen.shares
+            ]
             again = self.chosen._replace(shares=shares)
             if again != self.chosen and run.mesh.leads:
                 write_atomic(path, json.dumps(again.row(), indent=1, ensure_ascii=False).encode())
             self.chosen = again
         else:
-            self.chosen = self.sources.choose(self.mixture, total * seq_len)
+            self.chosen = self.sources.choose(self.mixture, total, seq_len)
             if self.chosen is not None:
                 write_atomic(path, json.dumps(self.chosen.row(), indent=1, ensure_ascii=False).encode())
         if self.chosen is not None:
@@ -91,10 +94,13 @@ class Reading:
         totals = self.sources.totals(self.chosen, done, self.seed)
         return {self._marks[name]: self._begins[name] + count for name, count in totals.items()}
 
-    def estimates(self) -> dict[str, Estimate]:
-        """Planned epochs of each source."""
-        technique = self.mixture or Mixture()
-        return {} if self.chosen is None else technique.estimates(self.chosen.shares)
+    def estimates(self, end: int | None = None) -> dict[str, Estimate]:
+        """Planned epochs of each source, from the sequences that are read already up to `end` (None: all)."""
+        if self.chosen is None:
+            return {}
+        part = ((self.total if end is None else end) - self.done) / self.total
+        shares = [one._replace(epochs=one.epochs * part) for one in self.chosen.shares]
+        return (self.mixture or Mixture()).estimates(shares)
 
     def eval_sequences(self, num_sequences: int) -> int:
         """Sequences that `evaluate` reads."""
@@ -117,14 +123,18 @@ class Reading:
             )
             draft.record(f"val_loss_{name}", loss, "nats/token", note=note)
 
-    def record(self, draft: Draft) -> None:
-        """Records the figures and techniques of what was read."""
+    def record(self, draft: Draft, end: int) -> None:
+        """Records the figures and techniques of what was read: the sequences after those that were read already, up to `end`."""
+        count = self.sources.num_sequences(self.seq_len)
+        note = f"{end - self.done} sequences read, {count} in the data"
+        draft.record("epochs", (end - self.done) / count, "epochs", note=note)
         if self.chosen is not None:
-            read = self.sources.epochs(self.chosen, self.total, self.seq_len, self.seed)
+            before, read = (self.sources.epochs(self.chosen, one, self.seq_len, self.seed) for one in (self.done, end))
             for share in self.chosen.shares:
                 draft.record(f"weight_{share.source}", share.weight, "fraction", how="modelled", note=share.reason)
                 if share.weight > 0:
-                    draft.record(f"epochs_{share.source}", read[share.source], "epochs", note=f"{share.tokens} tokens")
+                    epochs = read[share.source] - before.get(share.source, 0)
+                    draft.record(f"epochs_{share.source}", epochs, "epochs", note=f"{share.tokens} tokens")
         if self.mixture is not None:
             draft.did({"slot": "mixture", **self.mixture.model_dump(mode="json")})
         if self.curriculum.kind != "random":

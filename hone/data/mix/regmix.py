@@ -85,7 +85,7 @@ class RegMix(Mixture):
         self, predict: Callable[[np.ndarray], np.ndarray], sources: Sequence[Source], caps: np.ndarray
     ) -> np.ndarray:
         """Mean of the simulated mixtures with the lowest predicted loss under `caps`, float64 [sources]."""
-        drawn = simulate([source.tokens for source in sources], caps, self.num_simulated, self.seed)
+        drawn = simulate([source.size for source in sources], caps, self.num_simulated, self.seed)
         best = np.argsort(predict(drawn), kind="stable")[: self.num_best]
         return drawn[best].mean(0)
 

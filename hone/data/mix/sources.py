@@ -75,8 +75,12 @@ class Sources:
         """Training tokens of all sources."""
         return sum(part.num_tokens for part in self.parts.values())
 
-    def choose(self, mixture: Mixture | None, budget: float) -> Chosen | None:
-        """The share of every source in a training of `budget` tokens; None for a single source without a mixture.
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of `seq_len` tokens in one epoch of all sources."""
+        return sum(part.num_sequences(seq_len) for part in self.parts.values())
+
+    def choose(self, mixture: Mixture | None, total: int, seq_len: int) -> Chosen | None:
+        """The share of every source in a training of `total` sequences; None for a single source without a mixture.
 
         Several data folders without a mixture are read in proportion to their tokens, whatever the number of epochs.
         Raises SpecError when there is nothing to mix.
@@ -89,8 +93,11 @@ class Sources:
                 f"mixture '{mixture and mixture.kind}' has {found}: there is nothing to mix",
                 fix="give several data inputs (data.NAME: FOLDER), set mixture.by to a column with several values, or drop it",
             )
-        rows = [Source(name, part.num_tokens, _sampler(part)) for name, part in self.parts.items()]
-        return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, budget)
+        rows = [
+            Source(name, part.num_tokens, _sampler(part), part.num_sequences(seq_len) * seq_len)
+            for name, part in self.parts.items()
+        ]
+        return (mixture or Proportional(kind="proportional", max_epochs=float("inf"))).weigh(rows, total * seq_len)
 
     def feed(
         self,
@@ -131,7 +138,7 @@ class Sources:
     def epochs(self, chosen: Chosen, total: int, seq_len: int, seed: int) -> dict[str, float]:
         """Epochs of each source's sequences in a training of `total` sequences, by count."""
         totals = MixedTokens(self.parts, chosen.weights).totals(total, seed)
-        return {name: count * seq_len / self.parts[name].num_tokens for name, count in totals.items()}
+        return {name: count / self.parts[name].num_sequences(seq_len) for name, count in totals.items()}
 
     def _same_tokens(self) -> None:
         first, *others = self.parts.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def goes_on(spec: Any, begun: Any, state: Path) -> bool:
             f"{told_difference(begun.schedule, total, spec.schedule, steps, step)}",
             fix=way,
         )
-    why = _other_order(spec, steps, partial) if steps != total else ""
+    why = _other_order(spec, steps / total, partial) if steps != total else ""
     if why:
         raise DriftError(f"{partial} has {done} steps done, and for {steps} steps {why}", fix=fix)
     return True
@@ -86,10 +85,8 @@ def after(spec: Any, finished: Any, folder: Path) -> str:
 
 
 def length(spec: Any) -> int | None:
-    """The steps of a training; None when the data say it."""
-    if spec.steps is None and spec.tokens is None:
-        return None
-    return spec.steps or max(1, math.ceil(spec.tokens / (spec.batch_size * spec.seq_len)))
+    """The steps of a training; None when the data say it, by their length or by the padding beside `tokens`."""
+    return spec.steps
 
 
 def others(spec: Any, begun: Any) -> bool:
@@ -98,8 +95,8 @@ def others(spec: Any, begun: Any) -> bool:
     return one != other
 
 
-def _other_order(spec: Any, steps: int, partial: Path) -> str:
-    """Why a training of `steps` would have read other sequences than the one in `partial`; '' when it would not."""
+def _other_order(spec: Any, longer: float, partial: Path) -> str:
+    """Why a training `longer` times as long would have read other sequences than the one in `partial`; '' when it would not."""
     from hone.data.mix.base import Chosen
     from hone.data.mix.reading import MIXTURE_FILE
 
@@ -109,7 +106,6 @@ def _other_order(spec: Any, steps: int, partial: Path) -> str:
     if spec.mixture is None or not path.exists():
         return ""
     shares = Chosen.read(json.loads(path.read_text(encoding="utf8"))).shares
-    budget = steps * spec.batch_size * spec.seq_len
-    most = max(share.weight * budget / share.tokens for share in shares)
+    most = longer * max(share.epochs for share in shares)
     free = spec.mixture.kind in _BY_SIZE and not any(share.capped for share in shares)
     return "" if free and most <= spec.mixture.max_epochs else f"mixture {spec.mixture.kind} has other weights"

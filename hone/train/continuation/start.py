@@ -137,10 +137,12 @@ class Start:
         if self.state is None:
             return
         stored, numbers = read_state(self.state)
+        numbers |= {"done": self.at.steps, "tokens": self.at.tokens}
         if not self.same_precision:  # the loss scale of another precision
             numbers["scaler"] = trainer.scaler.state()
+        if self.before is None:  # losses and norms under another schedule, maybe of other data, say nothing of spikes
+            numbers["spikes"] = {}
         trainer.restore(stored, numbers)
-        trainer.done, trainer.tokens = self.at.steps, self.at.tokens
 
 
 def start_of(spec: Training, data: Sequence[str], model: CheckpointFacts | None) -> Start:
@@ -271,8 +273,10 @@ def told_difference(before: Schedule, total: int, now: Schedule, steps: int, ste
     )
 
 
-def trained_as(spec: Training, start: Start, data: Sequence[str], schedule: Schedule, steps: int) -> Trained:
-    """What will be known of a training of `spec` that takes `steps`, before it runs.
+def trained_as(
+    spec: Training, start: Start, data: Sequence[str], schedule: Schedule, steps: int, filled: float
+) -> Trained:
+    """What will be known of a training of `spec` that takes `steps`, before it runs; of its positions `filled` are no padding.
 
     Raises SpecError when its ranks have different weights at the step whose state it keeps.
     """
@@ -284,7 +288,7 @@ def trained_as(spec: Training, start: Start, data: Sequence[str], schedule: Sche
         )
 
     def place(done: int) -> Position:
-        tokens = start.at.tokens + (done - start.step) * spec.batch_size * spec.seq_len
+        tokens = start.at.tokens + round((done - start.step) * spec.batch_size * spec.seq_len * filled)
         return start.place(schedule, steps, done, tokens, spec.batch_size, {})
 
     kept = place(at) if spec.checkpoint.keep.optimizer else None

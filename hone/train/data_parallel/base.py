@@ -35,8 +35,14 @@ class DataParallel(Technique):
         """Steps after which all ranks have the same weights."""
         return 1
 
-    def check(self, precision: str, intervals: Mapping[str, int]) -> None:
-        """Raises ValueError where the technique does not work in `precision`, or the ranks' weights differ after one of `intervals`."""
+    def check(self, precision: str, intervals: Mapping[str, int], *, skips: bool = False) -> None:
+        """Raises ValueError where the technique does not work in `precision`, the ranks' weights differ after one of `intervals`,
+        or `skips` asks for a step that all ranks skip whole."""
+        if skips and not self.exact:
+            raise ValueError(
+                f"skip_step does not work with data_parallel {self.kind}: its ranks have each their own loss, or keep a part "
+                "of a gradient for a later step"
+            )
         if precision not in self.precisions:
             raise ValueError(
                 f"data_parallel {self.kind} works in {', '.join(sorted(self.precisions))}, not in {precision}"

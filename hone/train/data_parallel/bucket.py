@@ -145,6 +145,15 @@ class Bucket:
             self._gathering = self.copies.shard.all_gather(self.weights, self._own)
             self.there = True
 
+    def widen(self) -> None:
+        """The parameters become views of all ranks' masters."""
+        whole = torch.empty(self.flat.size, device=self.master.device)
+        transfer = self.copies.shard.all_gather(whole, self.master)
+        if transfer is not None:
+            transfer.wait()
+        for name, parameter in self.parameters.items():
+            parameter.data = self.flat.view(whole, name)
+
     def ready(self) -> None:
         """Waits for the whole weights."""
         if self._gathering is not None:

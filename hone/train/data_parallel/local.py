@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ class LocalTrainer(Trainer):
 
     With x the last common weights, x_i rank i's, and d = x - mean(x_i), in float32: v = momentum v + d and
     x = x - lr (d + momentum v), SGD with Nesterov momentum on d (arXiv:2311.08105, algorithm 1; lr 1 and momentum 0 average the
-    weights). The optimizer's state stays with its rank. Losses and norms of a step are those of this rank.
+    weights). The optimizer's state stays with its rank. Losses and norms of a step are those of this rank. Its tokens are those
+    of all ranks; between two outer steps the others count as having as many as this one.
     """
 
     sync_every: int
@@ -26,6 +28,10 @@ class LocalTrainer(Trainer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._counted = 0
+        """Tokens of all ranks up to the last outer step."""
+        self._own = 0
+        """Tokens of this rank since."""
         self._common = {name: master.detach().clone() for name, master in self.update.weights.masters.items()}
         self._velocity: dict[str, Tensor] = {}
         if self.outer_momentum:
@@ -36,12 +42,18 @@ class LocalTrainer(Trainer):
 
     def step(self, batch: Batch) -> Step:
         """As `Trainer.step`; then the outer step, where one is due."""
+        before = self.tokens
         step = super().step(batch)
+        self._own += self.tokens - before
+        self.tokens = self._counted + self._own * self.ranks.mesh.world_size
         asked, self.stopping = self.stopping, False
         if self.done % self.sync_every == 0 or self.done == self.steps:
             self._combine()
-            self.stopping = self.ranks.mesh.sum(torch.tensor([float(asked)])).item() > 0
-        return step
+            sums = self.ranks.mesh.sum(torch.tensor([float(asked), self._own], dtype=torch.float64)).tolist()
+            self.stopping = sums[0] > 0
+            self.tokens = self._counted = self._counted + int(sums[1])
+            self._own = 0
+        return replace(step, tokens=self.tokens)
 
     @torch.no_grad()
     def _combine(self) -> None:
@@ -79,6 +91,7 @@ class LocalTrainer(Trainer):
     def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
         """As `Trainer.restore`, with as many ranks."""
         super().restore(_Own(stored, f"worker-{self.ranks.mesh.rank}."), numbers)  # type: ignore[arg-type]
+        self._counted = self.tokens
         for name, master in self.update.weights.masters.items():
             self._common[name].copy_(master)
             if name in self._velocity:

@@ -226,6 +226,12 @@ class DividedWeights(Weights):
         for bucket in self._buckets:
             bucket.ready()
 
+    @torch.no_grad()
+    def _widen(self) -> None:
+        """Each rank gathers the masters of the others, 4 bytes a weight."""
+        for bucket in self._buckets if self.split else ():
+            bucket.widen()
+
     @contextmanager
     def all_there(self) -> Iterator[None]:
         """All weights are in memory inside."""

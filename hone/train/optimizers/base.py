@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from hone.base.spec import Quiet
 from hone.base.table import Technique
 from hone.cost.facts import ModelFacts
 from hone.cost.update import UpdateCost
+from hone.train.spikes.skip_step import SkipStep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +90,10 @@ class Optimizer(Technique):
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate; the schedule scales it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices (vectors such as norms have none).")
+
+    skip_step: Annotated[SkipStep | None, Quiet()] = Field(
+        None, description="Skip steps whose loss or gradient norm is an outlier; true: with the defaults; empty: none."
+    )
 
     def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
         """Every parameter in exactly one group."""

@@ -19,7 +19,7 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     step = step_seconds(work, machine).value
     peak, _, source = speed_of_light(machine, work.dtype)
     flops = 3 * work.model.flops_per_token(work.seq_len) * work.step_tokens
-    rate = work.step_tokens / step
+    rate = work.step_tokens * work.filled / step
     found = [
         f"step {step:.3g} s, {rate:,.0f} tokens/s, {rate / machine.num_ranks:,.0f} a rank, "
         f"MFU {flops / step / machine.num_ranks / peak:.1%} of {source}"

@@ -132,9 +132,9 @@ def test_sources_of_several_folders(folder, tmp_path):
     other = write_artifact(tmp_path / "other", numbered([9] * 30), {"group": ["x"] * 30})
     sources = Sources({"long": folder, "short": other})
     assert sources.num_tokens == 800 + 300
-    unweighted = sources.choose(None, 11_000)
+    unweighted = sources.choose(None, 1100, 10)
     assert unweighted.weights == pytest.approx({"long": 8 / 11, "short": 3 / 11})
-    chosen = sources.choose(MIXTURES.read("unimax"), 1000)
+    chosen = sources.choose(MIXTURES.read("unimax"), 100, 10)
     assert chosen.weights == pytest.approx({"long": 0.5, "short": 0.5})
     feed = sources.feed(chosen, CURRICULA.read("random"), 100, 10, 0)
     batch = feed.batch(9, 10, 10, 0)
@@ -146,7 +146,7 @@ def test_sources_of_several_folders(folder, tmp_path):
 
 def test_one_source_is_read_as_ever(folder):
     sources = Sources({"only": folder})
-    assert sources.choose(None, 100) is None
+    assert sources.choose(None, 100, 1) is None
     feed = sources.feed(None, CURRICULA.read("random"), 90, 11, 4)
     for step in range(30):
         one, other = feed.batch(step, 3, 11, 4), PackedTokens(folder).batch(step, 3, 11, 4)
@@ -168,7 +168,7 @@ def test_groups_of_best_fit_rows_keep_documents_whole(folder):
 def test_a_curriculum_that_fits_one_source_only_is_said_at_once(folder):
     sources = Sources({"only": folder}, "group")
     chosen = sources.choose(
-        MIXTURES.read({"kind": "fixed", "weights": {"a": 1, "b": 20, "c": 0}, "max_epochs": 99}), 5000
+        MIXTURES.read({"kind": "fixed", "weights": {"a": 1, "b": 20, "c": 0}, "max_epochs": 99}), 500, 10
     )
     warmup = CURRICULA.read({"kind": "warmup_then_random", "fraction": 0.9, "signal": "bytes", "hard": "high"})
     with pytest.raises(SpecError, match="more than an epoch of 20"):
@@ -177,7 +177,7 @@ def test_a_curriculum_that_fits_one_source_only_is_said_at_once(folder):
 
 def test_what_cannot_be_mixed_is_said(folder, tmp_path):
     with pytest.raises(SpecError, match="one source, 'only'"):
-        Sources({"only": folder}).choose(MIXTURES.read("unimax"), 100)
+        Sources({"only": folder}).choose(MIXTURES.read("unimax"), 100, 1)
     with pytest.raises(SpecError, match="has no column 'nothing'"):
         Sources({"only": folder}, "nothing")
     other = write_artifact(tmp_path / "other", numbered([9] * 30), {"group": ["x"] * 30, "ratio": [0.5] * 30})
@@ -211,7 +211,7 @@ def test_samples_are_the_sources_own_texts(folder):
             seen.extend((source.name, source.sample(5), source.sample(50)) for source in found)
             return super().wants(found, budget)
 
-    sources.choose(Look(kind="proportional"), 100)
+    sources.choose(Look(kind="proportional"), 100, 1)
     for name, few, many in seen:
         own = {" ".join(map(str, document[:-1])) for document in sources.parts[name].documents()}
         assert len(few) == 5 and set(few) <= own and set(many) == own

@@ -85,7 +85,7 @@ def test_a_cap_moves_what_it_takes_to_the_others_in_their_proportion():
 def test_fixed_weights_are_kept_or_refused():
     np.testing.assert_allclose(weights("fixed", [10, 10], 10, weights={"s1": 3, "s0": 1}), [0.25, 0.75])
     np.testing.assert_allclose(weights("fixed", [10, 10], 10, weights={"s1": 2, "s0": 0}), [0, 1])
-    with pytest.raises(SpecError, match=r"gives 's1' 0.75 of 100 tokens, 7.5 epochs"):
+    with pytest.raises(SpecError, match=r"gives 's1' 0.75 of 100 positions, 7.5 epochs"):
         weights("fixed", [50, 10], 100, weights={"s1": 3, "s0": 1})
     with pytest.raises(SpecError, match=r"limits s1 to 40\.0%"):
         weights("fixed", [50, 10], 100, weights={"s1": 3, "s0": 0})
@@ -98,7 +98,7 @@ def test_fixed_weights_are_kept_or_refused():
 
 @pytest.mark.parametrize("kind", ["proportional", "temperature", "unimax"])
 def test_impossible_caps_say_what_would_do(kind):
-    with pytest.raises(SpecError, match=r"allows 440 tokens, but the training takes 1000") as caught:
+    with pytest.raises(SpecError, match=r"allows 440 positions, but the training takes 1000") as caught:
         weights(kind, [10, 100], 1000)
     assert "at least 9.1," in str(caught.value)
     assert weights(kind, [10, 100], 1000, max_epochs=9.1).sum() == pytest.approx(1)

@@ -178,7 +178,7 @@ def test_stream_says_what_it_parts(tmp_path):
         rows[place] = {(first + step) // 8 for step in range(len(document))}
     stream = data.packing(8, "stream")
     assert stream.parted == sum(len(found) > 1 for found in rows.values()) == 3
-    assert stream.borders == len(sizes) - 1 and data.packing(8).parted == 2  # those of 9 and 30
+    assert stream.borders == len(sizes) and data.packing(8).parted == 2  # those of 9 and 30
 
 
 def test_written_rows_are_the_computed_ones_and_any_step_can_be_resumed_at(tmp_path):

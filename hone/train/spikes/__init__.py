@@ -1,0 +1,1 @@
+"""Spikes of the loss: what is done about a step that would do harm."""
