@@ -107,6 +107,22 @@ def test_longer_is_the_same_as_at_once(half, whole, data_folder, tmp_path, monke
     assert half.figures[STATE_BYTES].error == pytest.approx(0, abs=0.1)
 
 
+@pytest.mark.parametrize("load", ["schedule", "optimizer"])
+def test_spikes_are_judged_by_the_steps_before_only_where_the_schedule_goes_on(load, data_folder, tmp_path):
+    skips = {"optimizer": {"kind": "adamw", "skip_step": {"rolling_interval_length": 12, "sigma_factor": 0.5}}}
+    first = make(tmp_path / "train-first", data_folder, steps=6, checkpoint=KEPT, **skips)
+    steps = 12 if load == "schedule" else 6
+    more = make(tmp_path / "train-more", data_folder, first, steps=steps, checkpoint={"load": load}, **skips)
+    if load == "optimizer":
+        assert not any("skipped" in row for row in steps_of(more)), "half of a new window is not there yet"
+        return
+    whole = make(tmp_path / "train-whole", data_folder, steps=12, **skips)
+    assert any("why" in row for row in steps_of(whole)[6:])
+    assert steps_of(more) == steps_of(whole)[6:] and same_weights(more, whole)
+    skipped = more.figures["skipped_steps"]
+    assert skipped.value == sum("why" in row for row in steps_of(more))
+
+
 @pytest.mark.parametrize("changes", [{"optimizer": one} for one in OPTIMIZERS[1:]] + [{"precision": "bf16"}], ids=str)
 def test_every_optimizer_goes_on_with_its_state(changes, data_folder, tmp_path):
     """In bf16 the float32 masters are kept too, which the folder's model has rounded."""
