@@ -124,10 +124,6 @@ class Stop:
         """Why the training ended early; '' if it did not."""
         return str(self._ended["why"]) if self._ended else ""
 
-    def scores(self, done: int) -> bool:
-        """Whether the loss on the val split is asked for after `done` steps."""
-        return self.when.val_loss is not None and done % self.when.interval == 0
-
     def over(self, done: int) -> bool:
         """Whether the time is over after `done` steps."""
         if self._ended is not None:
@@ -142,7 +138,12 @@ class Stop:
 
     def reached(self, done: int, loss: float) -> bool:
         """Whether `loss`, on the val split after `done` steps, is low enough."""
-        if self._ended is not None or not self.scores(done) or loss > (self.when.val_loss or 0.0):
+        if (
+            self._ended is not None
+            or self.when.val_loss is None
+            or done % self.when.interval
+            or loss > self.when.val_loss
+        ):
             return False
         return self._end(done, f"the validation loss came down to {self.when.val_loss:g}")
 

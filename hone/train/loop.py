@@ -7,7 +7,7 @@ decoder, and `fit` with packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -107,9 +107,6 @@ class Early(Protocol):
 
     def over(self, done: int) -> bool:
         """Whether it is after `done` steps, whatever the loss."""
-
-    def scores(self, done: int) -> bool:
-        """Whether `reached` needs the validation loss after `done` steps."""
 
     def reached(self, done: int, loss: float) -> bool:
         """Whether it is with this validation loss after `done` steps."""
@@ -348,13 +345,13 @@ def fit(
     checkpoint_every: int = 0,
     first_sequence: int = 0,
     after_step: Callable[[Trainer, float | None], None] | None = None,
-    eval_also: int = 0,
+    eval_also: Sequence[int] = (),
 ) -> None:
     """Trains until `trainer.steps` are done, from its current step, or until it is `stopping` or ends `early`, which sets `steps`.
 
     A step is a batch of `batch_size` sequences of `seq_len` tokens, of which each data-parallel rank takes an
-    equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` and every
-    `eval_also` steps and after the last one. `watch` logs every step; `checkpoints` saves the
+    equal part. With `val` the loss on its first `eval_sequences` sequences (0: all) is computed every `eval_every` steps, every
+    so many steps of `eval_also` (0: not) and after the last one. `watch` logs every step; `checkpoints` saves the
     whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs. Step n, from 0, reads
     from sequence `first_sequence` + n `batch_size` on. `after_step` is called on all ranks after every step, with that loss if it was computed.
     """
@@ -369,8 +366,8 @@ def fit(
         if early is not None and trainer.done < trainer.steps and early.over(trainer.done):
             trainer.steps = trainer.done
         last = trainer.done == trainer.steps
-        scored = any(every and trainer.done % every == 0 for every in (eval_every, eval_also))
-        if val is not None and (last or scored or (early is not None and early.scores(trainer.done))):
+        scored = any(every and trainer.done % every == 0 for every in (eval_every, *eval_also))
+        if val is not None and (last or scored):
             val_loss = validate(
                 trainer.model,
                 val,

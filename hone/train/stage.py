@@ -284,6 +284,11 @@ class Train(Prolonged):
         return plan.start.place(plan.schedule, plan.steps, done, tokens, self.batch_size, sources)
 
     @property
+    def _evaluates_every(self) -> tuple[int, int]:
+        """Steps between evaluations beside those of `validation`; 0: none."""
+        return self.checkpoint.keep.evaluates_every, self.early_stopping.evaluates_every
+
+    @property
     def _keep_every(self) -> int | None:
         return self.keep_every if self.init == "teacher" else None
 
@@ -317,10 +322,7 @@ class Train(Prolonged):
             update=masked(shared.update, facts) if "mask" in given else shared.update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             eval_sequences=self.validation.total(
-                steps,
-                val,
-                mixed=self.mixture is not None,
-                also=(keep.evaluates_every, self.early_stopping.evaluates_every),
+                steps, val, mixed=self.mixture is not None, also=self._evaluates_every
             ),
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
             num_checkpoints=self.checkpoint.kept(steps) + keep.num_states(steps),
@@ -402,7 +404,7 @@ class Train(Prolonged):
                     checkpoint_every=self.checkpoint.interval,
                     first_sequence=start.at.sequences - start.step * self.batch_size,
                     after_step=keeper.stepped,
-                    eval_also=self.checkpoint.keep.evaluates_every,
+                    eval_also=self._evaluates_every,
                 )
             except (RuntimeError, MemoryError) as error:
                 said = out_of_memory(error, run.device, trainer.done + 1)

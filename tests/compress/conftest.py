@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,37 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
         return folder
 
     return make
+
+
+def must_serve_what_it_computes(folder: Path) -> None:
+    """Greedy tokens of the engine equal those of the loaded model."""
+    import hone
+    from hone.model.hf import load
+    from hone.model.incremental import generate
+
+    model, prompt = load(folder), list(range(60, 72))
+    with torch.no_grad():
+        wanted = generate(model, torch.tensor([prompt]), 8)[0].tolist()[-8:]
+    params = hone.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    done = hone.Engine(folder).generate([prompt], params)[0]
+    assert done.error is None and done.tokens == wanted
+
+
+@contextmanager
+def stopped_before(index: int) -> Iterator[None]:
+    """Compressions inside are interrupted before layer `index`."""
+    from hone.compress import stream
+
+    done = stream._compress_layer
+
+    def stop(*arguments):
+        if arguments[-1] == index:
+            raise KeyboardInterrupt
+        return done(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stream, "_compress_layer", stop)
+        yield
 
 
 def perplexity(folder: Path, rows: torch.Tensor) -> float:

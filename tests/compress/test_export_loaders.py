@@ -17,6 +17,7 @@ from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.scheme import Scheme, Stored
+from tests.compress.conftest import stopped_before
 
 EXACT, FLOAT16 = 1e-5, 2e-3
 """Largest difference of logits, of their largest magnitude: of float32 sums in another order, of a kernel in float16."""
@@ -277,25 +278,14 @@ def test_a_quantized_folder_is_compressed_again_from_its_dequantized_weights(
 
 @pytest.mark.slow
 def test_a_kill_does_not_change_what_is_made_of_a_quantized_folder(
-    family_folder, compress, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_folder, compress, calibration_text: Path
 ) -> None:
     """Finished layers are read back from their shards, the others from the quantized checkpoint."""
-    from hone.compress import stream
-
     first = compress(family_folder("llama", **SIZES), {"kind": "nf4", "double_quant": True}, name="first")
     spec = {"calibration_text": str(calibration_text), "requantize": True}
     whole = compress(first.folder, {"kind": "nf4"}, name="whole", **spec)
-    done = stream._compress_layer
-
-    def stop(job, flow, check, index):
-        if index == 1:
-            raise KeyboardInterrupt
-        return done(job, flow, check, index)
-
-    monkeypatch.setattr(stream, "_compress_layer", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before(1):
         compress(first.folder, {"kind": "nf4"}, name="resumed", **spec)
-    monkeypatch.setattr(stream, "_compress_layer", done)
     resumed = compress(first.folder, {"kind": "nf4"}, name="resumed", **spec)
     before, after = tensors_of(whole.folder), tensors_of(resumed.folder)
     assert before.keys() == after.keys()

@@ -19,6 +19,7 @@ from hone.model.decoder import build
 from hone.model.hf import load, save
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.shape import Shape
+from tests.compress.conftest import must_serve_what_it_computes
 from tests.compress.test_export import transformers_logits
 from tests.compress.test_export_loaders import loaded, logits_from
 
@@ -149,16 +150,8 @@ def test_an_allocation_leaves_the_head_its_own_bits(family_folder, compress, cal
 
 
 def test_the_server_computes_with_it(family_folder, compress) -> None:
-    import hone
-    from hone.model.incremental import generate
-
     made = compress(family_folder("llama"), {"kind": "rtn", "group_size": 32}, **HEAD)
-    model, prompt = load(made.folder), list(range(60, 72))
-    with torch.no_grad():
-        wanted = generate(model, torch.tensor([prompt]), 8)[0].tolist()[-8:]
-    params = hone.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    done = hone.Engine(made.folder).generate([prompt], params)[0]
-    assert done.error is None and done.tokens == wanted
+    must_serve_what_it_computes(made.folder)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from hone.base.errors import SpecError
-from hone.compress import stream
 from hone.compress.stage import Compress
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import load
+from tests.compress.conftest import must_serve_what_it_computes, stopped_before
 from tests.compress.test_export import transformers_logits
 
 DOWN = {"match": "re:.*down_proj", "bits": 8}
@@ -86,19 +86,11 @@ def test_a_rule_for_all_is_the_quantizer_with_its_options(name: str, family_fold
     assert before.keys() == after.keys() and all(torch.equal(one, after[key]) for key, one in before.items())
 
 
-def test_an_interrupted_run_reads_each_layer_with_its_own_bits(family_folder, compress, monkeypatch) -> None:
+def test_an_interrupted_run_reads_each_layer_with_its_own_bits(family_folder, compress) -> None:
     source, steps = family_folder("llama"), ruled(QUANTIZERS["gptq"], FIRST, DOWN)
-    whole, done = compress(source, *steps, name="whole"), stream._compress_layer
-
-    def stop(job, flow, check, index):
-        if index == 1:
-            raise KeyboardInterrupt
-        return done(job, flow, check, index)
-
-    monkeypatch.setattr(stream, "_compress_layer", stop)
-    with pytest.raises(KeyboardInterrupt):
+    whole = compress(source, *steps, name="whole")
+    with stopped_before(1):
         compress(source, *steps, name="resumed")
-    monkeypatch.setattr(stream, "_compress_layer", done)
     before, after = tensors_of(whole.folder), tensors_of(compress(source, *steps, name="resumed").folder)
     assert all(torch.equal(one, after[name]) for name, one in before.items())
 
@@ -128,16 +120,8 @@ def test_the_gptq_layout_names_them_in_dynamic_for_gptqmodel_and_vllm(family_fol
 
 
 def test_the_server_computes_with_them(family_folder, compress) -> None:
-    import hone
-    from hone.model.incremental import generate
-
     made = compress(family_folder("llama"), *ruled(QUANTIZERS["rtn"], FIRST, DOWN))
-    model, prompt = load(made.folder), list(range(60, 72))
-    with torch.no_grad():
-        wanted = generate(model, torch.tensor([prompt]), 8)[0].tolist()[-8:]
-    params = hone.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    done = hone.Engine(made.folder).generate([prompt], params)[0]
-    assert done.error is None and done.tokens == wanted
+    must_serve_what_it_computes(made.folder)
 
 
 @pytest.mark.parametrize(
