@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     at_most(words, 0, "no argument")
     run = circumstances(options)
     with run.mesh.together():
+        run = replace(run, device=run.mesh.place(run.device))  # each rank its own GPU
         measured = run.mesh.from_leader(lambda: calibrate_all(run.device, dtypes_on(run.device), fresh=True))
         if run.mesh.world_size > 1 and measured is not None:
             measured = _with_collectives(run, measured)

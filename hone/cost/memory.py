@@ -39,7 +39,8 @@ def train_bytes(
     seq_len: int,
     dtype: str = "float32",
     update: UpdateCost | None = None,
-    accumulate: bool = False,
+    passes: int = 1,
+    wide: bool = False,
     packed: bool = True,
     segments: Sequence[Segment] | None = None,
     loss_chunk: int | None = None,
@@ -54,8 +55,8 @@ def train_bytes(
     moments: `loss` (all activations and the head's logits), `backward` (all activations and the last layer's gradients) and
     `update` (all gradients and one layer's activations, or one bucket widened).
 
-    `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`;
-    `accumulate`: a step has several, whose gradients are summed in float32. `packed`: sequences of several documents have an
+    `update` is the optimizer's (default: AdamW's). `batch_tokens` is one micro-batch (B x S) of sequences of `seq_len`, of which
+    a step has `passes`; the gradients of several are summed in float32, and `wide` says that those of one are too. `packed`: sequences of several documents have an
     attention mask. `segments` (default: all layers are kept) are the layers' activation checkpointing. `loss_chunk` is the
     number of tokens whose logits exist at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
@@ -66,11 +67,14 @@ def train_bytes(
     params, vocab, hidden = facts.num_params, facts.vocab_size, facts.hidden_size
     weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
     update = update or adamw(facts)
-    gradients = (4 if accumulate else width) * params
+    gradients = (4 if wide or passes > 1 else width) * params
+    head = vocab * hidden
+    taken = head * width + (4 * head if wide else 0)  # the head's gradient, and its float32 copy
     state = update.state_bytes
     if divided is not None and divided.num_ranks > 1:
         weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts)
-        state, accumulate = state / divided.of("optimizer"), True
+        state, taken = state / divided.of("optimizer"), head * (width + 4)
+    summed = gradients if passes > 1 else 0
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0
@@ -82,7 +86,6 @@ def train_bytes(
     making = batch_tokens * width * max((gradient_values(one, hidden) for one in facts.layers), default=0)
 
     chunk = min(loss_chunk or batch_tokens, batch_tokens) * vocab
-    head = vocab * hidden
     # The head's gradient is summed in float32; scaling it makes a second one, rounding it a third in half precision.
     in_loss = head * 4 + chunk * (2 * 4 + (width if half else 0)) + 3 * batch_tokens * hidden * width
     scaled = head * (8 + (width if half else 0)) + 3 * batch_tokens * hidden * width
@@ -90,11 +93,10 @@ def train_bytes(
         summed_wide = half and chunk * 8 < batch_tokens * vocab
         in_loss = head * (width + (4 if summed_wide else 0)) + chunk * width + 3 * batch_tokens * hidden * width
         scaled = head * width + 3 * batch_tokens * hidden * width
-    summed = gradients if accumulate else 0
     widened = 2 * min(max(BUCKET, head), params) if half else 0
     moments = {
         "loss": live.turn + max(in_loss, scaled) + summed,
-        "backward": live.backward + head * width + summed,
+        "backward": live.backward + taken + summed,
         "update": gradients + max(per_layer + making, widened + update.work_bytes),
     }
     moment = max(moments, key=lambda name: moments[name])

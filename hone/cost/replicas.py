@@ -54,21 +54,20 @@ class Divided:
         return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
 
     def gradient_bytes(self, facts: ModelFacts) -> float:
-        """Bytes of float32 gradients on one rank."""
+        """Bytes of float32 gradients on one rank, at the end of a backward pass, when it has most of them."""
         part = 4 * facts.num_params / self.num_shards if self.num_shards > 1 else 0.0
         if self.of("gradients") == 1:
             return 4 * facts.num_params + part
-        ends = facts.num_params - _layers(facts)
-        flying = FLYING_LAYERS * _layers(facts) / max(facts.num_layers, 1)
-        return part + 4 * max(ends, min(flying, _layers(facts)))
+        flying = (FLYING_LAYERS - 1) * _layers(facts) / max(facts.num_layers, 1)
+        return part + 4 * (max(_ends(facts)) + min(flying, _layers(facts)))
 
     def step_s(
         self, facts: ModelFacts, dtype: str, micro_batches: int, device: str, times: Transfers | None = None
     ) -> float:
         """Seconds in which a step's gradients and weights travel between ranks; `times` of a message are assumed without a table.
 
-        A bucket of each layer, and one of embedding, head and last norm: its gradient is summed in parts inside the group,
-        then between groups; its weights are gathered. With `every` all weights travel to all ranks every so many steps.
+        A bucket of each layer, one of the embedding, and one of head and last norm: its gradient is summed in parts inside the
+        group, then between groups; its weights are gathered. With `every` all weights travel to all ranks every so many steps.
         """
         times = times or Transfers(device)
         shards, groups = self.num_shards, self.num_ranks // self.num_shards
@@ -76,11 +75,12 @@ class Divided:
             return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
         passes = micro_batches if self.of("gradients") > 1 else 1
         frees, layers, total = self.of("weights") > 1, _layers(facts), 0.0
-        buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers + [(facts.num_params - layers, False)]
+        buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers
+        buckets += [(params, False) for params in _ends(facts)]
         for index, (params, in_layer) in enumerate(buckets):
             total += passes * times.seconds("reduce_scatter", shards, 4 * params)
             if self.low_rank:
-                matrices = facts.layers[index].matmuls if in_layer else self._ends(facts)
+                matrices = facts.layers[index].matmuls if in_layer else [(facts.vocab_size, facts.hidden_size)]
                 numbers = [self.low_rank * sum(shape) for shape in matrices]
                 total += 2 * times.seconds(
                     "all_reduce", groups, 4 * sum(numbers) / 2, shards
@@ -91,12 +91,12 @@ class Divided:
             total += gathers * times.seconds("all_gather", shards, BYTES[dtype] * params)
         return total
 
-    @staticmethod
-    def _ends(facts: ModelFacts) -> list[tuple[int, int]]:
-        """The shapes of embedding and head."""
-        return [(facts.vocab_size, facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
-
 
 def _layers(facts: ModelFacts) -> int:
     """Weights in the layers; the rest is embedding, head and last norm."""
     return facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tie_embeddings else 2)
+
+
+def _ends(facts: ModelFacts) -> list[float]:
+    """Weights of the embedding and, unless it is tied, of the head; the last norm is nothing beside them."""
+    return [float(facts.vocab_size * facts.hidden_size)] * (1 if facts.tie_embeddings else 2)

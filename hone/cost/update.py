@@ -16,6 +16,13 @@ WIDEN_BYTES = 12
 """Bytes moved per weight in half precision in addition: its gradient widened to float32, its master weight rounded."""
 
 
+FUSED_BYTES = 4
+"""The same two where the step's own pass over memory scales the gradient: the gradient is read for the norm..."""
+
+FUSED_ROUND_BYTES = 2
+"""...and the new weight written in half precision."""
+
+
 @dataclass(frozen=True)
 class UpdateCost:
     """An optimizer's update of all weights of one model, in numbers."""
@@ -35,6 +42,10 @@ class UpdateCost:
     num_repeats: float = 1.0
     """...and how often each is computed."""
     matmul_dtype: str = "float32"
+    fused: bool = False
+    """Whether the step's pass over memory also scales gradients and rounds weights."""
+    share: float = 1.0
+    """The part of the weights that a rank updates."""
 
 
 ADAMW_STATE_BYTES = 8.0
@@ -47,9 +58,10 @@ ADAMW_OPS = 40
 """Starts of a fused update: one operation per list of tensors for the norm, the scaling and the step; reading the norm."""
 
 
-def adamw(facts: ModelFacts) -> UpdateCost:
-    """AdamW on all weights."""
-    return UpdateCost(ADAMW_STATE_BYTES * facts.num_params, ADAMW_MOVED_BYTES * facts.num_params, ADAMW_OPS)
+def adamw(facts: ModelFacts, *, fused: bool = False) -> UpdateCost:
+    """AdamW on all weights; `fused` as on a GPU."""
+    numbers = ADAMW_STATE_BYTES * facts.num_params, ADAMW_MOVED_BYTES * facts.num_params
+    return UpdateCost(*numbers, ADAMW_OPS, fused=fused)
 
 
 def layer_matrix_params(facts: ModelFacts) -> int:
@@ -58,8 +70,9 @@ def layer_matrix_params(facts: ModelFacts) -> int:
 
 
 def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str) -> Estimate:
-    """Seconds of one update with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
-    moved = cost.moved_bytes + facts.num_params * (AROUND_BYTES + (WIDEN_BYTES if dtype != "float32" else 0))
+    """Seconds of one update of a rank's share, with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
+    around, half = (FUSED_BYTES, FUSED_ROUND_BYTES) if cost.fused else (AROUND_BYTES, WIDEN_BYTES)
+    moved = cost.share * (cost.moved_bytes + facts.num_params * (around + (half if dtype != "float32" else 0)))
     traffic = seconds(
         machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=cost.op_bytes or 4 * facts.num_params, dtype=dtype
     )
@@ -70,6 +83,6 @@ def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype:
             matmul_seconds(machine, (m, n, k), "forward", width * (m * n + m * k + n * k), cost.matmul_dtype)
             for m, n, k in cost.matmuls
         )
-        products *= cost.num_repeats
+        products *= cost.num_repeats * cost.share
         value, formula = value + products, f"{formula} + its matmuls {products:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=traffic.bound)

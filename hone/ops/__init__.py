@@ -22,8 +22,10 @@ from hone.ops.sample.bitmask import apply_token_bitmask
 from hone.ops.sample.logprobs import token_logprobs
 from hone.ops.sample.penalties import count_tokens, penalize
 from hone.ops.scan.api import scan, scan_delta
+from hone.ops.update.api import adamw_step, widen
 
 __all__ = [
+    "adamw_step",
     "apply_token_bitmask",
     "attend",
     "attend_backward",
@@ -55,5 +57,6 @@ __all__ = [
     "swiglu",
     "token_logprobs",
     "unpermute",
+    "widen",
     "write_kv",
 ]

@@ -339,6 +339,7 @@ def _sparse_linear(
 
 
 _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
+_PASSES = ("adamw_step", "widen")
 _SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": _attend,
@@ -363,6 +364,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     **dict.fromkeys(_CHOOSING, _by_dtype("reference", UP_TO_32, "one pass over the logits")),
     "count_tokens": _by_dtype("reference", (torch.int32,), "one atomic operation a token"),
     **dict.fromkeys(_SWEEPS, _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column")),
+    **dict.fromkeys(_PASSES, _by_dtype("reference", UP_TO_32, "one pass over memory")),
 }
 """Rules for a GPU with Triton; that of `attend` covers every device."""
 
@@ -381,6 +383,7 @@ NO_GPU: dict[str, Choice] = {
     "permute": Choice("reference", "no GPU: torch's stable sort"),
     **dict.fromkeys((*_CHOOSING, "count_tokens"), Choice("reference", "no GPU: torch's sort, argmax and masks")),
     **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
+    **dict.fromkeys(_PASSES, Choice("reference", "no GPU: torch in few passes over memory")),
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
@@ -413,7 +416,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("reference", "triton"),
     "grouped_linear": ("reference", "torch", "triton"),
     "permute": ("reference", "triton"),
-    **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS), ("reference", "triton")),
+    **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS, *_PASSES), ("reference", "triton")),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""
 

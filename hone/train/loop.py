@@ -32,7 +32,7 @@ from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
-from hone.train.passes import Counts, Sums, cut, run_layers, share, to_device
+from hone.train.passes import Counts, Sums, cut, run_layers, share, shrink, to_device
 from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
@@ -176,8 +176,8 @@ class Trainer:
         self.device = next(model.parameters()).device
         if compile:
             keep_kernels_apart()
-            for layer in model.layers:
-                layer.compile(dynamic=False)
+            for layer in model.layers:  # not its hooks, which wait for other ranks
+                layer.forward = torch.compile(layer.forward, dynamic=False)
 
     def step(self, batch: Batch) -> Step:
         """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite (unless such a step is
@@ -188,15 +188,20 @@ class Trainer:
     def _step(self, batch: Batch) -> Step:
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
         sums, counts = self.gradients(batch)
-        loss, extra, norm = self._means(sums, counts)
+        means = self._means(sums, counts)
+        ahead = self._updates_ahead
+        if ahead:  # the device goes on with the update while this process waits for the numbers
+            self.update.apply(lr, shrink(means[1], self.max_grad_norm))
+        loss, norm, *extras = means.tolist()
+        norm, extra = norm / self.scaler.scale, extras[0] if extras else None
         finite = math.isfinite(norm)
         overflowed = self.scaler.enabled and not finite
         why = "" if overflowed and math.isfinite(loss) else self.spikes.judge(loss, norm)
         if self.spikes.stuck or not (why or (math.isfinite(loss) and (finite or overflowed))):
             raise self._diverged(loss, norm, lr)
         if finite and not why:
-            shrink = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0
-            self.update.apply(lr, shrink / self.scaler.scale)
+            if not ahead:
+                self.update.apply(lr, shrink(norm, self.max_grad_norm) / self.scaler.scale)
         else:
             self.update.weights.drop_grads()
         if overflowed:
@@ -207,6 +212,11 @@ class Trainer:
         self.tokens += int(counts.tokens)
         skipped = overflowed or bool(why)
         return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=skipped, why=why)
+
+    @property
+    def _updates_ahead(self) -> bool:
+        """Whether the update need not wait for loss and norm: a step whose numbers are not finite ends the training."""
+        return not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """Forward and backward passes over the micro-batches of `batch`: sets each weight's gradient, times the loss scale.
@@ -248,15 +258,14 @@ class Trainer:
         self.stopping = asked > 0
         return Counts(max(targets, 1.0), positions, tokens)
 
-    def _means(self, sums: Sums, counts: Counts) -> tuple[float, float | None, float]:
-        """(loss a target, extra loss a token, norm of the gradient) of a step; its one wait for the device."""
+    def _means(self, sums: Sums, counts: Counts) -> Tensor:
+        """Loss a target, norm of the gradient times the loss scale, and where layers have one their loss a token: float64 [2 or 3]."""
         parts = [sums.loss, *([] if sums.extra is None else [sums.extra])]
         losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
         whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
         loss = whole[0].float() / counts.targets
         extras = whole[2:] / counts.positions
-        mean, norm, *extra = torch.cat([loss.double()[None], whole[1:2].sqrt(), extras]).tolist()
-        return mean, extra[0] if extra else None, norm / self.scaler.scale
+        return torch.cat([loss.double()[None], whole[1:2].sqrt(), extras])
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """Float64 sums [n] of this rank added up over all ranks: the one place where a step's numbers cross them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,13 +67,18 @@ def to_device(
 
     With the ranks that share the sequences the batch is a divided one.
     """
-    tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    tokens, targets = (_moved(array, device) for array in (batch.tokens, batch.targets))
     if context is not None:
         return tokens, targets, context.context(batch, device)
     if (batch.document_ids == batch.document_ids[:, :1]).all():
         return tokens, targets, Causal(tokens)
-    return tokens, targets, Packed(torch.from_numpy(batch.document_ids).to(device))
+    return tokens, targets, Packed(_moved(batch.document_ids, device))
+
+
+def _moved(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on `device`. From pinned memory, because a copy from elsewhere waits for all that the GPU has been told to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
@@ -81,3 +86,12 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     size, rest = divmod(len(batch.tokens), parts)
     assert not rest, f"{len(batch.tokens)} sequences cannot be divided into {parts} equal micro-batches"
     return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]
+
+
+def shrink(norm: Any, most: float) -> Any:
+    """What a gradient of `norm` is multiplied with so that its norm is at most `most` (0: any): of a number a number, of a
+    float64 scalar a float32 one on its device."""
+    if not most:
+        return 1.0
+    factor = most / (norm + 1e-6)
+    return factor.clamp(max=1.0).float() if isinstance(factor, Tensor) else min(1.0, factor)

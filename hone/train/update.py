@@ -43,6 +43,7 @@ class Update:
         summing: Sum | None = None,
     ) -> None:
         self.parameters = describe_parameters(model)
+        self.on_host = on_host
         self.groups = optimizer.groups(self.parameters)
         self._rules = {name: group.rule for group in self.groups for name in group.names}
         grouped = [name for group in self.groups for name in group.names]
@@ -78,17 +79,22 @@ class Update:
         """Steps applied; skipped ones are not counted."""
 
     @torch.no_grad()
-    def apply(self, lr: float, factor: float) -> None:
-        """One step with learning rate `lr` on the gradients times `factor`; drops the gradients."""
+    def apply(self, lr: float, factor: float | Tensor) -> None:
+        """One step with learning rate `lr` on the gradients times `factor`, as `Weights.take_grads` has it; drops the gradients."""
         self.count += 1
         buckets = [(group, names) for group in self.groups for names in self._buckets(group)]
         self.weights.begin([names for _, names in buckets])
         for group, names in buckets:
-            grads = self.weights.take_grads(names, factor)
+            fused = group.rule.fuses(self.weights.masters[names[0]])
+            if fused and not isinstance(factor, Tensor):
+                factor = torch.full((), factor, device=self.weights.masters[names[0]].device)
+            grads = self.weights.take_grads(names, None if fused else factor)
             entries = [self._entry(name, grad, group) for name, grad in zip(names, grads, strict=True)]
+            for entry, name in zip(entries, names, strict=True) if fused else ():
+                entry.factor, entry.rounded = factor, self.weights.rounded(name)  # type: ignore[assignment]
             numbers = {"count": self.count, "lr": lr * group.lr_factor, "weight_decay": group.weight_decay}
             self.weights.step(group.rule, entries, names, **numbers)
-            self.weights.publish(names)
+            self.weights.publish([name for name, one in zip(names, entries, strict=True) if one.rounded is None])
         self.weights.published()
 
     def _entry(self, name: str, grad: Tensor, group: Group) -> Entry:

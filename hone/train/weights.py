@@ -69,14 +69,19 @@ class Weights:
         norms = torch._foreach_norm(grads, 2, torch.promote_types(grads[0].dtype, torch.float32))
         return torch.stack(norms).double().square().sum()  # in which order, float32 does not see
 
-    def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
-        """The gradients of `names` times `factor`, float32; clears them on the weights."""
+    def take_grads(self, names: Sequence[str], factor: float | Tensor | None) -> list[Tensor]:
+        """The gradients of `names` times `factor` (a number, or a float32 scalar on the device), float32; with None as they are.
+
+        Clears them on the weights.
+        """
         # In float32 a gradient is scaled in place; a half-precision one is converted first.
-        grads = [self.grad(name).float() for name in names]
+        grads = [self.grad(name) if factor is None else self.grad(name).float() for name in names]
         self.drop_grads(names)
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        return grads
+        return scaled(grads, factor)
+
+    def rounded(self, name: str) -> Tensor | None:
+        """Where a step may write the new weight `name` in half precision, so that it need not be published; None: nowhere."""
+        return self.parameters[name].detach() if self.split and name not in self.zeros else None
 
     def begin(self, buckets: Sequence[Sequence[str]]) -> None:
         """To be called before an update, with the buckets in the order of their steps."""
@@ -122,6 +127,13 @@ class Weights:
     def all_there(self) -> Iterator[None]:
         """All weights are in memory inside."""
         yield
+
+
+def scaled(grads: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
+    """`grads` times `factor`, in place."""
+    if isinstance(factor, Tensor) or factor not in (None, 1.0):
+        torch._foreach_mul_(grads, factor)
+    return grads
 
 
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:

@@ -246,9 +246,10 @@ def counts(work: Work) -> dict[str, Estimate]:
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
-    inside = inside_s(work, machine)
+    inside, share = inside_s(work, machine), 1 / work.divided.of("optimizer")
     if work.pipeline is not None:
-        step, inside = work.pipeline.step(played(work, work.pipeline, machine), machine, work.dtype), 0.0
+        pipeline = replace(work.pipeline, updates=tuple(replace(one, share=share) for one in work.pipeline.updates))
+        step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0
     else:
         step = train_step_seconds(
             work.part,
@@ -259,7 +260,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             micro_batches=work.gradient_accumulation_steps,
             recomputed=work.recomputed,
             replayed=replayed_layers(work.segments),
-            update=work.update,
+            update=replace(work.update, share=share),
         )
     copied = _copies_s(work, step.value, machine)
     if copied:
@@ -352,7 +353,8 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         seq_len=work.seq_len,
         dtype=work.dtype,
         update=work.update,
-        accumulate=work.gradient_accumulation_steps > 1 or work.tensor.degree > 1,  # summed in float32
+        passes=work.gradient_accumulation_steps,
+        wide=work.tensor.degree > 1,
         packed=work.packed and (work.context_degree == 1 or not attends_in_parts),
         segments=work.segments,
         loss_chunk=kernel_chunk_tokens(tokens) if on_gpu else default_chunk_tokens("cpu", max(work.part.vocab_size, 1)),

@@ -56,7 +56,7 @@ def test_more_of_anything_needs_more():
     base = {"batch_tokens": 4096, "seq_len": 1024, "dtype": "bfloat16", "device": "cuda", "loss_chunk": 1024}
     one = train_bytes(facts, **base).value
     assert train_bytes(facts, **{**base, "batch_tokens": 65536}).value > one
-    assert train_bytes(facts, **base, accumulate=True).value > one
+    assert train_bytes(facts, **base, passes=2).value > one
     assert (
         train_bytes(
             facts, **{**base, "batch_tokens": 65536}, segments=[Segment(at, at + 1, True) for at in range(32)]

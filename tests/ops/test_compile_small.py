@@ -19,6 +19,7 @@ from hone.ops.sample import triton_kernels as draw
 from hone.ops.sample import triton_tables as tables
 from hone.ops.sample.api import draw_shape, floor_shape
 from hone.ops.sample.bitmask import BLOCK as MASK_BLOCK
+from hone.ops.update import triton_kernels as update
 from tests.ops.compiled import NUMBERS, bf16, compile_simple, fp32
 
 
@@ -66,6 +67,21 @@ def test_rounding_stays_in_registers(rounds: bool, keep: bool, stay: int) -> Non
     shape = {"STAY": stay, "GROUP": 2 * stay or 64, "BLOCK": 64, "ROWS": rows}
     record = compile_simple(rounding.solve_columns, types, {"ROUND": rounds, "KEEP": keep, **shape}, 1)
     assert record.clean and not record.count("LDL")
+
+
+def test_an_update_moves_sixteen_bytes_at_a_time() -> None:
+    types = fp32("weight", "exp_avg", "exp_avg_sq", "factor") | bf16("grad", "rounded") | NUMBERS
+    types |= dict.fromkeys(("keep", "rate", "fresh1", "beta2", "fresh2", "root", "eps"), "fp32")
+    shape = {"SCALE": True, "ROUND": True, "EVEN": True, "BLOCK": update.BLOCK}
+    record = compile_simple(update.adamw_step, types, shape, update.WARPS)
+    assert record.clean and record.count("LDG.E.128") and record.count("STG.E.128") and not record.count("STG.E.U16")
+    record = compile_simple(
+        update.widen,
+        bf16("source") | fp32("into") | NUMBERS,
+        {"ADD": False, "EVEN": True, "BLOCK": update.BLOCK},
+        update.WARPS,
+    )
+    assert record.clean and record.count("STG.E.128") and not record.count("LDG.E.U16")
 
 
 @pytest.mark.parametrize(("fixed", "normed"), [(False, False), (True, True)])

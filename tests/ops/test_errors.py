@@ -18,6 +18,7 @@ from hone.ops.formats import tile_codes, tile_scales
 from hone.ops.linear.sparse import compress_24
 from hone.ops.rounding.api import Pruning
 from hone.ops.rounding.selection import Pattern
+from hone.ops.update.api import AdamWNumbers
 
 SOURCES = sorted(Path(ops.__file__).parent.rglob("*.py"))
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoneError)}
@@ -34,6 +35,7 @@ TABLE, LENS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([3, 4])
 PLACES, ANGLES = torch.arange(3), torch.zeros(3, 1, 4)
 BETA, KEYS = torch.rand(1, 5, 4), torch.zeros(3, dtype=torch.int64)
 COUNTS, THREE = torch.zeros(2, 64, dtype=torch.int32), torch.ones(3, 3)
+NUMBERS = AdamWNumbers(1, 1e-3, 0.9, 0.95, 1e-8, 0.1)
 MASKS = torch.full((2, 2), -1, dtype=torch.int32)
 EXPERTS, ENDS, IDS = (
     torch.randn(2, 6, 64),
@@ -215,6 +217,12 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"steps \(3, 7\)", lambda: ops.round_compensated(X, X[:, :7], torch.eye(3), -8, 7)),
         (r"ratio \(2, 2\)", lambda: ops.round_compensated(X, X, torch.eye(2), -8, 7)),
     ],
+    "adamw_step": [
+        ("grad .*int64", lambda: ops.adamw_step(X, X[:, :7].long(), X, X, NUMBERS)),
+        ("weight torch.float64", lambda: ops.adamw_step(X.double(), X, X, X, NUMBERS)),
+        (r"factor is torch.float64 \(\)", lambda: ops.adamw_step(X, X, X, X, NUMBERS, factor=torch.ones(()).double())),
+    ],
+    "widen": [(r"source .*\(3, 7\)", lambda: ops.widen(X, X[:, :7]))],
     "sample": [
         (r"keys \(2,\)", lambda: ops.sample(X, 1.0, keys=KEYS[:2])),
         ("keys torch.int32", lambda: ops.sample(X, 1.0, keys=KEYS.int())),
@@ -287,6 +295,8 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),
         "prune_compensated": lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(3)), backend="tritno"),
         "round_compensated": lambda: ops.round_compensated(X, X, torch.eye(3), -8, 7, backend="tritno"),
+        "adamw_step": lambda: ops.adamw_step(X, X, X, X, NUMBERS, backend="tritno"),
+        "widen": lambda: ops.widen(X, X, backend="tritno"),
         "sample": lambda: ops.sample(X, 1.0, keys=KEYS, backend="tritno"),
         "penalize": lambda: ops.penalize(X, COUNTS, KEYS, *THREE, backend="tritno"),
         "count_tokens": lambda: ops.count_tokens(COUNTS, KEYS, KEYS, backend="tritno"),

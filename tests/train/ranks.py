@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,10 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
                 whole = Parallelism.whole(one.model, one.ranks, True)
                 weights = {name: part.detach().clone() for name, part in whole.named_parameters()}
             torch.save(weights, Path(out) / f"{number}-{mesh.world_size}-{mesh.rank}.pt")
+            held = weakref.ref(one.update.weights)
+            del one, whole, weights
+            gc.collect()
+            assert held() is None, "a training that is over keeps its weights in memory"
             found.append(steps)
     return found
 

@@ -33,7 +33,26 @@ class Channels:
         self.index = self.ranks.index(mesh.rank)
         kinds = [(kind, upward) for kind in ("F", "I") for upward in (False, True)]
         self._groups: dict[_Channel, Any] = {one: mesh.group(pipelines, device) for one in kinds}
+        self._connected: set[tuple[int, int, str]] = set()
         mesh.at_close(self.close)
+
+    def connect(self, table: Table, like: Tensor) -> None:
+        """Sends an element over each channel of `table` of this rank that has had no message, in one order on all ranks.
+
+        NCCL makes a connection in the first call of either side and waits there for the other one, so two ranks that each
+        begin with another channel would wait for ever.
+        """
+        found = set()
+        for rank, ops in enumerate(table.ranks):
+            for op in ops:
+                to = receiver(table, op)
+                if to is not None and table.place(to.stage, to.microbatch) != rank:
+                    found.add((rank, table.place(to.stage, to.microbatch), to.kind))
+        for source, to, kind in sorted(found - self._connected):
+            if self.index in (source, to):
+                x = like.new_zeros(1)
+                (self.send(kind, x, to) if self.index == source else self.receive(kind, x, source)).wait()
+            self._connected.add((source, to, kind))
 
     def send(self, kind: str, x: Tensor, to: int) -> Any:
         """Begins to send; x may not be changed before the handle's `wait` has returned."""
@@ -96,6 +115,7 @@ class Executor:
         another rank has ended; an error inside a pass says in a note which pass it was.
         """
         run = _Run(self, like)
+        run.connect()
         for index, op in enumerate(self._ops):
             try:
                 with torch.set_grad_enabled(self.table.trains):
@@ -130,6 +150,15 @@ class _Run:
         """Sends under way; the tensors must live until they end."""
         self._versions = {stage: _Versions(module) for stage, module in executor.stages.items()}
         self._last = {(op.stage, op.version): index for index, op in enumerate(executor._ops) if op.kind != "S"}
+
+    def connect(self) -> None:
+        """Before the first pass: all channels of the table."""
+        try:
+            with self._losing(None):
+                self.of.channels.connect(self.table, self._like)
+        except Exception:
+            self.end()
+            raise
 
     def do(self, index: int, op: Op) -> None:
         """Runs pass `op`, number `index` of this rank."""
@@ -211,7 +240,7 @@ class _Run:
         try:
             yield
         except RuntimeError as error:
-            where = f"in {op}" if op is not None else "after its last pass"
+            where = f"in {op}" if op is not None else "outside its passes"
             raise Lost.of(f"rank {self.of.rank} of the pipeline lost another one {where}", error) from None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from hone.ops import widen
 from hone.parallel.axis import Transfer
 from hone.parallel.grid import Copies
 from hone.train.data_parallel.flat import Flat
@@ -62,6 +63,8 @@ class Bucket:
         self._gradient: Tensor | None = None
         self._summed: set[str] = set()
         """Weights that have a value in `_gradient`."""
+        self._rounded: set[str] = set()
+        """Weights whose new piece was written where other ranks gather it."""
         self._flying: tuple[Transfer | None, Tensor] | None = None
         self._adding: Handle | None = None
         self.part: Tensor | None = None
@@ -72,13 +75,9 @@ class Bucket:
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of one weight in one backward pass."""
         if self._gradient is None:
-            self._gradient = torch.zeros(self.flat.size, device=gradient.device)
-        view = self.flat.view(self._gradient, name)
-        if name in self._summed:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self._summed.add(name)
+            self._gradient = torch.empty(self.flat.size, device=gradient.device)
+        widen(self.flat.view(self._gradient, name), gradient.contiguous(), add=name in self._summed)
+        self._summed.add(name)
         self.missing.discard(name)
 
     def launch(self, last: bool) -> None:
@@ -86,12 +85,22 @@ class Bucket:
         if not (last or self.shares_gradients):
             return
         device = self.weights.device
-        whole = torch.zeros(self.flat.size, device=device) if self._gradient is None else self._gradient
+        whole = torch.zeros(self.flat.size, device=device) if self._gradient is None else self._filled(self._gradient)
         if self.copies.shard.size == 1:
             self._flying = (None, whole)
         else:
             part = torch.empty(self.flat.slice_size, device=device)
             self._flying = (self.copies.shard.reduce_scatter(part, whole), part)
+
+    def _filled(self, gradient: Tensor) -> Tensor:
+        """`gradient` with zeros where no weight has written: a GPU fills them alone, not the whole before."""
+        end = 0
+        for name, start in sorted(self.flat.offsets.items(), key=lambda one: one[1]):
+            if name in self._summed:
+                gradient[end:start].zero_()
+                end = start + self.parameters[name].numel()
+        gradient[end:].zero_()
+        return gradient
 
     def settle(self, last: bool) -> None:
         """Takes the result of `launch`; after the last pass starts the sum over the groups."""
@@ -131,10 +140,22 @@ class Bucket:
 
     # The weights
 
+    def rounded(self, name: str) -> Tensor | None:
+        """The piece of weight `name` in what other ranks gather, where that is not the master; it must be written before `publish`."""
+        if self._own.dtype == self.master.dtype:
+            return None
+        piece = next(piece for piece in self.pieces if piece.name == name)
+        self._rounded.add(name)
+        size = piece.stop - piece.start
+        shape = self.flat.shapes[name] if size == self.parameters[name].numel() else (size,)
+        return self._own[piece.at : piece.at + size].view(shape)
+
     def publish(self) -> None:
         """Rounds the master to what other ranks gather, and starts gathering it unless the weights are freed."""
-        if self._own.data_ptr() != self.master.data_ptr():
+        self.ready()
+        if self._own.data_ptr() != self.master.data_ptr() and self._rounded < {piece.name for piece in self.pieces}:
             self._own.copy_(self.master)
+        self._rounded.clear()
         self._gathering = None if self.frees else self.copies.shard.all_gather(self.weights, self._own)
 
     def gather(self) -> None:

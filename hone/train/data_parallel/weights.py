@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ from hone.parallel.grid import Copies, Grid
 from hone.train.data_parallel.bucket import Bucket
 from hone.train.data_parallel.flat import Flat
 from hone.train.data_parallel.sums import Sum
-from hone.train.weights import Weights, filled
+from hone.train.weights import Weights, filled, scaled
 
 _AT_ONCE = 2
 """Buckets whose sums may be under way while the backward pass goes on: more need memory, and one may not hide its message."""
 
 
 class DividedWeights(Weights):
-    """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, and one for embedding, last norm and head.
+    """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, one for the embedding, and one for last norm and head.
 
     `sharded` as in `DataParallel.sharded`. Weights in `whole` are held by one rank of each group, never in parts. Those in
     `copied` are held by all tensor-parallel ranks, over which their gradient is summed too.
@@ -50,6 +51,7 @@ class DividedWeights(Weights):
         self.pieces: dict[str, tuple[int, int]] = {}
         """The elements of each weight, start to stop, that `masters` holds."""
         self._frees = "weights" in sharded and grid.copies.shard.size > 1
+        self._on_gpu = next(iter(self.parameters.values())).is_cuda
         for name, mask in (zeros or {}).items():
             self.parameters[name].data.masked_fill_(mask, 0)
             self.parameters[name].register_hook(partial(filled, mask))
@@ -61,16 +63,22 @@ class DividedWeights(Weights):
             (layers[int(rest.partition(".")[0])] if head == "layers" else ends)[name] = parameter
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
         make = partial(make, summing=summing or Sum())
-        self._ends = make(ends, frees=False)
+        # The head's gradient comes first: its sum need not wait for the embedding's, which comes last.
+        tail = {name: part for name, part in ends.items() if "lm_head.weight" in ends and name != "embed_tokens.weight"}
+        self._first = make({name: part for name, part in ends.items() if name not in tail}, frees=False)
         self._layers = [make(layer, frees=self._frees) for layer in layers]
-        self._buckets = [*self._ends, *(bucket for layer in self._layers for bucket in layer)]
+        self._tail = make(tail, frees=False)
+        self._buckets = [*self._first, *(bucket for layer in self._layers for bucket in layer), *self._tail]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         for name, mask in (zeros or {}).items():
             if name in self.pieces:
                 start, stop = self.pieces[name]
                 self.zeros[name] = mask.view(-1)[start:stop].view(self.masters[name].shape)
+        # Weakly: no garbage collector sees a circle of a weight's hook and what holds the weight.
+        self_of = weakref.ref(self)
         for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            parameter.register_post_accumulate_grad_hook(partial(_arrived, self_of, name))
+        model.norm.register_forward_pre_hook(lambda *_: self._ready(self._tail))
         for index, layer in enumerate(model.layers):
             layer.register_forward_pre_hook(partial(self._before, index))
             if self._frees:
@@ -78,6 +86,8 @@ class DividedWeights(Weights):
         for bucket in self._buckets:
             bucket.free()
         self._last = self._backward = False
+        self._norms: list[Tensor] = []
+        """Of each bucket the squared norm of this rank's share of the step's gradient."""
         self._waiting: deque[Bucket] = deque()
         self._flying: deque[Bucket] = deque()
 
@@ -110,6 +120,11 @@ class DividedWeights(Weights):
                 self.pieces[piece.name] = (piece.start, piece.stop)
         return made
 
+    @staticmethod
+    def _ready(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.ready()
+
     # Passes
 
     def _before(self, index: int, *_: Any) -> None:
@@ -130,8 +145,7 @@ class DividedWeights(Weights):
         if self._frees and 0 <= following < len(self._layers):
             for bucket in self._layers[following]:
                 bucket.gather()
-        for bucket in self._layers[index]:
-            bucket.ready()
+        self._ready(self._layers[index])
 
     @torch.no_grad()
     def _free(self, index: int) -> None:
@@ -170,13 +184,18 @@ class DividedWeights(Weights):
         """After a backward pass; after the step's last one, the gradients are those of all ranks."""
         while self._waiting:  # those in which a weight took no part
             self._launch(self._waiting.popleft())
-        while self._flying:
-            self._flying.popleft().settle(self._last)
-        self._backward = False
-        for bucket in self._buckets:
+        self._backward, norms = False, []
+        for bucket in reversed(
+            self._buckets
+        ):  # in the order of the sums: beside those under way, the others' norms are computed
+            if bucket in self._flying:
+                self._flying.remove(bucket)
+                bucket.settle(self._last)
             bucket.free()
             if self._last:
                 bucket.finish()
+                norms.append(bucket.squared_norm())
+        self._norms = norms[::-1]
 
     # Gradients
 
@@ -193,14 +212,15 @@ class DividedWeights(Weights):
 
     def squared_norm(self) -> Tensor:
         """Squared norm of this rank's share of the gradients, float64 scalar: the sum over all ranks is the whole."""
-        return torch.stack([bucket.squared_norm() for bucket in self._buckets]).sum()
+        return torch.stack(self._norms).sum()
 
-    def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
+    def take_grads(self, names: Sequence[str], factor: float | Tensor | None) -> list[Tensor]:
         """The pieces of the gradients of `names` times `factor`, float32; valid until `published`."""
-        grads = [self.grad(name) for name in names]
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        return grads
+        return scaled([self.grad(name) for name in names], factor)
+
+    def rounded(self, name: str) -> Tensor | None:
+        """As `Weights.rounded`, of this rank's piece."""
+        return None if name in self.zeros else self._home[name].rounded(name)
 
     def drop_grads(self, names: Sequence[str] | None = None) -> None:
         """Clears the gradients of all weights."""
@@ -223,8 +243,8 @@ class DividedWeights(Weights):
         for bucket in self._buckets:
             bucket.drop()
             bucket.publish()
-        for bucket in self._buckets:
-            bucket.ready()
+        # On a GPU a layer waits for its own when it computes; a CPU ends the transfer while the ranks are surely there.
+        self._ready(self._first if self._on_gpu else self._buckets)
 
     @torch.no_grad()
     def _widen(self) -> None:
@@ -238,6 +258,14 @@ class DividedWeights(Weights):
         with torch.no_grad():
             for index in range(len(self._layers)):
                 self._bring(index, index + 1)
+            self._ready(self._buckets)
         yield
         for index in range(len(self._layers)):
             self._free(index)
+
+
+def _arrived(weights: weakref.ref[DividedWeights], name: str, parameter: Tensor) -> None:
+    """The hook of weight `name`."""
+    found = weights()
+    if found is not None:
+        found._arrived(name, parameter)

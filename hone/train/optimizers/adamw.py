@@ -34,16 +34,22 @@ class AdamW(Optimizer):
 
     def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
         """Cost of two moments per weight."""
-        return adamw(facts)
+        return adamw(facts, fused=device.startswith("cuda"))
 
 
 @dataclass(frozen=True)
 class AdamWRule(Rule):
-    """AdamW in torch's fused form: one kernel for a list of tensors."""
+    """AdamW: on a CPU torch's fused form for a list of tensors, on a GPU one pass over memory for all that a weight's update does."""
 
     beta1: float
     beta2: float
     eps: float
+
+    def fuses(self, weight: Tensor) -> bool:
+        """On a GPU with a kernel of hone's."""
+        from hone.ops.dispatch import runs_kernel
+
+        return runs_kernel("adamw_step", weight.device, dtype=weight.dtype)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """Both moments, as zeros."""
@@ -53,6 +59,14 @@ class AdamWRule(Rule):
         """m and v are running means of g and g^2; w (1 - lr decay) - lr m' / (sqrt(v') + eps), with m' and v' bias-corrected."""
         from torch.optim.adamw import adamw as fused_adamw
 
+        if self.fuses(entries[0].weight):
+            from hone.ops.update.api import AdamWNumbers, adamw_step
+
+            numbers = AdamWNumbers(count, lr, self.beta1, self.beta2, self.eps, weight_decay)
+            for one in entries:
+                moments = one.state["exp_avg"], one.state["exp_avg_sq"]
+                adamw_step(one.weight, one.grad.contiguous(), *moments, numbers, factor=one.factor, rounded=one.rounded)
+            return
         # The kernel itself adds one to each of these.
         done = torch.full((len(entries),), float(count - 1), device=entries[0].weight.device)
         fused_adamw(

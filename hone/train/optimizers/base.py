@@ -52,6 +52,10 @@ class Entry:
     parameter: Parameter
     part: Part | None = None
     """What makes a whole matrix of the parts of tensor-parallel ranks; None: the weight is whole."""
+    factor: Tensor | None = None
+    """Of a rule that `fuses`: what the gradient, of any float dtype, is to be multiplied with, a float32 scalar on its device."""
+    rounded: Tensor | None = None
+    """Of a rule that `fuses`: where the new weight is wanted in half precision too."""
 
 
 class Rule:
@@ -65,6 +69,10 @@ class Rule:
     """Whether a step needs the whole weight in its shape."""
     elements_per_entry: ClassVar[Mapping[str, int]] = {}
     """Of how many elements of the weight a state's entry is; states that are not named here have one per element."""
+
+    def fuses(self, weight: Tensor) -> bool:
+        """Whether a step of `weight` also scales its gradient and rounds the result, in the same pass over memory (see `Entry`)."""
+        return False
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight before its first step: names to tensors on the weight's device."""

@@ -1,0 +1,375 @@
+"""Training on several GPUs: every layout checked against one GPU, then timed beside torch's FSDP2 around the same decoder.
+
+    python -m benchmarks.train_layouts --ranks 2 --check                                    # losses of every layout, small, float32
+    python -m benchmarks.train_layouts --ranks 2 --shape llama3-8b --layers 12 --compile --layouts zero2 fsdp2 zero1-tp
+    python -m benchmarks.train_layouts --ranks 2 --device cpu --check                       # the same over gloo
+
+One torchrun; layouts take turns, `--steps` steps each a round, the median step counts. Rows say tokens/s a GPU, MFU in both conventions,
+the peak of memory, what was predicted, and from a trace how much of the communication ran beside products (`--trace`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks import ledger
+from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
+from hone.base.errors import HoneError
+from hone.base.mesh import Mesh
+from hone.data.load import Batch
+from hone.measure.machine import describe
+from hone.model.config import ModelConfig
+from hone.model.context import Causal
+from hone.model.decoder import Decoder
+from hone.model.shape import Shape
+from hone.ops import linear_cross_entropy
+from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.loop import Trainer
+from hone.train.optimizers.adamw import AdamW
+from hone.train.parallelism import Parallelism
+from hone.train.passes import share
+from hone.train.precision import TORCH_NAMES
+from hone.train.schedules.cosine import Cosine
+from hone.train.work import Work, growth_bytes, step_seconds
+
+TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
+SCHEDULE = "pipeline_parallel_schedule"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"data_parallel": "zero1"},
+    "zero2": {"data_parallel": "zero2"},
+    "zero3": {"data_parallel": "zero3"},
+    "tp": {TP: -1},
+    "tp-no-sp": {TP: -1, "enable_sequence_parallel": False},
+    "cp-ring": {CP: -1, "data_parallel": "zero2"},
+    "cp-all_gather": {CP: -1, "context_parallel": "all_gather", "data_parallel": "zero2"},
+    "cp-ulysses": {CP: -1, "context_parallel": "ulysses", "data_parallel": "zero2"},
+    **{f"pp-{kind}": {PP: -1, SCHEDULE: kind} for kind in (
+        "naive", "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
+    )},
+    "hsdp": {"data_parallel": {"kind": "zero2", "data_parallel_replicate_degree": 2}},
+    "zero2-tp": {TP: 2, "data_parallel": "zero2"},
+    "zero1-pp-zb_v": {PP: 2, SCHEDULE: "zb_v", "data_parallel": "zero1"},
+    "tp-pp-1f1b": {TP: 2, PP: 2},
+    "zero3-cp": {CP: 2, "data_parallel": "zero3"},
+}  # fmt: skip
+"""Parallelism by name; -1: all ranks. Those with a degree of 2 need four."""
+SMALL = Shape(
+    hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, max_seq_len=512
+)
+
+
+def main() -> None:
+    """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
+    arguments = _arguments()
+    if arguments.out is not None:
+        _work(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command += ["-m", "benchmarks.train_layouts", *sys.argv[1:], f"--out={out}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        rows = json.loads(out.read_text())
+    print(ledger.table(rows))
+    if not arguments.no_ledger:
+        print(ledger.append("train", rows, arguments.device))
+
+
+def _work(arguments: argparse.Namespace) -> None:
+    """One rank: every layout in turn; rank 0 writes the rows."""
+    mesh = Mesh.from_environment()
+    device = mesh.place(arguments.device)
+    rows = []
+    for name in arguments.layouts or _those_of(arguments.ranks):
+        try:
+            with mesh.together():
+                rows += (_checked if arguments.check else _timed)(name, mesh, device, arguments)
+        except (HoneError, RuntimeError) as error:  # a layout that fails must not cost the others
+            if mesh.leads:
+                print(f"{name}: left out, {type(error).__name__}: {str(error)[:500]}", flush=True)
+        gc.collect()
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    if mesh.leads:
+        arguments.out.write_text(json.dumps(rows))
+
+
+def _those_of(num_ranks: int) -> list[str]:
+    """The layouts for so many ranks."""
+    found = []
+    for name, given in LAYOUTS.items():
+        degrees = [value for key, value in given.items() if key in (TP, CP, PP)]
+        shards = isinstance(given.get("data_parallel"), dict)
+        if num_ranks >= 4 or not (shards or any(value > 1 for value in degrees)):
+            found.append(name)
+    return found
+
+
+def _parallelism(name: str, num_ranks: int) -> Parallelism:
+    return Parallelism.read({key: num_ranks if value == -1 else value for key, value in LAYOUTS[name].items()})
+
+
+def _micro_batches(parallelism: Parallelism, arguments: argparse.Namespace) -> int:
+    """Of a step: pipelines need several."""
+    return arguments.micro_batches * (4 if arguments.check and parallelism.pipeline_parallel_degree > 1 else 1)
+
+
+def _trainer(
+    model: Decoder, parallelism: Parallelism, mesh: Mesh, device: str, precision: Any, arguments: argparse.Namespace
+) -> Trainer:
+    ranks = parallelism.ranks(mesh, device)
+    return parallelism.data_parallel.trainer()(
+        parallelism.decoder(model, ranks, arguments.seq_len),
+        steps=10**6,
+        schedule=Cosine(warmup=0, floor=1.0),
+        optimizer=AdamW(lr=3e-3 if arguments.check else 1e-4),
+        precision=precision,
+        gradient_accumulation_steps=_micro_batches(parallelism, arguments),
+        activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(json.loads(arguments.activation_checkpointing)),
+        compile=arguments.compile,
+        ranks=ranks,
+    )
+
+
+def _checked(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Four steps of a small model in `name` and in one process, in float32: the largest difference of a loss."""
+    vocab, rows, steps = 1021, 8, 4
+    arguments.seq_len = 128
+    config = SMALL.config(vocab)
+    draw = np.random.default_rng(1)
+    batches = [random_batch(draw, vocab, rows, arguments.seq_len)] * steps  # the same, so that a wrong update shows
+    alone = _trainer(random_decoder(config, device), Parallelism(), Mesh(), device, arguments.precision, arguments)
+    wanted = [alone.step(one).loss for one in batches]
+    del alone
+    parallelism = _parallelism(name, mesh.world_size)
+    trainer = _trainer(random_decoder(config, device), parallelism, mesh, device, arguments.precision, arguments)
+    found = [trainer.step(share(one, *trainer.ranks.data)).loss for one in batches]
+    gap = max(abs(one - other) for one, other in zip(wanted, found, strict=True))
+    if mesh.leads:
+        print(f"{name}: losses {found[0]:.6f} ... {found[-1]:.6f}, largest difference {gap:.2e}", flush=True)
+    what = f"{name} on {mesh.world_size} {device.partition(':')[0]} ranks, {arguments.precision}, 4 steps: largest difference of a loss"
+    return [{"figure": what, "value": gap, "unit": "nats", "n": steps, "technique": f"layout/{name}"}]
+
+
+def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of a step, memory, and beside them what was predicted."""
+    shape, vocab = SHAPES[arguments.shape]
+    shape = shape.model_copy(
+        update={"num_layers": arguments.layers or shape.num_layers, "max_seq_len": arguments.seq_len}
+    )
+    config = shape.config(vocab)
+    peer = name == "fsdp2"
+    parallelism = Parallelism(data_parallel="zero3") if peer else _parallelism(name, mesh.world_size)
+    degrees = parallelism.degrees(mesh.world_size)
+    torch.cuda.reset_peak_memory_stats()
+    draw = np.random.default_rng(mesh.rank // (mesh.world_size // degrees.dp))
+    model = random_decoder(config, device)
+    # Each data-parallel rank computes `--batch` sequences, ranks that share sequences together as many as they are.
+    each = arguments.batch * mesh.world_size // degrees.dp
+    batches = [random_batch(draw, vocab, each, arguments.seq_len) for _ in range(2)]
+    step: Callable[[Batch], float]
+    if peer:
+        step = _fsdp2(model, device, arguments)
+    else:
+        trainer = _trainer(model, parallelism, mesh, device, arguments.precision, arguments)
+        step = lambda batch: trainer.step(batch).loss  # noqa: E731
+    del model
+    losses = [step(batches[0])]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(batches[1])
+    times = []
+    for number in range(arguments.steps):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        losses.append(step(batches[number % 2]))
+        torch.cuda.synchronize()
+        times.append(max(mesh.gather(time.perf_counter() - begun)))
+    seconds, peak = statistics.median(times), max(mesh.gather(torch.cuda.max_memory_allocated()))
+    kept = arguments.trace_folder if mesh.leads else None
+    hidden, busy = (
+        _hidden(lambda: step(batches[0]), kept and kept / f"{name}.json.gz") if arguments.trace else (None, 0)
+    )
+    if not mesh.leads:
+        return []
+    rate = arguments.batch * arguments.seq_len / seconds
+    causal, full = flops_per_token(config, arguments.seq_len)
+    limit = next((value for key, value in SHEET_PEAK.items() if key in torch.cuda.get_device_name(device)), 989e12)
+    what = f"{arguments.shape}{f', {config.num_layers} layers' if arguments.layers else ''} on {mesh.world_size} GPUs, {arguments.precision}"
+    what += f", {arguments.batch} x {arguments.seq_len} a GPU{', compiled' * arguments.compile}: {name}"
+    note = f"{seconds:.4g} s a step, MFU {full * rate / limit:.1%} with attention in full"
+    row = {
+        "figure": what,
+        "value": rate,
+        "unit": "tokens/s a GPU",
+        "n": arguments.steps,
+        "of_limit": causal * rate / limit,
+    }
+    row |= {"technique": f"layout/{name}", "peak_bytes": peak}
+    if not peer:
+        work = _sizes(config, parallelism, mesh.world_size, each * degrees.dp, arguments)
+        machine = describe("cuda").model_copy(update={"num_ranks": mesh.world_size})
+        predicted, grown = step_seconds(work, machine).value, growth_bytes(work, "cuda").value
+        row |= {
+            "predicted": each * degrees.dp * arguments.seq_len / mesh.world_size / predicted,
+            "predicted_peak_bytes": grown,
+        }
+        note += f"; predicted {predicted:.4g} s and {grown / 2**30:.1f} GiB, {peak / 2**30:.1f} measured"
+    if hidden is not None:
+        note += f"; {hidden:.0%} of the communication beside computation, GPU busy {busy:.1%} of the step"
+    print(f"{name}: {rate:,.0f} tokens/s a GPU, {note}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+    return [{**row, "note": note}]
+
+
+def _sizes(
+    config: ModelConfig, parallelism: Parallelism, num_ranks: int, rows: int, arguments: argparse.Namespace
+) -> Work:
+    """The sizes of the training, for its estimates."""
+    dtype = TORCH_NAMES[arguments.precision]
+    costs = partial(AdamW().cost, dtype=dtype, device="cuda")
+    shared = parallelism.shared(config, costs, arguments.micro_batches, arguments.seq_len)
+    kept = ACTIVATION_CHECKPOINTINGS.read(json.loads(arguments.activation_checkpointing))
+    return Work(
+        model=config.facts(),
+        steps=1,
+        batch_size=rows,
+        seq_len=arguments.seq_len,
+        dtype=dtype,
+        segments=kept.segments(config.num_layers),
+        update=shared.update,
+        gradient_accumulation_steps=arguments.micro_batches,
+        packed=False,
+        divided=parallelism.divided(num_ranks),
+        context=parallelism.context_parallel,
+        context_degree=parallelism.context_parallel_degree,
+        tensor=shared.tensor,
+        pipeline=shared.pipeline,
+    )
+
+
+class _Loss(nn.Module):
+    """The mean loss of a decoder, as a module that torch's wrappers take."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.decoder.hidden(tokens, Causal(tokens))
+        return linear_cross_entropy(self.decoder.head_input(x), self.decoder.head_weight, targets)
+
+
+def _fsdp2(model: Decoder, device: str, arguments: argparse.Namespace) -> Callable[[Batch], float]:
+    """A step of torch's FSDP2 with its fused AdamW and clipping, around the same decoder and kernels."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    whole = _Loss(model)
+    grid = DeviceMesh.from_group(torch.distributed.new_group(backend="nccl"), "cuda")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        if arguments.compile:
+            layer.compile(dynamic=False)
+        fully_shard(layer, mesh=grid, mp_policy=policy)
+    fully_shard(whole, mesh=grid, mp_policy=policy)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: Batch) -> float:
+        tokens, targets = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.targets))
+        loss = whole(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, float]:
+    """(share of the seconds of communication kernels beside computing ones, share of the step in which the GPU computes), from a trace."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] if kept else [ProfilerActivity.CUDA]
+    ) as found:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(kept))
+    intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            intervals["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    moving, computing = _union(intervals[True]), _union(intervals[False])
+    both = _union([*intervals[True], *intervals[False]])
+    total = _length(moving)
+    beside = total + _length(computing) - _length(both)
+    return (beside / total if total else None), _length(computing) / 1e6 / seconds
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--check", action="store_true", help="compare losses with one process instead of timing")
+    parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS, "fsdp2"])
+    parser.add_argument("--shape", default="llama3-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="so many layers instead of the shape's")
+    parser.add_argument("--precision", default="", help="fp32 for --check, else bf16")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a GPU and step")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--activation-checkpointing", default='"none"', help="as JSON")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="one more step under torch's profiler")
+    parser.add_argument("--trace-folder", type=Path, help="keeps rank 0's trace of it")
+    parser.add_argument("--no-ledger", action="store_true")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.precision = arguments.precision or ("fp32" if arguments.check else "bf16")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
