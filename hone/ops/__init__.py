@@ -7,6 +7,7 @@ them. No kernel is imported with them.
 from hone.ops.activation.api import geglu, swiglu
 from hone.ops.attention.api import attend, attend_backward, merge
 from hone.ops.dispatch import choose
+from hone.ops.fp8.api import fp8_trained_linear
 from hone.ops.linear.api import fp8_linear, linear, quantized_linear
 from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
@@ -35,6 +36,7 @@ __all__ = [
     "choose",
     "count_tokens",
     "fp8_linear",
+    "fp8_trained_linear",
     "geglu",
     "grouped_linear",
     "input_codes",

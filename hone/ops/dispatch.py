@@ -352,7 +352,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "sparse_linear": _sparse_linear,
-    "input_codes": _by_dtype("reference", UP_TO_32, "one pass over memory"),
+    **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "rms_norm": _rms_norm,
     **dict.fromkeys(
         ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", UP_TO_32, "one pass over memory")
@@ -387,7 +387,7 @@ NO_GPU: dict[str, Choice] = {
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
-    "input_codes": Choice("reference", "no GPU: torch in few passes over memory"),
+    **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
 """Choices without a GPU, for any facts."""
@@ -410,7 +410,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
     "sparse_linear": ("reference", "torch", "gluon"),
-    "input_codes": ("reference", "triton"),
+    **dict.fromkeys(("input_codes", "fp8_cast"), ("reference", "triton")),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),
     "linear_cross_entropy": ("reference", "triton"),
