@@ -48,6 +48,7 @@ def train_bytes(
     model_loaded: bool = False,
     device: str = "cpu",
     divided: Divided | None = None,
+    fp8: bool = False,
 ) -> Estimate:
     """Growth of memory at the peak of training.
 
@@ -61,6 +62,7 @@ def train_bytes(
     number of tokens whose logits exist at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
     float32 weights are in memory before. `divided`: the ranks of a data-parallel training, of which this is one.
+    `fp8`: linears keep fp8 codes of their inputs.
     """
     width = BYTES[dtype]
     half = width < 4
@@ -78,7 +80,7 @@ def train_bytes(
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0
-    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask) for one in facts.layers]
+    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask, fp8=fp8) for one in facts.layers]
     live = live_bytes(
         keep_all(facts.num_layers) if segments is None else segments, sizes, elsewhere=device.startswith("cuda")
     )

@@ -27,6 +27,7 @@ from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll
 from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.data_parallel.sums import Sum
+from hone.train.fp8.linears import Fp8Linears
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
@@ -34,7 +35,7 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Sums, cut, run_layers, share, shrink, to_device
 from hone.train.pipeline.passes import Pipeline
-from hone.train.precision import LossScaler, Precision, compute_dtype
+from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
 from hone.train.spikes.skip_step import Spikes
 from hone.train.update import Update
@@ -165,6 +166,10 @@ class Trainer:
             summing=self.ranks.summing,
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
+        self.fp8 = None
+        if precision in FP8_RECIPES:
+            holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
+            self.fp8 = Fp8Linears(model, FP8_RECIPES[precision], holds=holds)
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False
@@ -229,6 +234,8 @@ class Trainer:
             batch = self.ranks.context.divide(batch)
             read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
         counts = self._counts(batch, read)
+        if self.fp8 is not None:
+            self.fp8.cast()
         total, extras = torch.zeros((), device=self.device), None
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:

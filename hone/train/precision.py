@@ -5,6 +5,9 @@
     moments and copies the rounded masters back after every step. No autocast: dtypes stay visible in the code.
 - fp16: as bf16, with the loss multiplied by a power of two so that small gradients do not underflow, the gradients divided
     by it in float32, and a step skipped when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+- fp8: as bf16, with the products of the layers' linears, forward and backward, of fp8 codes with a scale for each row
+    (Micikevicius et al. 2022, arXiv:2209.05433; the recipes are those of torchao, see hone/ops/fp8/recipes.py).
+    fp8_tensorwise has one scale a tensor, fp8_rowwise_with_gw_hp the gradient of the weight in bf16.
 
 Norms, softmax, the loss and the accumulation of gradients over micro-batches are float32 everywhere.
 """
@@ -18,9 +21,22 @@ from hone.base.lazy import lazy
 
 torch = lazy("torch")
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp"]
 ExportDtype = Literal["float32", "bfloat16", "float16"]
-TORCH_NAMES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FP8_RECIPES: dict[Precision, str] = {
+    "fp8": "rowwise",
+    "fp8_tensorwise": "tensorwise",
+    "fp8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
+}
+"""The recipe of hone.ops.fp8 for each precision that has one."""
+
+TORCH_NAMES: dict[Precision, str] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    **dict.fromkeys(FP8_RECIPES, "bfloat16"),
+}
+"""The dtype of weights, activations and gradients as torch names it. The peak of MFU is that of its products, in fp8 too."""
 
 GROWTH_INTERVAL = 1000
 INITIAL_SCALE = 2.0**16

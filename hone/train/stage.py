@@ -36,6 +36,7 @@ from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
 from hone.train.curves.wandb import check, opened
+from hone.train.fp8.fits import check_passes, fp8_notes, fp8_products
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.mask import check_mask, masked, zeros_of
@@ -111,7 +112,10 @@ class Train(Prolonged):
     curriculum: Annotated[Technique, Choice(CURRICULA)] = Field(
         Random(kind="random"), description="Order of each source's sequences."
     )
-    precision: Precision = Field("fp32", description="Dtype of the computation; master weights are float32.")
+    precision: Precision = Field(
+        "fp32",
+        description="Dtype of the computation; fp8: of layers' linears, else as bf16. Master weights are float32.",
+    )
     batch_size: int = Field(16, gt=0, description="Sequences of one optimizer step.")
     seq_len: int = Field(
         256, gt=1, description="Tokens of a sequence; tokens do not attend to other documents packed into it."
@@ -181,7 +185,7 @@ class Train(Prolonged):
         steps = self.steps or steps_for(epoch, self.batch_size, self.tokens)
         if "mask" in given:
             check_mask(given["mask"], config)
-        self.parallelism.sequences(self.batch_size, self.gradient_accumulation_steps, machine.num_ranks)
+        check_passes(self, config, machine.num_ranks)
         self.parallelism.check(
             config, seq_len=self.seq_len, optimizer=self.optimizer, objective=self.objective, compile=self.compile
         )
@@ -205,7 +209,7 @@ class Train(Prolonged):
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
         again = repeats(epoch, self.batch_size, work.steps)
-        said = (*start.notes, *self.early_stopping.notes(steps), *again, *said)
+        said = (*start.notes, *self.early_stopping.notes(steps), *again, *fp8_notes(self.precision, config), *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
@@ -232,7 +236,7 @@ class Train(Prolonged):
         draft.predict(reading.estimates())
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
-            model, teacher = self._models(parents, reading.sources.train, run)
+            model, teacher = starting_models(self, parents, reading.sources.train, run.device)
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
             trainer = self._trainer(model, teacher, plan, zeros, run)
             trainer.early = early = Stop(self.early_stopping, draft, run)
@@ -335,12 +339,8 @@ class Train(Prolonged):
             tensor=shared.tensor,
             offload=self.parallelism.offload,
             pipeline=shared.pipeline,
+            fp8=fp8_products(self.precision),
         )
-
-    def _models(self, parents: dict[str, Artifact], data: PackedTokens, run: Run) -> tuple[Decoder, Decoder | None]:
-        """As `starting_models`."""
-        config, reads = self.model.config(data.vocab_size, eos=data.eos_token_id), self.objective.from_teacher
-        return starting_models(parents, config, run.device, self._keep_every, reads, self.precision, self.seed)
 
     def _trainer(
         self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run

@@ -18,6 +18,7 @@ from hone.cost.replicas import Divided
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.cost.tensor import Tensor
 from hone.cost.update import UpdateCost, update_seconds
+from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import Segment, live_layers
@@ -99,6 +100,8 @@ class Work:
     """Whether a checkpoint stays in the finished folder."""
     num_models: int = 1
     """Models that stay in it."""
+    fp8: frozenset[Layout] = frozenset()
+    """The products of the layers' linears that are of fp8 codes."""
 
     @property
     def part(self) -> ModelFacts:
@@ -131,6 +134,11 @@ class Work:
     def context_sizes(self) -> Sizes:
         """The sizes of a pass, for the costs of sharing sequences."""
         return Sizes.of(self.part, self.micro_batch_tokens, self.seq_len, self.context_degree, BYTES[self.dtype])
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether linears keep their input for the backward pass as fp8 codes."""
+        return "weight_gradient" in self.fp8
 
     @property
     def recomputed(self) -> list[int]:
@@ -261,6 +269,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             recomputed=work.recomputed,
             replayed=replayed_layers(work.segments),
             update=replace(work.update, share=share),
+            fp8=work.fp8,
         )
     copied = _copies_s(work, step.value, machine)
     if copied:
@@ -291,7 +300,7 @@ def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
     runs beside them, and each reads and writes.
     """
     width, hidden, tokens = BYTES[work.dtype], work.part.hidden_size, work.micro_batch_tokens
-    layers = [layer_bytes(one, hidden, tokens, width, 0) for one in work.part.layers]
+    layers = [layer_bytes(one, hidden, tokens, width, 0, fp8=work.keeps_codes) for one in work.part.layers]
     moved = work.gradient_accumulation_steps * copied_bytes(work.segments, layers)
     if machine.device.startswith("cuda"):
         each = moved / link_rate(machine)[0]
@@ -361,7 +370,12 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         kernels=on_gpu,
         device=device,
         divided=work.divided,
+        fp8=work.keeps_codes,
     )
+    if work.fp8 and work.gradient_accumulation_steps > 1 and work.divided.of("weights") == 1:
+        held = 2 * sum(one.matmul_params for one in work.part.layers)
+        said = f"{growth.formula} + fp8 codes of the layers' weights {human_bytes(held)}"
+        growth = growth.model_copy(update={"value": growth.value + held, "formula": said})
     if work.context_degree > 1 and work.context is not None:
         kept = work.context.kept_bytes(work.context_sizes, device)
         said = f"{growth.formula} + {work.context.kind} {human_bytes(kept)}"

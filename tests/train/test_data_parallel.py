@@ -102,7 +102,7 @@ def test_it_trains_as_one_process_does(technique, num_ranks, alone, data_folder,
         assert_same_weights(ranks[0], weights[place], SETTINGS[place].get("optimizer", "adamw"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_folder, tmp_path):
     """The sums are of the same float32 numbers, and two of them have one order."""
     settings = [
@@ -114,7 +114,7 @@ def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_fol
     for parts in (0, 4):
         first = weights_of(tmp_path, parts, 2)[0]
         assert all(
-            tensor.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision] for tensor in first.values()
+            tensor.dtype == (torch.float16 if precision == "fp16" else torch.bfloat16) for tensor in first.values()
         )
         for number in range(parts, parts + 4):
             for one in weights_of(tmp_path, number, 2):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from hone.base.artifact import Artifact
 from hone.base.run import Run
-from hone.model.hf import load
 from hone.train.stage import Train
 from hone.train.start import starting_models
 from tests.ranked import together
@@ -78,8 +77,8 @@ def test_models_of_the_middle_are_saved_alike_and_change_nothing(both, data_fold
 
 def test_a_continued_run_begins_with_the_masters(both):
     kept = load_file(both["float32"].folder / "model.safetensors")
-    config = load(both["float32"].folder).config
-    model, _ = starting_models({"model": both["float32"]}, config, "cpu", None, False, "bf16", 0)
+    spec = Train.read({**SPEC, "precision": "bf16"})
+    model, _ = starting_models(spec, {"model": both["float32"]}, None, "cpu")
     assert torch.equal(model.embedding, kept["model.embed_tokens.weight"])
 
 

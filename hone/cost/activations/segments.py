@@ -44,15 +44,23 @@ class Live(NamedTuple):
     """At the peak of the backward pass, with its gradients of activations."""
 
 
-def layer_bytes(layer: LayerFacts, hidden_size: int, tokens: int, width: int, mask: int) -> LayerBytes:
-    """Bytes of a layer over `tokens` tokens of `width` bytes a number; `mask` is what attention's mask has a token."""
+def layer_bytes(
+    layer: LayerFacts, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: bool = False
+) -> LayerBytes:
+    """Bytes of a layer over `tokens` tokens of `width` bytes a number; `mask` is what attention's mask has a token.
+
+    `fp8`: linears keep their inputs as codes of a byte, instead of the normed residuals and the gate's product; attention still
+    keeps its result, too. The backward pass then makes two codes of the gradient of gate and up.
+    """
     products = 2 * hidden_size + layer.widths.projected + layer.widths.mixed + 2 * layer.intermediate_size
     one = tokens * width
+    instead = 2 * hidden_size + layer.intermediate_size
+    codes = tokens * (instead + layer.widths.mixed) - one * instead if fp8 else 0
     return LayerBytes(
-        one * (saved_values(layer, hidden_size) + mask),
+        one * (saved_values(layer, hidden_size) + mask) + codes,
         one * hidden_size,
         one * products,
-        one * gradient_values(layer, hidden_size),
+        one * gradient_values(layer, hidden_size) + (4 * tokens * layer.intermediate_size if fp8 else 0),
     )
 
 

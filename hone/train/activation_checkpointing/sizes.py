@@ -40,7 +40,7 @@ def sizes_of(work: Work, machine: Machine) -> Sizes:
         return known[key]
 
     return Sizes(
-        layers=tuple(layer_bytes(one, facts.hidden_size, tokens, width, mask) for one in layers),
+        layers=tuple(layer_bytes(one, facts.hidden_size, tokens, width, mask, fp8=work.keeps_codes) for one in layers),
         forward_s=tuple(more(index, one) for index, one in enumerate(layers)),
         replay_s=tuple(more(index, one, saves="products") for index, one in enumerate(layers)),
         growth=growth,

@@ -10,6 +10,7 @@ from pydantic import Field
 from hone.base.errors import SpecError
 from hone.base.table import Technique
 from hone.cost.replicas import Divided
+from hone.train.precision import TORCH_NAMES
 
 if TYPE_CHECKING:
     from hone.train.data_parallel.sums import Sum
@@ -28,7 +29,7 @@ class DataParallel(Technique):
     """Whether losses and weights are those of one process; otherwise technique and number of ranks are part of the identity."""
     alone: ClassVar[bool] = False
     """Whether each rank takes steps of its own, on its gradient alone."""
-    precisions: ClassVar[frozenset[str]] = frozenset({"fp32", "bf16", "fp16"})
+    precisions: ClassVar[frozenset[str]] = frozenset(TORCH_NAMES)
 
     @property
     def meets_every(self) -> int:

@@ -1,0 +1,63 @@
+"""The linears of a model in fp8 training: their forward pass, and the codes of their weights while a step holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import MachineError
+from hone.model.decoder import Decoder
+from hone.model.linear import Dense
+from hone.ops.fp8.api import WeightCodes, fp8_trained_linear, weight_codes
+from hone.train.fp8.fits import in_fp8
+
+
+class Fp8Dense(Dense):
+    """A `Dense` whose products are of fp8 codes wherever gradients are wanted.
+
+    Without gradients, so in evaluations, it is the dense layer that is saved and served. Weights, their names and dtypes are
+    those of `Dense`: neither checkpoints nor saved models know of fp8.
+    """
+
+    recipe: str
+    held: WeightCodes | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        return fp8_trained_linear(x, self.weight, self.bias, recipe=self.recipe, held=self.held)
+
+
+class Fp8Linears:
+    """Makes the linears of `model` compute in fp8 by `recipe`.
+
+    With `holds` a weight is cast once a step, by `cast`, and its codes, 2 bytes a weight, stay for all micro-batches.
+    Otherwise each pass casts the weights that it reads. Raises MachineError on a GPU without fp8 products.
+    """
+
+    def __init__(self, model: Decoder, recipe: str, *, holds: bool) -> None:
+        device = next(model.parameters()).device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise MachineError(
+                f"{torch.cuda.get_device_name(device)} has no fp8 products (compute capability 8.9 and later have)",
+                fix="set precision: bf16",
+            )
+        self.recipe, self.holds = recipe, holds
+        self.linears: list[Fp8Dense] = []
+        for index, layer in enumerate(model.layers):
+            for path in in_fp8(model.config, index):
+                found: Any = layer.get_submodule(path)
+                if type(found) is Dense and found.weight.requires_grad:
+                    # Its class, not its `forward`, so that torch.compile sees a module like any other.
+                    found.__class__ = Fp8Dense
+                    found.recipe, found.held = recipe, None
+                    self.linears.append(found)
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """To be called before a step's first pass, with all weights in memory: casts them, if it holds them."""
+        for linear in self.linears if self.holds else ():
+            linear.held = None  # frees the codes of the step before
+            linear.held = weight_codes(linear.weight, self.recipe)
