@@ -157,7 +157,7 @@ def time_linears(rows: int) -> None:
         up = torch.randn(rows, out, device="cuda").bfloat16()
         say(f" {name} [{out} x {inner}]")
         plain = [seconds(partial(torch.mm, *two)) for two in ((x, weight.t()), (up, weight), (up.t(), x))]
-        say("  bf16 products      " + told(plain, flops, bf16_peak))
+        say("  bf16 products          " + told(plain, flops, bf16_peak))
         for tensorwise in (False, True):
             largest = [api._maxima(one, tensorwise) for one in (x, up, weight)]
             both = [
@@ -169,7 +169,7 @@ def time_linears(rows: int) -> None:
             for fast in (True, False):
                 took = [seconds(partial(api._product, *a, None, torch.bfloat16, fast)) for a in triples]
                 said = f"{'tensorwise' if tensorwise else 'rowwise'}{', fast' if fast else ''}"
-                say(f"  fp8 {said:<16}" + told(took, flops, fp8_peak))
+                say(f"  fp8 {said:<18} " + told(took, flops, fp8_peak))
             if not tensorwise:
                 scaled_mm(triples[0], flops, fp8_peak)
             for label, given, found in (("x", x, largest[0]), ("dy", up, largest[1]), ("W", weight, largest[2])):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
+from hone.base.plan import facts_of
+from hone.base.run import Run
 from hone.cost.activations.segments import layer_bytes
 from hone.data.load import PackedTokens
+from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.linear import Dense
 from hone.ops.fp8 import api
@@ -181,6 +186,23 @@ def test_a_model_without_such_linears_is_refused_and_others_are_named():
     assert left and all(path in note for path in left) and "bf16" in note
     assert 0 < fp8_parameters(mixed) < mixed.num_params
     assert fp8_notes("bf16", mixed) == ()
+
+
+def test_the_stage_says_what_it_computes_and_saves_what_bf16_saves(data_folder, tmp_path):
+    data, folders = {"data": Artifact.read(data_folder)}, {}
+    spec = {"batch_size": 4, "seq_len": SEQ, "steps": 2, "validation": {"sequences": 4}, "model": TWO.model_dump()}
+    facts, machine = {"data": facts_of(data["data"])}, describe("cpu")
+    notes = {name: Train.read({**spec, "precision": name}).plan(facts, machine).notes for name in ("bf16", "fp8")}
+    assert any(note.startswith("fp8: products of the layers' linears") for note in notes["fp8"])
+    assert not any("fp8" in note for note in notes["bf16"])
+    for name in ("bf16", "fp8"):
+        made = Train.read({**spec, "precision": name}).make(tmp_path / f"train-{name}", data, Run(quiet=True))
+        folders[name] = made.folder
+        assert "fp8 products" in made.figures["time_s"].estimate.formula or name == "bf16"
+    plain, coded = (load_file(folder / "model.safetensors") for folder in folders.values())
+    assert plain.keys() == coded.keys() and any(not torch.equal(plain[name], coded[name]) for name in plain)
+    assert {tensor.dtype for tensor in coded.values()} == {torch.bfloat16}
+    assert (folders["fp8"] / "config.json").read_text() == (folders["bf16"] / "config.json").read_text()
 
 
 def test_lossy_data_parallelism_refuses_it():

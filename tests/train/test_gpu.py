@@ -16,8 +16,9 @@ from hone.model.shape import Shape
 from hone.train import OPTIMIZERS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
+from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer, fit
-from hone.train.precision import TORCH_NAMES
+from hone.train.precision import FP8_RECIPES, TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from hone.train.work import Work, growth_bytes
@@ -34,7 +35,20 @@ def make(data: PackedTokens, device: str, **options) -> Trainer:
     return Trainer(model, steps=20, schedule=Cosine(warmup=2), **options)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2), ("fp16", 5e-3)])
+FP8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no fp8 products"
+)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        ("fp32", 1e-3),
+        ("bf16", 2e-2),
+        ("fp16", 5e-3),
+        *(pytest.param(name, 3e-2, marks=FP8) for name in FP8_RECIPES),
+    ],
+)
 def test_same_losses_as_on_the_cpu(data_folder, precision, tolerance):
     data = PackedTokens(data_folder)
     exact, other = (
@@ -100,7 +114,7 @@ def test_the_stage(data_folder, tmp_path):
 
 
 @pytest.mark.parametrize("policy", [KeepAll(), EveryNth(n=1)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp8", marks=FP8)])
 def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
     config = Shape(hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=8, intermediate_size=2816).config(16000)
     draw = np.random.default_rng(0)
@@ -111,7 +125,7 @@ def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
             tokens = draw.integers(0, 16000, (8, 1024))
             trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))
     facts, dtype = config.facts(), TORCH_NAMES[precision]
-    work = Work(facts, 3, 8, 1024, dtype, trainer.segments, adamw(facts), packed=False)
+    work = Work(facts, 3, 8, 1024, dtype, trainer.segments, adamw(facts), packed=False, fp8=fp8_products(precision))
     assert growth_bytes(work, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
 
 

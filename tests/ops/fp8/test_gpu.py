@@ -1,0 +1,56 @@
+"""The casts on a GPU against their reference, bit for bit in poisoned memory, and the linear against its form on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.ops import fp8_trained_linear
+from hone.ops.fp8 import reference, triton_kernels
+from hone.ops.fp8.recipes import RECIPES
+from tests.ops.gpu_case import error, poison
+
+pytestmark = pytest.mark.gpu
+
+
+def uneven(rows: int, columns: int, seed: int) -> Tensor:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=draw, device="cuda")
+    x *= torch.exp2(torch.randint(-6, 6, (rows, 1), generator=draw, device="cuda").float())
+    return x * torch.exp2(torch.randint(-3, 3, (1, columns), generator=draw, device="cuda").float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tensorwise", [False, True])
+@pytest.mark.parametrize("shape", [(16, 16), (144, 4112), (1040, 208), (2048, 4096)])
+def test_codes_are_those_of_the_reference(dtype, tensorwise, shape):
+    x = uneven(*shape, seed=sum(shape)).to(dtype)
+    wanted = reference.maxima(x.cpu(), tensorwise)
+    poison()
+    largest = triton_kernels.maxima(x, tensorwise)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(largest, wanted, strict=True))
+    for code in (torch.float8_e4m3fn, torch.float8_e5m2):
+        poison()
+        made = triton_kernels.cast(x, largest, code, tensorwise, rows=True, columns=True)
+        for turned in (False, True):
+            codes, scales = reference.codes_of(x.cpu(), wanted[turned], code, columns=turned)
+            assert torch.equal(made[2 * turned].cpu().view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(made[2 * turned + 1].cpu(), scales)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_is_that_of_a_cpu(recipe):
+    given = [uneven(256, 384, 1), uneven(512, 384, 2), torch.randn(512, device="cuda")]
+    flow = uneven(256, 512, 3).bfloat16()
+
+    def run(device: str) -> list[Tensor]:
+        leaves = [one.bfloat16().to(device).requires_grad_() for one in given]
+        y = fp8_trained_linear(*leaves, recipe=recipe)
+        y.backward(flow.to(device))
+        return [y.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+    first, second, exact = run("cuda"), run("cuda"), run("cpu")
+    for one, two, wanted in zip(first, second, exact, strict=True):
+        assert torch.equal(one, two)
+        assert error(one, wanted) < 1e-2
