@@ -231,7 +231,7 @@ def test_a_half_depth_student(trained, data_folder, tmp_path):
         ({"clip": 1.0}, "it is called 'max_grad_norm' now"),
         ({"eval_rows": 8}, "it is called 'validation.sequences' now"),
         ({"remat": "sqrt"}, "it is called 'activation_checkpointing' now"),
-        ({"precision": "fp8"}, "precision"),
+        ({"precision": "fp4"}, "precision"),
     ],
 )
 def test_mistakes_are_said(change, message, data_folder, tmp_path):
