@@ -42,6 +42,7 @@ from hone.model.decoder import Decoder
 from hone.model.shape import Shape
 from hone.ops import linear_cross_entropy
 from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
@@ -230,7 +231,9 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     if not peer:
         work = _sizes(config, parallelism, mesh.world_size, each * degrees.dp, arguments)
         machine = describe("cuda").model_copy(update={"num_ranks": mesh.world_size})
-        predicted, grown = step_seconds(work, machine).value, growth_bytes(work, "cuda").value
+        told = step_seconds(work, machine)
+        predicted, grown = told.value, growth_bytes(work, "cuda").value
+        print(f"  predicted: {told.formula}", flush=True)
         row |= {
             "predicted": each * degrees.dp * arguments.seq_len / mesh.world_size / predicted,
             "predicted_peak_bytes": grown,
@@ -239,6 +242,7 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     if hidden is not None:
         note += f"; {hidden:.0%} of the communication beside computation, GPU busy {busy:.1%} of the step"
     print(f"{name}: {rate:,.0f} tokens/s a GPU, {note}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+    print(f"  seconds of the steps: {' '.join(f'{one:.4f}' for one in times)}", flush=True)
     return [{**row, "note": note}]
 
 
@@ -265,6 +269,7 @@ def _sizes(
         context_degree=parallelism.context_parallel_degree,
         tensor=shared.tensor,
         pipeline=shared.pipeline,
+        fp8=fp8_products(arguments.precision),
     )
 
 
