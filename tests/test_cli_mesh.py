@@ -9,6 +9,7 @@ from hone.cli.dispatch import main
 from hone.cli.mesh import planned_run
 from hone.cli.options import circumstances
 from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers
+from hone.measure.machine import machine_of
 from tests.train.conftest import write_data
 
 TRILLION = [
@@ -45,6 +46,20 @@ def test_ranks_of_this_machine_and_errors(tmp_path, capsys):
     for wrong in ("0", "many", "8xB9000", "8x", "x8", "-3"):
         with pytest.raises(SpecError, match="is no number of ranks"):
             planned_run(wrong, circumstances({}))
+
+
+def test_ranks_that_are_not_there_need_no_data_for_their_batches(tmp_path, capsys):
+    """A layout is asked for, maybe with a sample of the data: the batch is noted where a training here would be refused."""
+    data = write_data(tmp_path / "data", num_documents=8)
+    sizes = ["--batch_size=256", "--seq_len=32", "--steps=3", "--model.num_layers=2"]
+    for mesh, ranks in (("--mesh=2", "2 ranks on"), ("--mesh=16xH200", "16 ranks on NVIDIA H200")):
+        assert main(["train", str(data), "--plan", mesh, *sizes]) in (0, 2)  # as this memory allows
+        said = capsys.readouterr().out
+        assert ranks in said and "fewer than batch_size 256: every batch has each about " in said
+        assert "transfers of a rank:" in said
+    assert main(["train", str(data), "--plan", *sizes]) == 2
+    assert "times in every batch" in "".join(capsys.readouterr())
+    assert "planned" not in machine_of(planned_run("2", circumstances({}))).model_dump()
 
 
 def test_groups_larger_than_a_machine_exchange_over_the_network():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.measure.machine import Machine
 
 
 def planned_run(text: str, run: Any) -> Any:
@@ -15,7 +18,7 @@ def planned_run(text: str, run: Any) -> Any:
     from hone.base.errors import SpecError
     from hone.base.mesh import Mesh
     from hone.cost.roofline import data_sheets
-    from hone.measure.machine import Gpu, Machine
+    from hone.measure.machine import Gpu, machine_of
 
     count, times, name = text.replace("\u00d7", "x").partition("x")
     known = [row["match"] for row in data_sheets()]
@@ -26,10 +29,15 @@ def planned_run(text: str, run: Any) -> Any:
             fix=f"write --mesh=16, or --mesh=1024xH200; GPUs with a data sheet: {gpus}",
         )
     mesh = Mesh(0, 0, int(count))
+    machine = machine_of(run)
     if not times:
-        return replace(run, mesh=mesh)
+        return replace(run, mesh=mesh, machine=_described(machine))
     sheet = next(row for row in data_sheets() if row["match"] == name)
     gpu = Gpu(name=sheet["name"], memory_bytes=int(sheet["memory_bytes"]), capability="", num_multiprocessors=0)
-    machine = Machine.model_validate(run.machine)
     there = machine.model_copy(update={"gpus": (gpu,), "device": "cuda", "calibration": None})
-    return replace(run, mesh=mesh, device="cuda", machine=there.model_dump(mode="json"))
+    return replace(run, mesh=mesh, device="cuda", machine=_described(there))
+
+
+def _described(machine: Machine) -> dict[str, Any]:
+    """`machine` as `Run` holds it; artifacts do not record that it is planned."""
+    return {**machine.model_dump(mode="json"), "planned": True}

@@ -52,6 +52,9 @@ class Machine(BaseModel):
     device: str = Field("cpu", description="Device the description was made for.")
     num_ranks: int = Field(1, description="Processes that work together, each on a device like `device`.")
     calibration: Calibration | None = Field(None, description="Measured rates of `device`; None when never calibrated.")
+    planned: bool = Field(
+        False, exclude=True, description="Whether it is that of a plan alone, whose ranks need not be there."
+    )
 
     @property
     def elsewhere(self) -> bool:

@@ -49,9 +49,8 @@ def repeats(epoch: Packing, batch_size: int, steps: int) -> tuple[str, ...]:
         return ()
     found, epochs = [], steps * batch_size / count
     if batch_size > count:
-        found.append(
-            f"note: the data have {_said(epoch)}, fewer than batch_size {batch_size}: every batch has some of them twice"
-        )
+        times = "some of them twice" if batch_size < 2 * count else f"each about {batch_size / count:.3g} times"
+        found.append(f"note: the data have {_said(epoch)}, fewer than batch_size {batch_size}: every batch has {times}")
     if epochs > MANY_EPOCHS:
         found.append(
             f"note: the data are read {epochs:.4g} times by {steps} steps x batch_size {batch_size}, because they have {_said(epoch)}; "
