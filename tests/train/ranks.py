@@ -154,6 +154,11 @@ def made(
         return str(error)
 
 
+def made_in_turn(data: str, each: list[tuple[dict[str, Any], str, dict[str, str]]]) -> list[str]:
+    """`made` of each (spec, out, other parents), by the same ranks."""
+    return [made(spec, data, out, **others) for spec, out, others in each]
+
+
 def failing(folder: str, setting: dict[str, Any] | None = None, where: str = "backward") -> str:
     """What this rank raises when rank 1 alone fails in the middle of a backward pass, or in the `update`."""
     torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE
 from tests.train.lossy_ranks import SHAPES, STEPS, gradients, summed
-from tests.train.ranks import BATCH, SEQ, made, trained, trainer
+from tests.train.ranks import BATCH, SEQ, made, made_in_turn, trained, trainer
+from tests.train.test_continuation import same_weights, steps_of
 from tests.train.test_data_parallel import on_ranks, weights_of
 
 ALGORITHMS = ("ring", "halving", "doubling", "tree")
@@ -159,6 +160,33 @@ def test_a_killed_rank_ends_all_and_the_stage_resumes_with_the_same_bits(data_fo
     assert on_ranks(2, made, SPEC, str(data_folder), str(tmp_path / "two")) == through
     exact = Train.read({**SPEC, "parallelism": {}})
     assert Train.read(SPEC).identity() != exact.identity(), "what changes the result is part of the identity"
+
+
+LOSSY: list[dict[str, Any]] = [
+    {"kind": "powersgd", "rank": 2},
+    {"kind": "bf16_gradients"},
+    {"kind": "local_sgd", "sync_every": 2},
+    {"kind": "diloco", "sync_every": 2},
+]
+
+
+@pytest.mark.slow
+def test_a_longer_training_has_the_bits_of_one_at_once(data_folder, tmp_path):
+    """With the state that each rank has of its own: errors of compression, optimizer of a worker, outer velocity."""
+    schedule = {"kind": "wsd", "warmup": 2, "decay": 0}
+    runs = []
+    for kind in LOSSY:
+        half, more, once = (str(tmp_path / f"train-{kind['kind']}-{part}") for part in ("half", "more", "once"))
+        spec = {**SPEC, "schedule": schedule, "parallelism": {"data_parallel": kind}, "validation": {"sequences": 0}}
+        runs += [
+            ({**spec, "checkpoint": {"interval": 2, "keep": "optimizer"}}, half, {}),
+            ({**spec, "checkpoint": {"interval": 2, "load": "schedule"}, "steps": 8}, more, {"model": half}),
+            ({**spec, "steps": 8}, once, {}),
+        ]
+    on_ranks(2, made_in_turn, str(data_folder), runs)
+    for kind in LOSSY:
+        more, once = (Artifact.read(tmp_path / f"train-{kind['kind']}-{part}") for part in ("more", "once"))
+        assert same_weights(more, once) and steps_of(more) == steps_of(once)[4:], kind
 
 
 def test_what_does_not_work_is_said(data_folder):
