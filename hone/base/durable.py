@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -12,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.errors import SpecError
+
+NO_SPACE = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "no space left (a quota is reached)",
+    errno.EFBIG: "no space left (the largest size of a file is reached: 4 GiB on FAT, or ulimit -f)",
+}
+"""The errors of a disk that takes no more, and what is said of each."""
 
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hone.base.durable import sync
+from hone.base.durable import NO_SPACE, sync
 from hone.base.errors import ArtifactError, DriftError, HoneError, MachineError, SpecError
 from hone.base.identity import drift, read_both
 from hone.base.run import Run
@@ -49,7 +48,7 @@ def take(out: Path) -> Any:
     except FileNotFoundError:
         return take(out)  # another process released the folder in between
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_SPACE:
             raise
         raise ArtifactError(
             f"cannot make {partial}: {error.strerror}", fix="give an output folder you may write to"

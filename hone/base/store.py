@@ -6,7 +6,6 @@ URL with hone.json holds a whole artifact. `begun.json` records an interrupted p
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from hone.base.artifact import MANIFEST, Artifact, parse, reserve
-from hone.base.durable import sha256_once, sync, write_atomic
+from hone.base.durable import NO_SPACE, sha256_once, sync, write_atomic
 from hone.base.errors import ArtifactError, DriftError, FitError, HoneError, MachineError, MissingExtra, SpecError
 from hone.base.figure import human_bytes
 from hone.base.identity import changed_file, drift, present
@@ -179,7 +178,7 @@ class Store:
                 f"{url} can only be read", fix="push to a store that takes files: s3://, gs://"
             ) from None
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise
             raise unreachable(url, error) from None
 

@@ -37,6 +37,7 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted, 143 by SIGTERM."""
+    from hone.base.durable import NO_SPACE
     from hone.base.errors import HoneError, without_models
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -59,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_SPACE:
             return _complain(
-                f"no space left while writing {error.filename or 'a file'}",
-                "free some space and run the same command again; it resumes",
+                f"{NO_SPACE[error.errno]} while writing {error.filename or 'a file'}",
+                "free some space, or write where there is more, and run the same command again; it resumes",
             )
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return _complain(f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hone.base.durable import sync, write_atomic
+from hone.base.durable import NO_SPACE, sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
 from hone.base.mesh import Mesh
 from hone.compress.layer import original
@@ -156,10 +155,10 @@ def full_disk_said(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_SPACE:
             raise
         raise FitError(
-            f"no space left for {path}", fix="free disk space and run the same command again, it resumes"
+            f"{NO_SPACE[error.errno]} for {path}", fix="free disk space and run the same command again, it resumes"
         ) from None
 
 

@@ -75,9 +75,8 @@ _FILE_BYTES = 1 << 25
 _GPU_TRY_S = 1e-3
 """Seconds of a try on a GPU: so many calls that the wait for the last of them (10 us) is negligible."""
 
-
 _LARGE_PROCESS = 1 << 30
-"""Bytes from which a process holds more than torch: a notebook with a model in it says nothing of a command's."""
+"""Bytes from which a process holds more than torch: a notebook with a model in it says nothing of a command's, so what was measured before stays."""
 
 
 class Disturbed(UserWarning):
@@ -117,7 +116,7 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibra
     timer = Timer(machine.device)
     warm_up(machine.device)
     give_back()
-    process_bytes = resident_bytes() if resident_bytes() < _LARGE_PROCESS else None
+    process_bytes = resident_bytes() if resident_bytes() < _LARGE_PROCESS else kept and kept.process_bytes
     threads = 1 if timer.cuda else torch.get_num_threads()
     before, meter = processor_load(), Meter(machine.device)
     probes = _probes(timer, dtype)

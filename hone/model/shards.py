@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hone.base.durable import kind_of
+from hone.base.durable import NO_SPACE, kind_of
 from hone.base.errors import ArtifactError
 from hone.model.folder import read_json
 
@@ -157,7 +156,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, 
     try:
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:
-        for code in (errno.ENOSPC, errno.EDQUOT):
+        for code in NO_SPACE:
             if f"os error {code}" in str(error):
                 raise OSError(code, os.strerror(code), str(path)) from None
         raise

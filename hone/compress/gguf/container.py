@@ -5,17 +5,17 @@ Source: ggml-org/ggml, docs/gguf.md (version 3, little-endian).
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hone.base.durable import sync
+from hone.base.durable import NO_SPACE, sync
 from hone.base.errors import ArtifactError, FitError
 from hone.base.figure import human_bytes
 from hone.compress.gguf.formats import Format
@@ -67,21 +67,16 @@ def write(path: Path, head: bytes, entries: Sequence[Entry], contents: Iterator[
 
     Raises FitError when the disk has or gets too little space, ArtifactError when another process writes the same file.
     """
-    size, partial = file_bytes(head, entries), path.with_name(path.name + ".partial")
+    size = file_bytes(head, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise FitError(
-            f"{path} needs {human_bytes(size)}, the disk has {human_bytes(free)}",
-            fix="free disk space, or choose a smaller type",
-        )
-    with open(partial, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArtifactError(f"another process is writing {path}", fix="wait for it, or give another file") from None
-        try:
-            file.truncate(0)
+    try:
+        with _opened(path) as file:
+            free = shutil.disk_usage(path.parent).free
+            if free < size:
+                raise FitError(
+                    f"{path} needs {human_bytes(size)}, the disk has {human_bytes(free)}",
+                    fix="free disk space, or choose a smaller type",
+                )
             file.write(head)
             for entry, pieces in zip(entries, contents, strict=True):
                 begin = file.tell()
@@ -90,16 +85,38 @@ def write(path: Path, head: bytes, entries: Sequence[Entry], contents: Iterator[
                 assert file.tell() - begin == entry.num_bytes, f"{entry.name}: {file.tell() - begin} bytes were written"
                 file.write(bytes(_padded(entry.num_bytes) - entry.num_bytes))
             assert file.tell() == size, f"{file.tell()} bytes were written, {size} planned"
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise FitError(
+            f"{NO_SPACE[error.errno]} for {path} of {human_bytes(size)}",
+            fix="free disk space, write where there is more, or choose a smaller type",
+        ) from None
+    sync(path.parent)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """PATH.partial, empty and locked; renamed to `path` at the end of the block, removed when that fails."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        except BlockingIOError:
+            ours = False
+        if not ours:  # locked; or renamed after it was opened: then it is the file that another process has finished
+            raise ArtifactError(f"another process is writing {path}", fix="wait for it, or give another file")
+        try:
+            file.seek(0)
+            file.truncate()  # frees the space of what a killed process left
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(partial, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise FitError(f"no space left for {path} of {human_bytes(size)}", fix="free disk space") from None
-        finally:
+        except BaseException:
             partial.unlink(missing_ok=True)
-    sync(path.parent)
+            raise
 
 
 def _padded(size: int) -> int:
@@ -107,7 +124,7 @@ def _padded(size: int) -> int:
 
 
 def _text(value: str) -> bytes:
-    encoded = value.encode()
+    encoded = value.encode(errors="replace")  # names of files may be no text
     return struct.pack("<Q", len(encoded)) + encoded
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -19,6 +22,7 @@ METADATA = {
     "test.scale": 0.25,
     "test.yes": True,
     "test.texts": ["a", "\u2581\u00e9", ""],
+    "test.no_text": "caf?",
     "test.numbers": [3, -1, 4],
     "test.floats": [0.5, -1e9],
 }
@@ -31,7 +35,7 @@ def contents() -> list[list[bytes]]:
 
 def test_gguf_py_reads_it(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    head = header(METADATA, ENTRIES)
+    head = header({**METADATA, "test.no_text": os.fsdecode(b"caf\xe9")}, ENTRIES)  # the name of a folder
     write(tmp_path / "a.gguf", head, ENTRIES, iter(contents()))
     assert (tmp_path / "a.gguf").stat().st_size == file_bytes(head, ENTRIES)
     reader = gguf.GGUFReader(tmp_path / "a.gguf")
@@ -66,14 +70,43 @@ def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "no space left for"), (errno.EFBIG, "4 GiB on FAT")])
+def test_a_disk_that_fills_up_leaves_no_file(code: int, said: str, tmp_path: Path) -> None:
     def full():
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
         yield
 
-    with pytest.raises(FitError, match="no space left"):
+    with pytest.raises(FitError, match=said):
         write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter([full(), []]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_with_a_largest_file_is_said(tmp_path: Path) -> None:
+    """The error comes when the buffer is written, which may be as late as the close."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(FitError, match="ulimit -f"):
+            write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter(contents()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_written_over_and_takes_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = header(METADATA, ENTRIES)
+    room = file_bytes(head, ENTRIES)
+    (tmp_path / "a.gguf.partial").write_bytes(bytes(room // 2))
+
+    def usage(folder: Path) -> object:
+        return type("Usage", (), {"free": room - sum(path.stat().st_size for path in folder.iterdir())})
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    write(tmp_path / "a.gguf", head, ENTRIES, iter(contents()))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+    assert (tmp_path / "a.gguf").read_bytes().startswith(head) and (tmp_path / "a.gguf").stat().st_size == room
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
@@ -82,3 +115,18 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match="another process"):
             write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter(contents()))
         assert (tmp_path / "a.gguf.partial").exists(), "the other process's file stays"
+
+
+def test_a_file_that_another_process_finishes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is renamed between this one's opening of its partial file and the lock."""
+    lock = fcntl.flock
+
+    def late(file, how: int) -> None:
+        Path(file.name).write_bytes(b"whole")
+        os.replace(file.name, tmp_path / "a.gguf")
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ArtifactError, match="another process"):
+        write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter(contents()))
+    assert (tmp_path / "a.gguf").read_bytes() == b"whole"
