@@ -400,6 +400,54 @@ def test_a_server_that_is_not_hones(monkeypatch, capsys, template: bool):
         assert path == "/v1/completions" and body["prompt"] == "onea b\ntwo" and body["max_tokens"] == 64
 
 
+class Odd(Foreign):
+    """A server whose answers have another form: `cards` of models, `event` of a stream."""
+
+    cards, event = "", ""
+
+    def do_GET(self):
+        self._said(self.cards)
+
+    def do_POST(self):
+        self._said(f"data: {self.event}\n\n")
+
+    def _said(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+CARDS = '{"data": [{"id": "m", "max_model_len": "many"}, {}, 3]}'
+ODD = {
+    "no JSON": ("hello", "", "does not answer as OpenAI's API does"),
+    "no list": ('{"data": {"a": 1}}', "", "names no model"),
+    "no objects": ('{"data": ["a"]}', "", "names no model"),
+    "number": (CARDS, "5", "an event in another form: 5"),
+    "null": (CARDS, "null", "an event in another form"),
+    "choices": (CARDS, '{"choices": ["a"]}', "an event in another form"),
+    "text": (CARDS, '{"choices": [{"delta": {"content": 5}}]}', "an event in another form"),
+    "cut off": (CARDS, '{"choices": [{"delta": {"content": "a"}}]}', "ended the answer in the middle"),
+    "error": (CARDS, '{"error": "bad"}', "bad"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_answers_in_another_form_are_one_error(monkeypatch, capsys, odd: str):
+    cards, event, says = ODD[odd]
+    monkeypatch.setattr(Odd, "cards", cards)
+    monkeypatch.setattr(Odd, "event", event)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        assert main(["chat", f"--url=http://127.0.0.1:{there.server_port}"]) == 2
+        there.shutdown()
+    assert says in capsys.readouterr().err
+
+
+def test_an_address_that_is_none_is_said(capsys):
+    assert main(["chat", "--url=http://[::1"]) == 2 and "is no address of a server" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_in_a_terminal_and_in_a_pipe(tiny_llama: Path):
     command = [sys.executable, "-m", "hone.cli", "chat", str(tiny_llama), *(f"--{k}={v}" for k, v in GREEDY.items())]

@@ -33,21 +33,25 @@ class RemoteModel:
     defaults = GenerationDefaults()
 
     def __init__(self, spec: ChatSpec) -> None:
-        parts = urlsplit(spec.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = None
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(spec.url)
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise SpecError(f"--url={spec.url} is no address of a server", fix="write --url=http://HOST:PORT")
         self._root = spec.url.rstrip("/").removesuffix("/v1")
         self._key = spec.api_key or os.environ.get(API_KEY_VARIABLE, "")
         here = parts.hostname in ("localhost", "127.0.0.1", "::1")
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
-        cards = self._short("/v1/models").get("data") or []
-        names = [card.get("id") for card in cards]
-        if spec.model and spec.model not in names:
-            raise SpecError(f"{self._root} has no model '{spec.model}'", fix=f"it has: {', '.join(map(str, names))}")
-        if not names:
+        listed = self._short("/v1/models").get("data")
+        cards = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        lengths = {str(card["id"]): card.get("max_model_len") for card in cards if "id" in card}
+        if not lengths:
             raise MachineError(f"{self._root} names no model", fix="check the address")
-        self.name = spec.model or names[0]
-        self.max_model_len: int | None = cards[names.index(self.name)].get("max_model_len")
+        if spec.model and spec.model not in lengths:
+            raise SpecError(f"{self._root} has no model '{spec.model}'", fix=f"it has: {', '.join(lengths)}")
+        self.name = spec.model or next(iter(lengths))
+        length = lengths[self.name]
+        self.max_model_len = length if isinstance(length, int) else None
         self.chat = self._has_template()
 
     def _has_template(self) -> bool:
@@ -91,15 +95,18 @@ class RemoteModel:
         answer, started = Answer(), time.monotonic()
         with self._open(f"/v1/{'chat/' if chat else ''}completions", body, _SILENT_S) as reply:
             for event in self._events(reply):
-                self._take(answer, event, time.monotonic() - started)
+                try:
+                    self._take(answer, event, time.monotonic() - started)
+                except (AttributeError, TypeError):
+                    raise self._lost(f"an event in another form: {json.dumps(event):.80}") from None
                 yield answer
         if answer.finish is None:
             raise MachineError(
                 f"{self._root} ended the answer in the middle", fix="see the server's log; /retry asks again"
             )
 
-    def _events(self, reply: Any) -> Iterator[dict[str, Any]]:
-        """The objects of a stream of events, up to [DONE]."""
+    def _events(self, reply: Any) -> Iterator[Any]:
+        """The values of a stream of events, up to [DONE]. Raises HoneError for one that is an error."""
         try:
             for line in reply:
                 if not line.startswith(b"data:"):
@@ -108,14 +115,14 @@ class RemoteModel:
                 if data == b"[DONE]":
                     return
                 event = json.loads(data)
-                if "error" in event:
+                if isinstance(event, dict) and "error" in event:
                     raise self._refused(0, event)
                 yield event
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._lost(error) from None
 
-    def _take(self, answer: Answer, event: dict[str, Any], now: float) -> None:
-        """Adds what an event has to the answer."""
+    def _take(self, answer: Answer, event: Any, now: float) -> None:
+        """Adds what an event has to the answer. Raises AttributeError or TypeError for one in another form than the API's."""
         usage = event.get("usage")
         if usage:
             answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -181,10 +188,10 @@ class RemoteModel:
         kind = SpecError if 400 <= status < 500 else MachineError
         return kind(f"{self._root}: {message}", fix="correct what it names" if kind is SpecError else "try again")
 
-    def _lost(self, error: Exception) -> MachineError:
+    def _lost(self, error: Exception | str) -> MachineError:
         reason = getattr(error, "reason", error)
         return MachineError(
-            f"{self._root} cannot be reached or does not speak HTTP: {reason}",
+            f"{self._root} cannot be reached, or does not answer as OpenAI's API does: {reason}",
             fix="start it (hone serve FOLDER), or correct --url",
         )
 
