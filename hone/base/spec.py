@@ -371,6 +371,9 @@ class _OneValueAKey(yaml.SafeLoader):
     A key from a merge (`<<: *base`) may be overridden: that is the purpose of a merge.
     """
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        return super().construct_object(node, deep=True)  # type: ignore[no-untyped-call]  # refuses what contains itself
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[Any, int] = {}

@@ -175,6 +175,15 @@ def test_a_date_that_is_none_is_no_traceback(tmp_path):
         read_yaml(path)
 
 
+@pytest.mark.parametrize("text", ["a: &a [*a]\n", "a: &a {b: {c: *a}}\n"])
+def test_a_value_that_contains_itself_is_refused(text, tmp_path):
+    """Whoever walks such a value, as for the line of a mistake in it, would never end."""
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="line 1, column 4: found unconstructable recursive node"):
+        read_yaml(path)
+
+
 def test_an_error_of_yaml_has_its_line(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("line: x\nstages:\n  - stage: data\n   name: y\n")
