@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +78,13 @@ class DecoderLayer(nn.Module):
         return x if self.multiplier == 1.0 else x * self.multiplier
 
 
+class Maker(Protocol):
+    """Makes the weights of a decoder, a part at a time, so that never all of them need memory."""
+
+    def make(self, part: nn.Module, path: str) -> None:
+        """Gives `part`, that at `path` of the decoder ('layers.3', 'lm_head'), which is on the meta device, its weights in float32."""
+
+
 class Decoder(nn.Module):
     """A language model. Leading shapes are free: [B, S] in training, [T] flat tokens in serving, as the context defines."""
 
@@ -90,6 +97,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
         self.norm = rms_norm_of(config.hidden_size, config.norm_eps, config.norm_offset)
         self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
+        self.maker: Maker | None = None
+        """Makes the weights of the parts that are on the meta device; None: it has its weights."""
         self.register_load_state_dict_pre_hook(_old_names)
 
     @property
@@ -172,37 +181,67 @@ def build(
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device=device)
-    decoder.norm.weight.detach().fill_(1.0 - config.norm_offset)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
-        for _ in pool.map(lambda piece: _draw(*piece), _pieces(decoder, seed)):
-            pass
+    parts = ((decoder.get_submodule(path), path) for path in parts_of(config))
+    _fill(piece for part, path in parts for piece in _pieces(config, part, path, seed))
     return decoder
 
 
-def _pieces(decoder: Decoder, seed: int) -> Iterator[tuple[Tensor, str, Initial]]:
-    """Every randomly initialised tensor in its checkpoint form: a view, the name to seed it by, and its initial distribution.
+def unmade(config: ModelConfig, maker: Maker | None = None) -> Decoder:
+    """A decoder on the meta device, whose parts `maker` can give their weights one at a time."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.maker = maker
+    return decoder
+
+
+def parts_of(config: ModelConfig) -> list[str]:
+    """The paths of the parts of a decoder in the order in which they are saved: embedding, layers, norm, head if it has one."""
+    head = ["lm_head"] if "lm_head" in config.ends() else []
+    return ["embed_tokens", *(f"layers.{index}" for index in range(config.num_layers)), "norm", *head]
+
+
+class Drawn:
+    """Makes the weights of `build`, on `device`."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, seed: int) -> None:
+        self._config, self._device, self._seed = config, device, seed
+
+    def make(self, part: nn.Module, path: str) -> None:
+        """As `Maker.make`."""
+        _fill(_pieces(self._config, part.to_empty(device=self._device), path, self._seed))
+
+
+def _pieces(config: ModelConfig, part: nn.Module, path: str, seed: int) -> Iterator[tuple[Tensor, str, Initial]]:
+    """Every randomly initialised tensor of a part in its checkpoint form: a view, the name to seed it by, and its initial distribution.
 
     Sets norms to 1 (less their offset) and biases of linears to 0.
     """
-    config, plain = decoder.config, (0.0, INIT_STD)
-    residual = (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
-    yield decoder.embedding.detach(), f"{seed}/embedding", plain
-    for index, layer in enumerate(decoder.layers):
-        for path, linear in config.linears(index).items():
-            module, block = layer.get_submodule(path), path.partition(".")[0]
+    plain, residual = (0.0, INIT_STD), (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
+    if path == "norm":
+        part.weight.detach().fill_(1.0 - config.norm_offset)
+    elif not path.startswith("layers."):
+        yield part.weight.detach(), f"{seed}/{'embedding' if path == 'embed_tokens' else path}", plain
+    else:
+        index = int(path.removeprefix("layers."))
+        for name, linear in config.linears(index).items():
+            module, block = part.get_submodule(name), name.partition(".")[0]
             if linear.bias:
                 module.bias.detach().zero_()
             views = module.weight.detach().flatten(0, -2).split(list(linear.parts.values()))
-            for part, view in zip(linear.parts, views, strict=True):
-                yield view, f"{seed}/layers.{index}.{block}.{part}", residual if linear.residual else plain
-        for path, parameter in config.parameters(index).items():
-            tensor = layer.get_parameter(path).detach()
+            for piece, view in zip(linear.parts, views, strict=True):
+                yield view, f"{seed}/{path}.{block}.{piece}", residual if linear.residual else plain
+        for name, parameter in config.parameters(index).items():
+            tensor = part.get_parameter(name).detach()
             if isinstance(parameter, NormSpec):
                 tensor.fill_(1.0 - parameter.offset)
             else:
-                yield tensor, f"{seed}/layers.{index}.{path}", parameter.initial
-    if decoder.lm_head is not None:
-        yield decoder.lm_head.weight.detach(), f"{seed}/lm_head", plain
+                yield tensor, f"{seed}/{path}.{name}", parameter.initial
+
+
+def _fill(pieces: Iterable[tuple[Tensor, str, Initial]]) -> None:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
+        for _ in pool.map(lambda piece: _draw(*piece), pieces):
+            pass
 
 
 def _draw(target: Tensor, name: str, initial: Initial) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError, SpecError
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder, DecoderLayer
+from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families.config_json import OWN, own_format, to_hf
 from hone.model.families.stored import read_config, refuse_unread
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
@@ -122,8 +122,7 @@ class Checkpoint:
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
         """The whole model. Raises ArtifactError for tensors that are missing, of the wrong shape, or not part of the model."""
-        decoder = self.empty()
-        dtype = dtype or self.dtype
+        decoder, dtype = self.empty(), dtype or self.dtype
         self._load_ends(decoder, device, dtype)
         for index, layer in enumerate(decoder.layers):
             self._load_layer(layer, index, device, dtype)
@@ -204,10 +203,18 @@ class Checkpoint:
             self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
     def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
-        self._set(decoder.embed_tokens, "weight", "model.embed_tokens.weight", device, dtype)
-        self._set(decoder.norm, "weight", "model.norm.weight", device, dtype)
-        if decoder.lm_head is not None:
-            self._load_linear(decoder.lm_head, {"lm_head": self.config.vocab_size}, device, dtype)
+        for path, part in decoder.named_children():
+            if path != "layers":
+                self.load_part(part, path, device, dtype)
+
+    def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Loads the part of a decoder at `path`: 'layers.3', or one outside of the layers."""
+        if path.startswith("layers."):
+            self._load_layer(part, int(path.removeprefix("layers.")), device, dtype)
+        elif path == "lm_head":
+            self._load_linear(part, {path: self.config.vocab_size}, device, dtype)
+        else:
+            self._set(part, "weight", f"model.{path}.weight", device, dtype)
 
     def _load_linear(
         self, linear: nn.Module, names: dict[str, int], device: torch.device | str, dtype: torch.dtype
@@ -334,33 +341,28 @@ def save(
     tokenizer_from: Path | str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Writes `decoder` as a folder that transformers loads: config, generation config, weights, tokenizer files.
 
     A stack that no transformers class can express is written in hone's own format, with a warning; `load` reads both.
     `dtype` None keeps the decoder's. Weights of more bytes than `max_shard_bytes` are split into numbered shards with
-    an index. A LoRA adapter is written as PEFT's folder inside it.
+    an index. A LoRA adapter is written as PEFT's folder inside it. `tensors` are read in place of `state(decoder)`, one at a time.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.embedding.dtype
     cast = (
         (name, tensor.to(stored) if tensor.dtype in _FLOATS and not name.endswith(_AS_STORED) else tensor)
-        for name, tensor in state(decoder)
+        for name, tensor in (state(decoder) if tensors is None else tensors)
     )
-    config, added, adapter = decoder.config, {}, peft.alone(decoder.config)
+    adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()
     if adapter is not None:
-        added = peft.keys(config)
-        config = config.model_copy(update={"adapters": ()})
-        factors = {
-            added[name]: layer.get_parameter(path).detach().to(stored)
-            for index, layer in enumerate(decoder.layers)
-            for path, name in decoder.config.singles(index).items()
-            if name in added
-        }
-        peft.write(folder, adapter, factors)
+        added, config = peft.keys(config), config.model_copy(update={"adapters": ()})
     write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
-    write_tensors(((name, tensor) for name, tensor in cast if name not in added), folder, max_shard_bytes)
+    write_tensors(peft.without(cast, added, factors), folder, max_shard_bytes)
+    if adapter is not None:
+        peft.write(folder, adapter, factors)
     if tokenizer_from is not None:
         copy_tokenizer(Path(tokenizer_from), folder)
 
@@ -399,13 +401,18 @@ def config_values(
 
 def state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `decoder` under its checkpoint name, one at a time; views of the fused weights."""
-    yield "model.embed_tokens.weight", decoder.embedding.detach()
-    for index, layer in enumerate(decoder.layers):
-        yield from layer_state(layer, decoder.config, index)
-    yield "model.norm.weight", decoder.norm.weight.detach()
-    if decoder.lm_head is not None:
-        for suffix, tensor in decoder.lm_head.parts([decoder.config.vocab_size])[0].items():
-            yield f"lm_head.{suffix}", tensor
+    for path in parts_of(decoder.config):
+        yield from part_state(decoder.get_submodule(path), decoder.config, path)
+
+
+def part_state(part: nn.Module, config: ModelConfig, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the part of a decoder at `path` ('layers.3', 'lm_head') under its checkpoint name."""
+    if path.startswith("layers."):
+        yield from layer_state(part, config, int(path.removeprefix("layers.")))
+    elif path == "lm_head":
+        yield from ((f"lm_head.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
+    else:
+        yield f"model.{path}.weight", part.weight.detach()
 
 
 def layer_state(layer: DecoderLayer, config: ModelConfig, index: int) -> Iterator[tuple[str, Tensor]]:

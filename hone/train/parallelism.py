@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -27,6 +26,7 @@ from hone.train.pipeline.techniques import OneForwardOneBackward
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn import Module
 
     from hone.base.mesh import Mesh
     from hone.model.config import ModelConfig
@@ -195,30 +195,53 @@ class Parallelism(Spec):
         return model
 
     @staticmethod
-    def whole(model: Decoder, ranks: Ranks, keep: bool) -> Decoder:
-        """The model with the weights of all ranks, for those with `keep`; every rank calls it, with all weights in memory."""
-        if ranks.pipeline is not None and ranks.pipeline.stages is not None:
-            model = ranks.pipeline.stages.gather(model)
-        gather = getattr(model, "gather", None)
-        return (gather(keep) if gather else None) or model
+    def parts(trainer: Trainer, *, wide: bool, keep: bool) -> Iterator[tuple[str, Module | None]]:
+        """The parts of the whole model by path, each in memory until the next one is asked for; None for ranks without `keep`.
 
-    @staticmethod
-    def save(trainer: Trainer, tokenizer_from: Path, dtype: str, folder: Path) -> ModelConfig:
-        """Writes the model of all ranks, which all call it, into `folder`, in the torch `dtype`. Its config.
-
-        Where that is not the dtype it computes in, the masters are what is saved: they are rounded once.
+        `wide`: with the float32 masters as weights. Every rank asks for all of them, inside `Mesh.transfers`.
         """
         import torch
 
-        from hone.model.hf import save
+        from hone.model.decoder import parts_of
 
-        mesh, weights, saved = trainer.ranks.mesh, trainer.update.weights, getattr(torch, dtype)
-        wide = saved != next(trainer.model.parameters()).dtype
-        with mesh.transfers(), weights.all_there(), weights.widened() if wide else nullcontext():
-            model = Parallelism.whole(trainer.model, trainer.ranks, mesh.leads)
+        model, stages = trainer.model, trainer.ranks.pipeline and trainer.ranks.pipeline.stages
+        dtype = torch.float32 if wide else next(model.parameters()).dtype
+        gather = getattr(model, "gather", None)
+        for path in parts_of(model.config):
+            with torch.no_grad(), trainer.update.weights.whole(path, wide=wide):
+                part = stages.gather(model, path, trainer.device, dtype) if stages else model.get_submodule(path)
+                yield path, gather(part, path, dtype, keep=keep) if gather else part
+
+    @staticmethod
+    def save(
+        trainer: Trainer, tokenizer_from: Path, dtype: str, folder: Path, max_shard_bytes: int = 5 * 10**9
+    ) -> ModelConfig:
+        """Writes the model of all ranks, which all call it, into `folder`, in the torch `dtype`. Its config.
+
+        Rank 0 writes it part by part, and holds one file's tensors. Where `dtype` is not that in which it computes, the masters are what is saved: they are
+        rounded once.
+        """
+        import torch
+
+        from hone.model.decoder import unmade
+        from hone.model.hf import part_state, save
+
+        mesh, saved, config = trainer.ranks.mesh, getattr(torch, dtype), Parallelism.config(trainer.model)
+        parts = Parallelism.parts(trainer, wide=saved != next(trainer.model.parameters()).dtype, keep=mesh.leads)
+        copy = trainer.ranks.grid is not None  # what is gathered is freed before it is written
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for path, part in parts:
+                for name, tensor in part_state(part, config, path):
+                    yield name, tensor.to("cpu", copy=copy)
+
+        with mesh.transfers():
             if mesh.leads:
-                save(model, folder, tokenizer_from=tokenizer_from, dtype=saved)
-        return model.config
+                save(unmade(config), folder, tokenizer_from, saved, max_shard_bytes, tensors())
+            else:
+                for _ in parts:
+                    pass
+        return config
 
     @staticmethod
     def config(model: Decoder) -> ModelConfig:

@@ -236,11 +236,11 @@ class Train(Prolonged):
         draft.predict(reading.estimates())
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
-            model, teacher = starting_models(self, parents, reading.sources.train, run.device)
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
-            trainer = self._trainer(model, teacher, plan, zeros, run)
+            models = starting_models(self, parents, reading.sources.train, run.device, in_parts=mesh.world_size > 1)
+            trainer = self._trainer(*models, plan, zeros, run)
+            del models
             trainer.early = early = Stop(self.early_stopping, draft, run)
-            model = trainer.model  # frees the whole one where a rank has a part
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)
             saved = saved_dtype(self.precision, self.checkpoint.export_dtype)

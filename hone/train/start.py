@@ -1,17 +1,23 @@
-"""The models with which a training starts: the one that it trains, and its teacher."""
+"""The models with which a training starts: the one that it trains, and the teacher."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 from hone.base.artifact import Artifact
+from hone.base.lazy import lazy
 from hone.train.precision import Precision
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from hone.data.load import PackedTokens
     from hone.model.decoder import Decoder
+    from hone.model.hf import Checkpoint
     from hone.model.shape import Shape
     from hone.train.objectives.base import Objective
+
+torch = lazy("torch")
 
 
 class Training(Protocol):
@@ -31,28 +37,50 @@ class Training(Protocol):
     def seed(self) -> int: ...
 
 
+class Read:
+    """Makes the weights of a decoder, in float32 on `device`, from the files of `checkpoint`, a part at a time.
+
+    Files are mapped: the ranks of a machine read them from its disk once, and no rank has more of them than a part.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
+        self._checkpoint, self._device = checkpoint, device
+
+    def make(self, part: Module, path: str) -> None:
+        """As `hone.model.decoder.Maker.make`. Raises ArtifactError as `Checkpoint` does."""
+        self._checkpoint.load_part(part, path, self._device, torch.float32)
+        self._checkpoint.close()
+
+
 def starting_models(
-    spec: Training, parents: dict[str, Artifact], data: PackedTokens, device: str
+    spec: Training, parents: dict[str, Artifact], data: PackedTokens, device: str, *, in_parts: bool
 ) -> tuple[Decoder, Decoder | None]:
     """(model in float32, teacher in the compute dtype or None) on `device`.
 
     With init: teacher the model has every `keep_every`-th layer of the teacher; else it is the parent 'model', or a random
-    one for the tokens of `data`. There is a teacher where the objective needs one.
+    one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
+    device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
+    teacher is.
     """
-    import torch
-
-    from hone.model.decoder import build
-    from hone.model.hf import load
+    from hone.model.decoder import Drawn, build, unmade
+    from hone.model.hf import Checkpoint, load
     from hone.train.precision import compute_dtype
     from hone.train.student import from_teacher
 
+    config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
     copies, reads = spec.init == "teacher", spec.objective.from_teacher
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or copies else None
-    if "model" in parents:
+    if "model" in parents and in_parts:
+        checkpoint = Checkpoint(parents["model"].folder)
+        model = checkpoint.empty()
+        model.maker = Read(checkpoint, device)
+    elif "model" in parents:
         model = load(parents["model"].folder, device, torch.float32)
     elif copies:
         assert teacher is not None, "planned without a teacher"
         model = from_teacher(teacher, spec.keep_every)
+    elif in_parts:
+        model = unmade(config, Drawn(config, device, spec.seed))
     else:
-        model = build(spec.model.config(data.vocab_size, eos=data.eos_token_id), device=device, seed=spec.seed)
+        model = build(config, device=device, seed=spec.seed)
     return model, teacher.to(compute_dtype(spec.precision)) if teacher is not None and reads else None

@@ -109,24 +109,20 @@ class Weights:
         """To be called after an update, when the masters of all weights are published."""
 
     @contextmanager
-    def widened(self) -> Iterator[None]:
-        """Inside, the float32 masters have the parameters' place, for the model to be saved. Every rank calls it, inside `all_there`."""
-        computed = {name: parameter.data for name, parameter in self.parameters.items()}
-        self._widen()
+    def whole(self, path: str, *, wide: bool) -> Iterator[None]:
+        """Inside, the weights of the part of the model at `path` ('layers.3', 'norm') are in memory, for it to be saved.
+
+        With `wide` their float32 masters are in the parameters' place. Every rank calls it.
+        """
+        chosen = [name for name in self.parameters if name.startswith(f"{path}.")] if wide else []
+        computed = {name: self.parameters[name].data for name in chosen}
+        for name in chosen:
+            self.parameters[name].data = self.masters[name].detach()
         try:
             yield
         finally:
-            for name, parameter in self.parameters.items():
-                parameter.data = computed[name]
-
-    def _widen(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.data = self.masters[name].detach()
-
-    @contextmanager
-    def all_there(self) -> Iterator[None]:
-        """All weights are in memory inside."""
-        yield
+            for name, values in computed.items():
+                self.parameters[name].data = values
 
 
 def scaled(grads: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:

@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hone.base.errors import HoneError
 from hone.base.mesh import Mesh
 from hone.base.run import Run
 from hone.data.load import PackedTokens
-from hone.model.decoder import build
+from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OPTIMIZERS, PIPELINE_SCHEDULES
@@ -62,9 +61,11 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     ranks = shared.ranks(mesh, "cpu")
     name = setting.get("optimizer", "adamw")
     shape = SHAPE.model_copy(update=setting.get("model", {}))
-    model = build(shape.config(data.vocab_size, eos=data.eos_token_id), seed=1)
+    config = shape.config(data.vocab_size, eos=data.eos_token_id)
     if setting.get("tied"):
-        model = build(model.config.model_copy(update={"tie_embeddings": True}), seed=1)
+        config = config.model_copy(update={"tie_embeddings": True})
+    in_parts = mesh.world_size > 1  # as the stage does
+    model = unmade(config, Drawn(config, "cpu", seed=1)) if in_parts else build(config, seed=1)
     zeros = None
     if setting.get("masked"):
         drawn = torch.Generator().manual_seed(0)
@@ -118,13 +119,13 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
                 steps.append([validate(one.model, val, batch_size=3, seq_len=SEQ, num_sequences=7, ranks=one.ranks)])
             if "write" in setting:
                 one.save(Checkpoints(Path(setting["write"]), mesh=mesh))
-            wide = one.update.weights.widened() if setting.get("widen") else nullcontext()
-            with mesh.transfers(), one.update.weights.all_there(), wide:
-                whole = Parallelism.whole(one.model, one.ranks, True)
-                weights = {name: part.detach().clone() for name, part in whole.named_parameters()}
+            weights = {}
+            with mesh.transfers():
+                for path, part in Parallelism.parts(one, wide=setting.get("widen", False), keep=True):
+                    weights |= {f"{path}.{name}": value.detach().clone() for name, value in part.named_parameters()}
             torch.save(weights, Path(out) / f"{number}-{mesh.world_size}-{mesh.rank}.pt")
             held = weakref.ref(one.update.weights)
-            del one, whole, weights
+            del one, part, weights
             gc.collect()
             assert held() is None, "a training that is over keeps its weights in memory"
             found.append(steps)

@@ -7,7 +7,7 @@ adapter_config.json and adapter_model.safetensors, with tensors `base_model.mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,17 @@ def write(folder: Path, adapter: LoRA, tensors: dict[str, Tensor]) -> None:
     where.mkdir(exist_ok=True)
     shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     shards.write_json(where / CONFIG, config_values(adapter))
+
+
+def without(
+    tensors: Iterable[tuple[str, Tensor]], names: dict[str, str], factors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` but for those in `names`, which go into `factors` under the key that it has for them."""
+    for name, tensor in tensors:
+        if name in names:
+            factors[names[name]] = tensor
+        else:
+            yield name, tensor
 
 
 def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ...]:

@@ -58,6 +58,8 @@ class Bucket:
         self.there = True
         """Whether the whole weights are in memory, or on their way."""
         self._gathering: Transfer | None = None
+        self._narrow: dict[str, Tensor] = {}
+        """The parameters' own values while they are views of the masters."""
         self.missing: set[str] = set()
         """Weights whose gradient the backward pass under way has not computed yet."""
         self._gradient: Tensor | None = None
@@ -167,13 +169,20 @@ class Bucket:
             self.there = True
 
     def widen(self) -> None:
-        """The parameters become views of all ranks' masters."""
+        """The parameters become views of all ranks' masters, until `narrow`."""
         whole = torch.empty(self.flat.size, device=self.master.device)
         transfer = self.copies.shard.all_gather(whole, self.master)
         if transfer is not None:
             transfer.wait()
+        self._narrow = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.view(whole, name)
+
+    def narrow(self) -> None:
+        """Ends `widen`."""
+        for name, values in self._narrow.items():
+            self.parameters[name].data = values
+        self._narrow = {}
 
     def ready(self) -> None:
         """Waits for the whole weights."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.model.decoder import Decoder
+from hone.model.decoder import Decoder, parts_of
 from hone.parallel.grid import Copies, Grid
 from hone.train.data_parallel.bucket import Bucket
 from hone.train.data_parallel.flat import Flat
@@ -43,7 +43,7 @@ class DividedWeights(Weights):
         zeros: Mapping[str, Tensor] | None = None,
         summing: Sum | None = None,
     ) -> None:
-        self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
+        self.parameters = {}
         self.split = dtype != torch.float32
         self.grid = grid
         self.zeros = {}
@@ -52,21 +52,20 @@ class DividedWeights(Weights):
         """The elements of each weight, start to stop, that `masters` holds."""
         self._frees = "weights" in sharded and grid.copies.shard.size > 1
         self._on_gpu = next(iter(self.parameters.values())).is_cuda
-        for name, mask in (zeros or {}).items():
-            self.parameters[name].data.masked_fill_(mask, 0)
-            self.parameters[name].register_hook(partial(filled, mask))
-        layers: list[dict[str, nn.Parameter]] = [{} for _ in model.layers]
-        ends: dict[str, nn.Parameter] = {}
-        for name, parameter in self.parameters.items():
-            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
-            head, _, rest = name.partition(".")
-            (layers[int(rest.partition(".")[0])] if head == "layers" else ends)[name] = parameter
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
         make = partial(make, summing=summing or Sum())
+        ends: dict[str, nn.Parameter] = {}
+        self._layers: list[list[Bucket]] = []
+        for path in parts_of(model.config):
+            given = self._take(model, path, zeros or {})
+            if path.startswith("layers."):
+                self._layers.append(make(given, frees=self._frees))
+            else:
+                ends |= given
+        model.maker = None
         # The head's gradient comes first: its sum need not wait for the embedding's, which comes last.
         tail = {name: part for name, part in ends.items() if "lm_head.weight" in ends and name != "embed_tokens.weight"}
         self._first = make({name: part for name, part in ends.items() if name not in tail}, frees=False)
-        self._layers = [make(layer, frees=self._frees) for layer in layers]
         self._tail = make(tail, frees=False)
         self._buckets = [*self._first, *(bucket for layer in self._layers for bucket in layer), *self._tail]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.parameters}
@@ -83,13 +82,25 @@ class DividedWeights(Weights):
             layer.register_forward_pre_hook(partial(self._before, index))
             if self._frees:
                 layer.register_forward_hook(partial(self._after, index))
-        for bucket in self._buckets:
-            bucket.free()
         self._last = self._backward = False
         self._norms: list[Tensor] = []
         """Of each bucket the squared norm of this rank's share of the step's gradient."""
         self._waiting: deque[Bucket] = deque()
         self._flying: deque[Bucket] = deque()
+
+    def _take(self, model: Decoder, path: str, zeros: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """The trained parameters of the part of `model` at `path`, which is made now where it is on the meta device."""
+        part = model.get_submodule(path)
+        if model.maker is not None and any(one.is_meta for one in part.parameters()):
+            model.maker.make(part, path)
+        found = {f"{path}.{name}": one for name, one in part.named_parameters() if one.requires_grad}
+        for name, parameter in found.items():
+            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
+            if name in zeros:
+                parameter.data.masked_fill_(zeros[name], 0)
+                parameter.register_hook(partial(filled, zeros[name]))
+        self.parameters |= found
+        return found
 
     def _make(
         self,
@@ -112,6 +123,7 @@ class DividedWeights(Weights):
             shapes = {name: tuple(part.shape) for name, part in chosen.items()}
             flat = Flat(shapes, copies.shard.size, whole=uncut)
             bucket = Bucket(chosen, flat, copies, dtype, **options)
+            bucket.free()
             made.append(bucket)
             for piece in bucket.pieces:
                 master = bucket.master[piece.at : piece.at + piece.stop - piece.start]
@@ -246,22 +258,26 @@ class DividedWeights(Weights):
         # On a GPU a layer waits for its own when it computes; a CPU ends the transfer while the ranks are surely there.
         self._ready(self._first if self._on_gpu else self._buckets)
 
-    @torch.no_grad()
-    def _widen(self) -> None:
-        """Each rank gathers the masters of the others, 4 bytes a weight."""
-        for bucket in self._buckets if self.split else ():
-            bucket.widen()
-
     @contextmanager
-    def all_there(self) -> Iterator[None]:
-        """All weights are in memory inside."""
+    def whole(self, path: str, *, wide: bool) -> Iterator[None]:
+        """As `Weights.whole`: gathered of all ranks."""
+        _, _, index = path.partition("layers.")
+        ends = [
+            one for one in (*self._first, *self._tail) if any(name.startswith(f"{path}.") for name in one.parameters)
+        ]
+        buckets = self._layers[int(index)] if index else ends
+        wide = wide and self.split
         with torch.no_grad():
-            for index in range(len(self._layers)):
-                self._bring(index, index + 1)
-            self._ready(self._buckets)
-        yield
-        for index in range(len(self._layers)):
-            self._free(index)
+            for bucket in buckets:
+                bucket.widen() if wide else bucket.gather()
+            for bucket in buckets:
+                bucket.ready()
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.narrow()
+                bucket.free()
 
 
 def _arrived(weights: weakref.ref[DividedWeights], name: str, parameter: Tensor) -> None:

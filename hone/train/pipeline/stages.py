@@ -71,8 +71,7 @@ class Stages:
             for path in parts
             for name in (f"{path}.{last}" for last, _ in model.get_submodule(path).named_parameters())
         }
-        self._absent = [path for path, owners in ranks.items() if axis.index not in owners]
-        for path in self._absent:
+        for path in (path for path, owners in ranks.items() if axis.index not in owners):
             _put(model, path, Elsewhere(model.get_submodule(path)))
 
     def modules(self, model: Decoder) -> dict[int, nn.Module]:
@@ -88,19 +87,13 @@ class Stages:
         return found
 
     @torch.no_grad()
-    def gather(self, model: Decoder) -> Decoder:
-        """`model` with the weights of all stages; every rank of the axis calls it. The model itself stays as it is."""
-        whole = copy.copy(model)
-        whole._modules = dict(model._modules)
-        whole.layers = nn.ModuleList(model.layers)
-        like = next(model.parameters())
-        for path in self._absent:
-            part = whole.get_submodule(path)
-            assert isinstance(part, Elsewhere), path
-            _put(whole, path, part.made(like.device).to(like.dtype))
-        own = dict(whole.named_parameters())
-        for name, owners in self.holders.items():
-            parameter = own[name]
+    def gather(self, model: Decoder, path: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The part of `model` at `path` with its weights, which are in `dtype` on `device`; every rank of the axis calls it."""
+        part = model.get_submodule(path)
+        if isinstance(part, Elsewhere):
+            part = part.made(device).to(dtype)
+        for name, parameter in part.named_parameters():
+            owners = self.holders[f"{path}.{name}"]
             mine = owners[0] == self.axis.index
             value = parameter.detach().clone() if mine else torch.zeros_like(parameter)
             transfer = self.axis.all_reduce(value)
@@ -108,7 +101,7 @@ class Stages:
                 transfer.wait()
             if self.axis.index not in owners:
                 parameter.data = value
-        return whole
+        return part
 
 
 def _put(model: nn.Module, path: str, part: nn.Module) -> None:

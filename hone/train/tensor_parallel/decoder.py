@@ -7,6 +7,7 @@ between these regions a rank has a part of each sequence's tokens, and its norms
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder
+from hone.model.decoder import Decoder, unmade
 from hone.model.linear import make_dense
 from hone.model.linear_spec import LinearSpec, NormSpec
 from hone.model.parallel.local import check_split
@@ -40,12 +41,9 @@ class TensorParallelDecoder(Decoder):
         self.whole_config, self.axis, self.sequence = whole.config, axis, sequence
         self.cuts = cuts_of(whole.config, axis.index, axis.size)
         self._parts: dict[str, Part] = {}
-        given = dict(whole.named_parameters())
-        for name, _ in list(self.named_parameters()):
-            value = given[name].detach()
-            value = self.cuts[name].take(value) if name in self.cuts else value.clone()
-            owner, _, last = name.rpartition(".")
-            setattr(self.get_submodule(owner), last, nn.Parameter(value, given[name].requires_grad))
+        self._empty: list[Decoder] = []
+        self.adopt(self, whole)
+        self.maker = None if whole.maker is None else _Cutter(whole, self)
         (first, _), *_ = self.cuts["embed_tokens.weight"].ranges
         self.vocabulary = (axis, first)
         self.embed_tokens.first = first
@@ -55,8 +53,20 @@ class TensorParallelDecoder(Decoder):
             for block in (layer.mixer, layer.feed_forward):
                 block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
                 block.register_forward_hook(lambda _, __, x: leave(x))
-        if not sequence:
-            self._share_outer_gradients()
+
+    def adopt(self, own: nn.Module, whole: nn.Module, path: str = "") -> None:
+        """Gives `own`, the part of this decoder at `path`, its parts of the parameters of `whole`."""
+        given, head = dict(whole.named_parameters()), f"{path}." if path else ""
+        for rest, _ in list(own.named_parameters()):
+            name, value = head + rest, given[rest].detach()
+            value = self.cuts[name].take(value) if name in self.cuts else value.clone()
+            owner, _, last = rest.rpartition(".")
+            parameter = nn.Parameter(value, given[rest].requires_grad)
+            setattr(own.get_submodule(owner), last, parameter)
+            inside = name in self.cuts or ".mixer." in name or ".feed_forward." in name
+            if not self.sequence and not inside and not value.is_meta:
+                # Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole.
+                parameter.register_hook(lambda gradient: gradient * (1 / self.axis.size))
 
     def _enter(self, x: Tensor) -> Tensor:
         """Into a region in which each rank computes a part of every token."""
@@ -65,13 +75,6 @@ class TensorParallelDecoder(Decoder):
     def _leave(self, x: Tensor) -> Tensor:
         """Out of it: x is the rank's part of a sum."""
         return (scattered if self.sequence else summed)(x, self.axis)
-
-    def _share_outer_gradients(self) -> None:
-        """Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole."""
-        share = 1 / self.axis.size
-        for name, parameter in self.named_parameters():
-            if name not in self.cuts and ".mixer." not in name and ".feed_forward." not in name:
-                parameter.register_hook(lambda gradient: gradient * share)
 
     def head_input(self, x: Tensor) -> Tensor:
         """As `Decoder.head_input`, of all tokens: x [B, S or S / n, D] -> [B, S, D]."""
@@ -90,15 +93,18 @@ class TensorParallelDecoder(Decoder):
         return self._parts[name]
 
     @torch.no_grad()
-    def gather(self, keep: bool) -> Decoder | None:
-        """The whole decoder with the weights of all ranks, on the CPU; None unless `keep`. Every rank of the axis calls it."""
-        with torch.device("meta"):
-            whole = Decoder(self.whole_config)
-        own = dict(self.named_parameters())
+    def gather(self, part: nn.Module, path: str, dtype: torch.dtype, *, keep: bool) -> nn.Module | None:
+        """The part of the whole decoder at `path` with the weights of all ranks; None unless `keep`. Every rank of the axis calls it.
+
+        `part` is this rank's, with its weights in `dtype`.
+        """
+        if not self._empty:
+            self._empty.append(unmade(self.whole_config))
+        whole, own = copy.deepcopy(self._empty[0].get_submodule(path)), dict(part.named_parameters())
         for name, empty in list(whole.named_parameters()):
-            value, cut = own.get(name), self.cuts.get(name)
+            value, cut = own.get(name), self.cuts.get(f"{path}.{name}")
             if cut is not None or value is None:  # other ranks have the rest, or all of it: a bias of rank 0
-                found = torch.zeros(empty.shape, dtype=self.embedding.dtype, device=self.embedding.device)
+                found = torch.zeros(empty.shape, dtype=dtype, device=next(iter(own.values())).device)
                 if cut is not None and value is not None:
                     cut.put(value, found)
                 transfer = self.axis.all_reduce(found)
@@ -107,8 +113,23 @@ class TensorParallelDecoder(Decoder):
                 value = found
             if keep:
                 owner, _, last = name.rpartition(".")
-                setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach().cpu(), requires_grad=False))
+                setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach(), requires_grad=False))
         return whole if keep else None
+
+
+class _Cutter:
+    """Makes the parts of `own` of those of `whole`, each of which it makes, cuts and forgets."""
+
+    def __init__(self, whole: Decoder, own: TensorParallelDecoder) -> None:
+        self._whole, self._own = whole, own
+
+    def make(self, part: nn.Module, path: str) -> None:
+        """As `hone.model.decoder.Maker.make`."""
+        whole = self._whole.get_submodule(path)
+        assert self._whole.maker is not None, "a decoder on the meta device has a maker"
+        self._whole.maker.make(whole, path)
+        self._own.adopt(part, whole, path)
+        whole.to("meta")
 
 
 class Part(NamedTuple):
