@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
-from hone.cost.ranks import Transfers
+from hone.cost.ranks import Transfers, messages_and_bytes
 
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at once where they are gathered for each pass: one computes, the next is on its way."""
 
 FLYING_LAYERS = 3
 """Layers with a whole float32 gradient at once where only parts are kept: one is computed, two are being summed."""
+
+BLOCK = 256
+"""Numbers that share a scale where they travel in few bits."""
+
+
+class Message(NamedTuple):
+    """A collective of a tensor of `num_bytes` on `ranks`, of which neighbours are `apart` ranks apart, so many `times` a step."""
+
+    op: str
+    ranks: int
+    num_bytes: float
+    times: float
+    apart: int = 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step, where sums and gathers go around a ring: 2 (n - 1) / n of a tensor to sum it, half of
+        that to sum it in parts, to gather it, or to exchange it."""
+        return self.times * messages_and_bytes(self.op, "ring", self.ranks, self.num_bytes)[1]
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,13 @@ class Divided:
     """Further bytes a weight that each rank keeps."""
     every: int = 0
     """Steps between two exchanges of all weights, in place of sums of gradients; 0: none."""
+    within: int = 0
+    """Neighbours that hold a second copy of divided weights together, for the backward pass; 1: each has them whole; 0: there is
+    none (as with `num_shards`)."""
+    weight_bits: int = 0
+    """Bits of a layer's weight that travels, with a scale for each block; 0: those of its dtype."""
+    gradient_bits: int = 0
+    """The same of a gradient inside a group; 0: float32."""
 
     def of(self, name: str) -> int:
         """The number of parts into which `name` is divided."""
@@ -48,7 +75,11 @@ class Divided:
             gathered = GATHERED_LAYERS * layers / max(facts.num_layers, 1)
             # What a rank keeps of the layers in their own dtype, for the others to gather, unless it is the master.
             kept = width * layers / self.num_shards if width < 4 else 0.0
-            whole = width * (ends + min(gathered, layers)) + kept
+            if self.weight_bits:
+                kept = _coded(self.weight_bits) * layers / self.num_shards
+            again = width * layers / self.within if 0 < self.within < self.num_shards else 0.0
+            gathered = width * min(gathered, layers)
+            whole = width * ends + (again if self.within == 1 else gathered + again) + kept
         apart = width < 4 or self.of("weights") > 1
         whole += self.kept_bytes * facts.num_params
         return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
@@ -70,26 +101,49 @@ class Divided:
         group, then between groups; its weights are gathered. With `every` all weights travel to all ranks every so many steps.
         """
         times = times or Transfers(device)
-        shards, groups = self.num_shards, self.num_ranks // self.num_shards
+        groups = self.num_ranks // self.num_shards
         if self.every:
             return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+        messages = self.messages(facts, BYTES[dtype], micro_batches)
+        return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in messages)
+
+    def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
+        """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
+        shards, groups = self.num_shards, self.num_ranks // self.num_shards
         passes = micro_batches if self.of("gradients") > 1 else 1
-        frees, layers, total = self.of("weights") > 1, _layers(facts), 0.0
+        frees, layers, found = self.of("weights") > 1, _layers(facts), []
         buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers
         buckets += [(params, False) for params in _ends(facts)]
+        near = self.within if 1 < self.within < shards else shards
         for index, (params, in_layer) in enumerate(buckets):
-            total += passes * times.seconds("reduce_scatter", shards, 4 * params)
+            if self.gradient_bits:
+                size = _coded(self.gradient_bits) * params
+                found.append(Message("all_to_all", near, size, passes))
+                found.append(Message("all_to_all", shards // near, size / near, passes, near))
+            else:
+                found.append(Message("reduce_scatter", shards, 4 * params, passes))
             if self.low_rank:
                 matrices = facts.layers[index].matmuls if in_layer else [(facts.vocab_size, facts.hidden_size)]
                 numbers = [self.low_rank * sum(shape) for shape in matrices]
-                total += 2 * times.seconds(
-                    "all_reduce", groups, 4 * sum(numbers) / 2, shards
-                )  # two messages: P, then Q
+                # Two messages: P, then Q.
+                found.append(Message("all_reduce", groups, 4 * sum(numbers) / 2, 2, shards))
             else:
-                total += times.seconds("all_reduce", groups, self.sent * 4 * params / shards, shards)
-            gathers = 2 * micro_batches if frees and in_layer else 1
-            total += gathers * times.seconds("all_gather", shards, BYTES[dtype] * params)
-        return total
+                found.append(Message("all_reduce", groups, self.sent * 4 * params / shards, 1, shards))
+            if not (frees and in_layer):
+                found.append(Message("all_gather", shards, width * params, 1))
+                continue
+            size = (_coded(self.weight_bits) if self.weight_bits else width) * params
+            if near < shards:  # once of all, then of the neighbours' copy
+                found.append(Message("all_gather", shards, size, 1))
+                found.append(Message("all_gather", near, width * params, 2 * micro_batches - 1))
+            else:
+                found.append(Message("all_gather", shards, size, micro_batches * (1 if self.within == 1 else 2)))
+        return found
+
+
+def _coded(bits: int) -> float:
+    """Bytes of a number in `bits` with a float32 scale for each block of 256."""
+    return bits / 8 + 4 / BLOCK
 
 
 def _layers(facts: ModelFacts) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,12 +79,19 @@ class Axis:
         self.index, self.size = self.ranks.index(rank), len(self.ranks)
         self.group, self.broken = group, broken
         self.patience = _MESSAGE
+        self.sent: Counter[str] = Counter()
+        """Bytes that this rank has sent by each collective, where sums and gathers go around a ring."""
         assert self.size == 1 or group is not None, "several ranks need a process group"
+
+    def _count(self, collective: str, x: Tensor, times: int = 1) -> None:
+        """Counts `times` a ring's part of x, the whole tensor of a collective."""
+        self.sent[collective] += times * x.nbytes * (self.size - 1) // self.size
 
     def all_reduce(self, x: Tensor, *, largest: bool = False) -> Transfer | None:
         """Replaces x by the sum of every rank's x, or their `largest` elements: all get the same bits."""
         if self.size == 1:
             return None
+        self._count("all_reduce", x, times=2)
         return Transfer(self, partial(dist.all_reduce, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM), x)
 
     def reduce_scatter(self, part: Tensor, x: Tensor) -> Transfer | None:
@@ -91,6 +99,7 @@ class Axis:
         if self.size == 1:
             part.copy_(x)
             return None
+        self._count("reduce_scatter", x)
         if not x.is_cuda:  # gloo does the same, but does not stop waiting
             mine = x[self.index * len(part) : (self.index + 1) * len(part)]
             return Transfer(self, dist.all_reduce, x, then=lambda: part.copy_(mine))
@@ -101,6 +110,7 @@ class Axis:
         if self.size == 1:
             x.copy_(parts)
             return None
+        self._count("all_to_all", parts)
         return Transfer(self, dist.all_to_all_single, x.view(torch.uint8), parts.view(torch.uint8))
 
     def rotate(self, x: Tensor, part: Tensor) -> Transfer | None:
@@ -108,6 +118,7 @@ class Axis:
         if self.size == 1:
             x.copy_(part)
             return None
+        self.sent["rotate"] += part.nbytes
         # Sends and receives alone would close gloo's connections when a rank has waited for `_PATIENCE`.
         following, before = (self.index + 1) % self.size, (self.index - 1) % self.size
         x, part = x.view(torch.uint8), part.view(torch.uint8)
@@ -121,6 +132,7 @@ class Axis:
             if part.data_ptr() != x.data_ptr():
                 x.copy_(part)
             return None
+        self._count("all_gather", x)
         # As bytes: gloo does not know every dtype.
         return Transfer(self, _ALL_GATHER, x.view(torch.uint8), part.view(torch.uint8))
 
@@ -130,6 +142,7 @@ class Axis:
         Contiguous tensors of any dtype; only the ranks concerned call it. Returns when both may be used (on a GPU: by the
         current stream). Raises `Lost` when the other rank ends, or sends nothing for `patience`.
         """
+        self.sent["exchange"] += 0 if to is None or x is None else x.nbytes
         ways = ((dist.isend, to, x), (dist.irecv, source, into))
         messages = [
             dist.P2POp(way, tensor.view(torch.uint8), self.ranks[number], self.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class Grid:
         )
         if alone:
             replicate, shard = (), ()
-        self._replicate = replicate
+        self._replicate, self._shard = replicate, shard
         self.copies = Copies(self.axis(*replicate), self.axis(*shard))
         self.tensor_copies = Copies(self.axis(*replicate, "tp"), self.axis(*shard))
         self._shared: dict[str, tuple[Copies, Copies]] = {}
@@ -57,6 +58,20 @@ class Grid:
     def axis(self, *names: str) -> Axis:
         """The ranks that differ from this one along the axes `names` alone. Every rank calls it in the same order."""
         return self._axis(self.degrees.lines(names))
+
+    def split(self, inner: int) -> tuple[Axis, Axis]:
+        """The ranks of `copies.shard` in groups of `inner` neighbours: this rank's group, and those in its place in each of them.
+
+        Every rank calls it at the same time.
+        """
+        lines = self.degrees.lines(self._shard)
+        near = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
+        return self._axis(near), self._axis([line[at::inner] for line in lines for at in range(inner)])
+
+    @property
+    def sent(self) -> Counter[str]:
+        """As `Axis.sent`, of all axes."""
+        return sum((axis.sent for axis in self._made.values()), Counter())
 
     def share(self, names: Iterable[str], stages: Collection[int]) -> None:
         """Weights `names` are held by the pipeline ranks `stages` together. Every rank calls it in the same order."""

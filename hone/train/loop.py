@@ -26,6 +26,7 @@ from hone.parallel.grid import Grid
 from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
 from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.context_parallel.context import ContextRanks
+from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.fp8.linears import Fp8Linears
 from hone.train.objectives.base import Objective
@@ -86,6 +87,8 @@ class Ranks(NamedTuple):
     """How copies add up a gradient; None: by the backend's all-reduce."""
     pipeline: Pipeline | None = None
     """The ranks of which each has some stages of the layers; None: it has all."""
+    moves: Moves | None = None
+    """How layers' weights and gradients travel; None: as they are."""
 
     @property
     def data(self) -> tuple[int, int]:
@@ -164,6 +167,7 @@ class Trainer:
             sharded=self.ranks.sharded,
             on_host=offload is not None and offload.to_host,
             summing=self.ranks.summing,
+            moves=self.ranks.moves,
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
         self.fp8 = None

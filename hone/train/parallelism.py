@@ -114,7 +114,9 @@ class Parallelism(Spec):
         """The division of a training over `num_ranks` ranks, for estimates. Raises SpecError as `degrees` does."""
         divided, cp = self.data_parallel.divided(self.degrees(num_ranks).dp), self.context_parallel_degree
         shards = divided.num_shards * (cp if self.data_parallel.sharded else 1)  # as the grid's copies
-        return replace(divided, num_ranks=divided.num_ranks * cp, num_shards=shards)
+        moves = self.data_parallel.moves(shards)
+        bits = {"weight_bits": moves.weight_bits, "gradient_bits": moves.gradient_bits}
+        return replace(divided, num_ranks=divided.num_ranks * cp, num_shards=shards, within=moves.within, **bits)
 
     def shared(
         self, config: ModelConfig, cost: Callable[[ModelFacts], UpdateCost], micro_batches: int, seq_len: int
@@ -269,7 +271,8 @@ class Parallelism(Spec):
             from hone.train.pipeline.passes import Pipeline
 
             pipeline = Pipeline(schedule, mesh, grid, shared, self.enable_sequence_parallel)
-        return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline)
+        moves = self.data_parallel.moves(grid.copies.shard.size)
+        return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline, moves)
 
     def check_sequences(self, config: ModelConfig, seq_len: int) -> None:
         """Raises SpecError when the ranks cannot share the model's layers or sequences of `seq_len` tokens."""

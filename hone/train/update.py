@@ -14,6 +14,7 @@ from hone.model.decoder import Decoder
 from hone.parallel.cut import Cut
 from hone.parallel.grid import Grid
 from hone.train.checkpoint import Stored
+from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.offload.host import HostWeights
@@ -41,6 +42,7 @@ class Update:
         sharded: Collection[str] = (),
         on_host: bool = False,
         summing: Sum | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.parameters = describe_parameters(model)
         self.on_host = on_host
@@ -72,6 +74,7 @@ class Update:
                 copied=copied,
                 zeros=zeros,
                 summing=summing,
+                moves=moves,
             )
         self.states: dict[str, dict[str, Tensor]] = {}
         """Optimizer state by parameter; empty before the first step."""

@@ -10,6 +10,7 @@ from pydantic import Field
 from hone.base.errors import SpecError
 from hone.base.table import Technique
 from hone.cost.replicas import Divided
+from hone.train.data_parallel.moves import Moves
 from hone.train.precision import TORCH_NAMES
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class DataParallel(Technique):
     def summing(self) -> Sum | None:
         """How the copies add up a gradient; None: by the backend."""
         return None
+
+    def moves(self, num_shards: int) -> Moves:
+        """How weights and gradients travel in a group of `num_shards` ranks. Raises SpecError where they cannot."""
+        return Moves(num_shards)
 
     def trainer(self) -> type[Trainer]:
         """The class of the loop's steps."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hone.ops import widen
-from hone.parallel.axis import Transfer
 from hone.parallel.grid import Copies
 from hone.train.data_parallel.flat import Flat
 from hone.train.data_parallel.sums import Handle, Sum
+from hone.train.data_parallel.travel import Reducing, Travel
 
 
 class Bucket:
@@ -19,7 +19,7 @@ class Bucket:
 
     `shares_gradients`: the gradient of every backward pass is summed over the group at once, and only this rank's slice is
     kept. Otherwise the whole float32 gradient of a step is, and summed after its last pass. `frees`: the weights are in
-    memory between `gather` and `free` only. `summing` adds up what the groups have.
+    memory between `gather` and `free` only. `travel` is their way inside the group, `summing` adds up what the groups have.
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class Bucket:
         *,
         shares_gradients: bool,
         frees: bool,
+        travel: Travel,
         summing: Sum,
     ) -> None:
-        self._summing = summing
+        self._summing, self._travel = summing, travel
         self.parameters, self.flat, self.copies = dict(parameters), flat, copies
         self.shares_gradients, self.frees = shares_gradients, frees
         self.pieces = flat.pieces(copies.shard.index)
@@ -52,12 +53,15 @@ class Bucket:
             parameter.data = view
         self._own = self.master
         """What the other ranks gather from this one."""
-        if dtype != torch.float32:
+        if frees and (dtype != torch.float32 or travel.moves.weight_bits):
+            self._own = travel.own(self.master, dtype)
+        elif dtype != torch.float32:
             self._own = flat.slice_of(self.weights, copies.shard.index)
-            self._own = self._own.clone() if frees else self._own
+        self._second: Tensor | None = None
+        """This rank's part of the copy that neighbours hold together until the weights change."""
         self.there = True
         """Whether the whole weights are in memory, or on their way."""
-        self._gathering: Transfer | None = None
+        self._gathering: Handle | None = None
         self._narrow: dict[str, Tensor] = {}
         """The parameters' own values while they are views of the masters."""
         self.missing: set[str] = set()
@@ -67,7 +71,7 @@ class Bucket:
         """Weights that have a value in `_gradient`."""
         self._rounded: set[str] = set()
         """Weights whose new piece was written where other ranks gather it."""
-        self._flying: tuple[Transfer | None, Tensor] | None = None
+        self._flying: Reducing | None = None
         self._adding: Handle | None = None
         self.part: Tensor | None = None
         """This rank's slice of the gradient, float32 [slice_size], summed over all ranks after `finish`."""
@@ -88,11 +92,7 @@ class Bucket:
             return
         device = self.weights.device
         whole = torch.zeros(self.flat.size, device=device) if self._gradient is None else self._filled(self._gradient)
-        if self.copies.shard.size == 1:
-            self._flying = (None, whole)
-        else:
-            part = torch.empty(self.flat.slice_size, device=device)
-            self._flying = (self.copies.shard.reduce_scatter(part, whole), part)
+        self._flying = self._travel.reduce(whole)
 
     def _filled(self, gradient: Tensor) -> Tensor:
         """`gradient` with zeros where no weight has written: a GPU fills them alone, not the whole before."""
@@ -108,10 +108,7 @@ class Bucket:
         """Takes the result of `launch`; after the last pass starts the sum over the groups."""
         if self._flying is None:
             return
-        work, part = self._flying
-        if work is not None:
-            work.wait()
-        self._flying = None
+        part, self._flying = self._flying.part(), None
         self.part = part if self.part is None else self.part.add_(part)
         self._gradient = None
         self._summed.clear()
@@ -144,7 +141,7 @@ class Bucket:
 
     def rounded(self, name: str) -> Tensor | None:
         """The piece of weight `name` in what other ranks gather, where that is not the master; it must be written before `publish`."""
-        if self._own.dtype == self.master.dtype:
+        if self._own.dtype != self.weights.dtype or self._own.data_ptr() == self.master.data_ptr():
             return None
         piece = next(piece for piece in self.pieces if piece.name == name)
         self._rounded.add(name)
@@ -155,18 +152,35 @@ class Bucket:
     def publish(self) -> None:
         """Rounds the master to what other ranks gather, and starts gathering it unless the weights are freed."""
         self.ready()
-        if self._own.data_ptr() != self.master.data_ptr() and self._rounded < {piece.name for piece in self.pieces}:
-            self._own.copy_(self.master)
+        self._second, written = None, self._rounded >= {piece.name for piece in self.pieces}
+        written = written or self._own.data_ptr() == self.master.data_ptr()
         self._rounded.clear()
-        self._gathering = None if self.frees else self.copies.shard.all_gather(self.weights, self._own)
+        if self.frees:
+            self._own = self._own if written else self._travel.own(self.master, self.weights.dtype)
+            return
+        if not written:
+            self._own.copy_(self.master)
+        self._gathering = self.copies.shard.all_gather(self.weights, self._own)
 
     def gather(self) -> None:
         """Starts to bring the whole weights into memory."""
-        if not self.there:
-            storage = self.weights.untyped_storage()
-            storage.resize_(self.flat.size * self.weights.element_size())
-            self._gathering = self.copies.shard.all_gather(self.weights, self._own)
-            self.there = True
+        if self.there:
+            return
+        self.weights.untyped_storage().resize_(self.flat.size * self.weights.element_size())
+        if self._second is not None:
+            self._gathering = self._travel.inner.all_gather(self.weights, self._second)
+        else:
+            self._gathering = self._travel.gather(self.weights, self._own)
+        self.there = True
+
+    def leave(self) -> None:
+        """After the forward pass: frees the whole weights, unless they stay for the backward pass; neighbours keep a copy together."""
+        if self._travel.moves.within == 1:
+            return
+        inner = self._travel.inner
+        if inner is not None and self._second is None:
+            self._second = self.weights.chunk(inner.size)[inner.index].clone()
+        self.free()
 
     def widen(self) -> None:
         """The parameters become views of all ranks' masters, until `narrow`."""

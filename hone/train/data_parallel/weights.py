@@ -16,7 +16,9 @@ from hone.model.decoder import Decoder, parts_of
 from hone.parallel.grid import Copies, Grid
 from hone.train.data_parallel.bucket import Bucket
 from hone.train.data_parallel.flat import Flat
+from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
+from hone.train.data_parallel.travel import Travel
 from hone.train.weights import Weights, filled, scaled
 
 _AT_ONCE = 2
@@ -26,7 +28,7 @@ _AT_ONCE = 2
 class DividedWeights(Weights):
     """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, one for the embedding, and one for last norm and head.
 
-    `sharded` as in `DataParallel.sharded`. Weights in `whole` are held by one rank of each group, never in parts. Those in
+    `sharded` as in `DataParallel.sharded`, `moves` as in `DataParallel.moves`. Weights in `whole` are held by one rank of each group, never in parts. Those in
     `copied` are held by all tensor-parallel ranks, over which their gradient is summed too.
     `masters` and gradients are this rank's: flat pieces [stop - start] of a weight, or the whole weight in its shape.
     """
@@ -42,6 +44,7 @@ class DividedWeights(Weights):
         copied: Collection[str] = (),
         zeros: Mapping[str, Tensor] | None = None,
         summing: Sum | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self.parameters = {}
         self.split = dtype != torch.float32
@@ -53,7 +56,9 @@ class DividedWeights(Weights):
         self._frees = "weights" in sharded and grid.copies.shard.size > 1
         self._on_gpu = next(iter(self.parameters.values())).is_cuda
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
-        make = partial(make, summing=summing or Sum())
+        self._rounds = moves is not None and moves.weight_bits > 0
+        travel = Travel(grid, moves or Moves(grid.copies.shard.size))
+        make = partial(make, summing=summing or Sum(), travel=travel)
         ends: dict[str, nn.Parameter] = {}
         self._layers: list[list[Bucket]] = []
         for path in parts_of(model.config):
@@ -145,10 +150,14 @@ class DividedWeights(Weights):
 
     def _after(self, index: int, _: nn.Module, __: Any, output: Tensor) -> None:
         """After layer `index` has computed: frees its weights until the backward pass comes back to it."""
-        if torch.is_grad_enabled() and output.requires_grad:
+        grad = torch.is_grad_enabled() and output.requires_grad
+        if grad:
             output.register_hook(lambda _: self._bring(index, index - 1))
-        if not self._backward:  # a layer that is recomputed is about to need them again
-            self._free(index)
+        if self._backward:  # a layer that is recomputed is about to need them again
+            return
+        with torch.no_grad():
+            for bucket in self._layers[index]:
+                bucket.leave() if grad else bucket.free()
 
     @torch.no_grad()
     def _bring(self, index: int, following: int) -> None:
@@ -158,11 +167,6 @@ class DividedWeights(Weights):
             for bucket in self._layers[following]:
                 bucket.gather()
         self._ready(self._layers[index])
-
-    @torch.no_grad()
-    def _free(self, index: int) -> None:
-        for bucket in self._layers[index]:
-            bucket.free()
 
     def before_backward(self, last: bool) -> None:
         """Before a backward pass; `last`: it is the last one of the step."""
@@ -260,13 +264,13 @@ class DividedWeights(Weights):
 
     @contextmanager
     def whole(self, path: str, *, wide: bool) -> Iterator[None]:
-        """As `Weights.whole`: gathered of all ranks."""
+        """As `Weights.whole`: gathered of all ranks; masters, too, where passes compute with rounded ones."""
         _, _, index = path.partition("layers.")
         ends = [
             one for one in (*self._first, *self._tail) if any(name.startswith(f"{path}.") for name in one.parameters)
         ]
         buckets = self._layers[int(index)] if index else ends
-        wide = wide and self.split
+        wide = self._rounds or (wide and self.split)
         with torch.no_grad():
             for bucket in buckets:
                 bucket.widen() if wide else bucket.gather()

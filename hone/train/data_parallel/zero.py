@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from hone.train.data_parallel.base import Sharded
+from hone.train.data_parallel.moves import RESHARD, Moves, ReshardAfterForward, within
 
 
 class Zero1(Sharded):
@@ -26,3 +29,9 @@ class Zero3(Sharded):
 
     paper: ClassVar[str] = "arXiv:2304.11277"
     sharded: ClassVar[frozenset[str]] = frozenset({"optimizer", "gradients", "weights"})
+
+    reshard_after_forward: ReshardAfterForward = Field("default", description=RESHARD)
+
+    def moves(self, num_shards: int) -> Moves:
+        """As `DataParallel.moves`."""
+        return Moves(within(self.reshard_after_forward, num_shards))

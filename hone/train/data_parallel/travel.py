@@ -1,0 +1,126 @@
+"""How the weights and gradients of a bucket travel between the ranks that each hold a part of them: as they are, or in a few bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.cost.replicas import BLOCK
+from hone.parallel.axis import Axis, Transfer
+from hone.parallel.grid import Grid
+from hone.train.data_parallel.moves import Moves
+from hone.train.data_parallel.sums import Handle
+
+
+def encoded(values: Tensor, bits: int) -> Tensor:
+    """Float32 `values` [..., N] in signed integers of `bits` (4 or 8), a scale for each block of 256: uint8 [..., bytes].
+
+    The scale is the block's largest size divided by 127 or 7, in float32; values are rounded to the nearest multiple. First
+    the codes lie there, two of 4 bits in a byte, then the scales. N must be a multiple of 256. Not finite values stay so.
+    """
+    top = 2 ** (bits - 1) - 1
+    blocks = values.float().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1, keepdim=True) / top
+    codes = (blocks / torch.where(scales == 0, 1.0, scales)).round_().clamp_(-top, top).nan_to_num_().add_(top + 1)
+    codes = codes.to(torch.uint8).flatten(-2)
+    if bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return torch.cat([codes, scales.flatten(-2).contiguous().view(torch.uint8)], -1)
+
+
+def decoded(message: Tensor, bits: int) -> Tensor:
+    """The float32 values [..., N] of `message` [..., bytes], which `encoded` made."""
+    count = num_values(message.shape[-1], bits)
+    codes, scales = message.split([count * bits // 8, 4 * count // BLOCK], -1)
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    blocks = codes.unflatten(-1, (-1, BLOCK)).float().sub_(2 ** (bits - 1))
+    return blocks.mul_(scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def num_values(num_bytes: int, bits: int) -> int:
+    """The values of a message of `num_bytes`."""
+    return num_bytes * BLOCK // (BLOCK * bits // 8 + 4)
+
+
+class Travel:
+    """The way of weights and gradients between the ranks of `grid.copies.shard`, as `moves` says. Every rank makes it at the same time.
+
+    Wang et al. 2023, arXiv:2306.10209: weights in blocks of 8 bits (section 3.1), a second copy divided among neighbours only
+    (3.2), gradients in few bits by all-to-alls, first between neighbours, then between their groups (3.3).
+    """
+
+    def __init__(self, grid: Grid, moves: Moves) -> None:
+        self.moves, self.shard = moves, grid.copies.shard
+        self.inner: Axis | None = None
+        """Neighbours that hold a second copy of the weights together; None: there is none."""
+        self.outer: Axis | None = None
+        """The ranks in the same place of the other groups of neighbours."""
+        if 1 < moves.within < self.shard.size:
+            self.inner, self.outer = grid.split(moves.within)
+
+    def own(self, master: Tensor, dtype: torch.dtype) -> Tensor:
+        """What other ranks gather of a slice `master` (float32)."""
+        return encoded(master, self.moves.weight_bits) if self.moves.weight_bits else master.to(dtype, copy=True)
+
+    def gather(self, weights: Tensor, own: Tensor) -> Handle | None:
+        """Starts to write all ranks' slices into `weights`; `own` is that of this rank, as `own` makes it."""
+        if not self.moves.weight_bits:
+            return self.shard.all_gather(weights, own)
+        room = own.new_empty(self.shard.size, *own.shape)
+        return _Decoding(self.shard.all_gather(room.view(-1), own), room, weights, self.moves.weight_bits)
+
+    def reduce(self, whole: Tensor) -> Reducing:
+        """Starts the sum of every rank's float32 `whole` [ranks * N], which may be overwritten."""
+        return Reducing(self, whole)
+
+
+class _Decoding:
+    def __init__(self, moving: Transfer | None, room: Tensor, weights: Tensor, bits: int) -> None:
+        self._moving, self._room, self._weights, self._bits = moving, room, weights, bits
+
+    def wait(self) -> None:
+        if self._moving is not None:
+            self._moving.wait()
+        for message, values in zip(self._room, self._weights.view(len(self._room), -1), strict=True):
+            values.copy_(decoded(message, self._bits))
+
+
+class Reducing:
+    """A sum under way, of which each rank gets its slice."""
+
+    def __init__(self, travel: Travel, whole: Tensor) -> None:
+        self._travel, axis = travel, travel.shard
+        bits = travel.moves.gradient_bits
+        self._moving: Transfer | None = None
+        if axis.size == 1:
+            self._part = whole
+        elif not bits:
+            self._part = whole.new_empty(len(whole) // axis.size)
+            self._moving = axis.reduce_scatter(self._part, whole)
+        elif travel.inner is None:
+            self._start(axis, encoded(whole.view(axis.size, -1), bits))
+        else:  # to each neighbour the slices of all ranks in its place
+            places = whole.view(-1, travel.inner.size, len(whole) // axis.size).transpose(0, 1)
+            self._start(travel.inner, encoded(places, bits))
+
+    def _start(self, axis: Axis, messages: Tensor) -> None:
+        self._part = torch.empty_like(messages)
+        self._moving = axis.all_to_all(self._part.view(axis.size, -1), messages.view(axis.size, -1))
+
+    def part(self) -> Tensor:
+        """This rank's slice of the sum, float32 [N]; every rank asks in the same order."""
+        bits, outer = self._travel.moves.gradient_bits, self._travel.outer
+        self._wait()
+        if bits and self._travel.shard.size > 1:
+            self._part = decoded(self._part, bits).sum(0)
+            if outer is not None:
+                self._start(outer, encoded(self._part, bits))
+                self._wait()
+                self._part = decoded(self._part, bits).sum(0)
+        return self._part
+
+    def _wait(self) -> None:
+        if self._moving is not None:
+            self._moving.wait()
+            self._moving = None
