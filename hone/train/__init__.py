@@ -56,6 +56,7 @@ DATA_PARALLEL = Table(
         "zero2": "hone.train.data_parallel.zero:Zero2",
         "zero3": "hone.train.data_parallel.zero:Zero3",
         "bf16_gradients": "hone.train.data_parallel.compressed:Bf16Gradients",
+        "zero_plus_plus": "hone.train.data_parallel.zero_plus_plus:ZeroPlusPlus",
         "powersgd": "hone.train.data_parallel.compressed:PowerSGD",
         "local_sgd": "hone.train.data_parallel.local_sgd:LocalSGD",
         "diloco": "hone.train.data_parallel.local_sgd:DiLoCo",
