@@ -149,8 +149,6 @@ class Train(Prolonged):
             )
         if self.steps is not None and self.tokens is not None:
             raise ValueError("give steps or tokens, not both")
-        if self.compile and "weights" in (data_parallel := self.parallelism.data_parallel).sharded:
-            raise ValueError(f"compile does not work with data_parallel {data_parallel.kind}, which frees weights")
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ for _table, _names in (
 for _module in ("hone.data.mix.reading", "hone.train.result", "hone.train.student", "torch.utils.tensorboard"):
     importlib.import_module(_module)
 
+COMPILE = torch.compile
 BATCH, SEQ, STEPS = 8, 32, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": STEADY,
@@ -74,6 +76,8 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
             for name, part in model.named_parameters()
             if name.endswith("down.weight")
         }
+    if setting.get("compile"):  # traced and differentiated as inductor's graphs are, without its C++
+        torch.compile = partial(COMPILE, backend="aot_eager")
     return shared.data_parallel.trainer()(
         shared.decoder(model, ranks, SEQ),
         steps=setting.get("steps", STEPS),
@@ -82,6 +86,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         precision=setting.get("precision", "fp32"),
         gradient_accumulation_steps=setting.get("gradient_accumulation_steps", 1),
         activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(setting.get("activation_checkpointing", "none")),
+        compile=setting.get("compile", False),
         zeros=zeros,
         ranks=ranks,
     )

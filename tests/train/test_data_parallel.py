@@ -122,6 +122,25 @@ def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_fol
     assert all(abs(one[0] - other[0]) < 1e-2 for steps in found for one, other in zip(steps, found[0], strict=True))
 
 
+@pytest.mark.slow
+def test_compiled_layers_train_with_gathered_weights(data_folder, tmp_path):
+    """The graphs of layers keep weights for their backward pass, whose memory was freed and gathered anew meanwhile."""
+    kept = {"kind": "zero3", "reshard_after_forward": "never"}
+    again = {"activation_checkpointing": {"kind": "every_nth", "n": 2}, "gradient_accumulation_steps": 2}
+    settings = [
+        {"data_parallel": "zero3", **again},
+        {"data_parallel": kept},
+        {"data_parallel": "zero3", "optimizer": "muon"},
+    ]
+    settings = [{**one, "compile": compiled} for one in settings for compiled in (False, True)]
+    found = on_ranks(2, trained, str(data_folder), str(tmp_path), settings)[0]
+    for number in range(0, len(settings), 2):
+        for plain, compiled in zip(found[number], found[number + 1], strict=True):
+            assert compiled == pytest.approx(plain, rel=2e-6)
+        weights = [weights_of(tmp_path, place, 2)[0] for place in (number, number + 1)]
+        assert_same_weights(weights[1], weights[0], settings[number].get("optimizer", "adamw"))
+
+
 def handed_over(
     layouts: list[tuple[int, dict[str, Any]]], pairs: list[tuple[int, int]], data: Path, folder: Path
 ) -> Iterator[tuple[list[list[float]], dict[str, torch.Tensor]]]:
@@ -299,8 +318,6 @@ def test_what_cannot_be_divided_is_said(data_folder):
     with pytest.raises(SpecError, match="has no field 'data_parallel'") as caught:
         Train.read({**SPEC, "data_parallel": "zero1"})
     assert "parallelism.data_parallel" in caught.value.fix
-    with pytest.raises(SpecError, match="compile does not work with data_parallel zero3"):
-        Train.read({**SPEC, "compile": True})
     plan = Train.read(SPEC).plan(facts, machine)
     assert "transfers" in plan.estimates["time_s"].formula
     assert replace(Divided(4, 4), num_ranks=1).of("weights") == 1
