@@ -35,6 +35,7 @@ from hone.train.schedules.cosine import Cosine
 KINDS: dict[str, Any] = {
     "ddp": "ddp",
     "bf16_gradients": "bf16_gradients",
+    "zero_plus_plus": "zero_plus_plus",
     "powersgd": "powersgd",
     "local_sgd": "local_sgd",
     "diloco": "diloco",

@@ -41,6 +41,9 @@ from hone.train.precision import TORCH_NAMES, compute_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.work import Work, growth_bytes, step_seconds
 
+VARIANTS: dict[str, Any] = {"zero3, weights stay": {"kind": "zero3", "reshard_after_forward": "never"}}
+"""Techniques with other options than their defaults, by what the row calls them."""
+
 PEERS = {"ddp": "torch DDP", "zero3": "torch FSDP2"}
 
 
@@ -75,7 +78,7 @@ def _work(arguments: argparse.Namespace) -> None:
     peak: dict[str, int] = {}
     with mesh.together():
         for number in range(arguments.rounds):
-            for name in [*DATA_PARALLEL, *PEERS.values()]:
+            for name in [*DATA_PARALLEL, *VARIANTS, *PEERS.values()]:
                 step = _made(name, shape.config(vocab), mesh, device, arguments, batch)
                 step()  # the optimizer's state, and the first transfers
                 mesh.gather(None)
@@ -103,18 +106,21 @@ def _made(
 ) -> Callable[[], Any]:
     """A training from random weights; the result does one step of it."""
     model = build(config, device=device)
-    if name in DATA_PARALLEL:
+    if name not in PEERS.values():
         shared = Parallelism(data_parallel=_technique(name, mesh.world_size))
         ranks = shared.ranks(mesh, device)
         trainer = shared.data_parallel.trainer()(
-            model, steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(), precision=arguments.precision, ranks=ranks
-        )
+            model, steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(), precision=arguments.precision, ranks=ranks,
+            compile=arguments.compile,
+        )  # fmt: skip
         return lambda: trainer.step(batch)
     return _peer(name, model, device, arguments, batch)
 
 
 def _technique(name: str, num_ranks: int) -> Any:
     """The technique `name` with its defaults; where its result depends on the ranks, for as many as there are."""
+    if name in VARIANTS:
+        return DATA_PARALLEL.read(VARIANTS[name])
     lossy = {} if DATA_PARALLEL[name].exact else {"num_workers": num_ranks}
     return DATA_PARALLEL.read({"kind": name, **lossy})
 
@@ -134,6 +140,8 @@ class Loss(nn.Module):
 def _peer(name: str, model: Decoder, device: str, arguments: argparse.Namespace, batch: Batch) -> Callable[[], Any]:
     """One step of torch's own data parallelism, with its fused AdamW and clipping."""
     dtype = compute_dtype(arguments.precision)
+    for layer in model.layers if arguments.compile else ():
+        layer.compile(dynamic=False)
     whole: nn.Module = Loss(model)
     if name == "torch DDP":
         whole = nn.parallel.DistributedDataParallel(whole.to(dtype), gradient_as_bucket_view=True)
@@ -165,17 +173,19 @@ def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: a
     rows, machine = [], describe(arguments.device).model_copy(update={"num_ranks": arguments.ranks})
     tokens = arguments.ranks * arguments.batch * arguments.seq_len
     what = f"{arguments.shape} on {arguments.ranks} ranks, {arguments.precision}, {arguments.batch} x {arguments.seq_len} each"
-    for name in DATA_PARALLEL:
-        divided = _technique(name, arguments.ranks).divided(arguments.ranks)
+    what += ", compiled" if arguments.compile else ""
+    for name in (*DATA_PARALLEL, *VARIANTS):
+        technique = _technique(name, arguments.ranks)
+        divided = Parallelism(data_parallel=technique).divided(arguments.ranks)
         work = Work(
             facts, 1, arguments.ranks * arguments.batch, arguments.seq_len, TORCH_NAMES[arguments.precision],
             KeepAll().segments(facts.num_layers), AdamW().cost(facts, "float32", arguments.device), packed=False,
             divided=divided,
         )  # fmt: skip
         predicted, grown = step_seconds(work, machine), growth_bytes(work, arguments.device).value
-        peer = PEERS.get(name)
+        peer = PEERS.get(technique.kind)
         row = {"figure": f"{what}: {name}", "value": tokens / best[name], "unit": "tokens/s", "n": arguments.rounds}
-        row |= {"technique": f"data parallelism/{name}"}
+        row |= {"technique": f"data parallelism/{technique.kind}"}
         row |= {
             "note": f"{best[name]:.4g} s a step, predicted {predicted.value:.4g} s; memory predicted {grown:.4g} B; load {os.getloadavg()[0]:.1f}"
         }
@@ -208,6 +218,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="compile the layers, of torch's forms too")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -119,7 +119,11 @@ LOCAL: list[tuple[dict[str, Any], tuple[float, float]]] = [
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_local_steps_are_those_of_workers_in_one_process_and_resume_bit_by_bit(num_ranks, data_folder, tmp_path):
     kinds = [{**kind, "num_workers": num_ranks} for kind, _ in LOCAL]
-    others = [{"kind": "powersgd", "rank": 2}, {"kind": "bf16_gradients"}]
+    others: list[dict[str, Any]] = [
+        {"kind": "powersgd", "rank": 2},
+        {"kind": "bf16_gradients"},
+        {"kind": "zero_plus_plus"},
+    ]
     resumed = [kinds[2], *({**kind, "num_workers": num_ranks} for kind in others)]
     settings = [{"data_parallel": kind} for kind in kinds] + [{"data_parallel": kind} for kind in resumed[1:]]
     whole = len(settings)
