@@ -16,11 +16,15 @@ from hone.base.durable import sync
 from hone.base.errors import ArtifactError, MachineError
 from hone.base.mesh import Mesh
 from hone.parallel.cut import Cut
+from hone.train.faults.checksums import damage_of, sealed, unsealed, with_checksums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PREFIX, _TENSORS, _PIECES, _CUTS = "step-", "tensors", "pieces", "cuts"
+
+_FILES = "files"
+"""The entry of numbers.json that says how many files of tensors a checkpoint has."""
 
 _POLL_S = 0.05
 """Seconds between looks for the other ranks' parts; one look reads the names of one folder."""
@@ -120,19 +124,54 @@ class Stored:
 
 
 def opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
-    """(tensors, numbers) of the checkpoint in `folder`. Raises ArtifactError when a file of it is cut off or another's."""
+    """(tensors, numbers) of the checkpoint in `folder`.
+
+    Raises ArtifactError when a file of it is missing, cut off or another's. The bytes of tensors are not looked at (`verified`).
+    """
     from safetensors import SafetensorError
 
     try:
-        numbers = json.loads((folder / "numbers.json").read_text("utf8"))
-        if not isinstance(numbers, dict):
-            raise ValueError("numbers.json is no object")
+        numbers = unsealed((folder / "numbers.json").read_text("utf8"), _FILES)
+        count = numbers.pop(_FILES, None)
+        for rank in range(count or 0):
+            if not (folder / _name(rank, count)).exists():
+                raise FileNotFoundError(f"{_name(rank, count)} is missing")
         return Stored(folder), numbers
     except (OSError, ValueError, SafetensorError) as error:
-        raise ArtifactError(
-            f"the checkpoint {folder} is damaged: {type(error).__name__}: {error}",
-            fix="--redo starts the training over",
-        ) from None
+        raise _damaged(folder, f"{type(error).__name__}: {error}") from None
+
+
+def verified(folder: Path, mesh: Mesh) -> tuple[Stored, dict[str, Any]]:
+    """As `opened`, after all bytes were compared with their checksums: each rank of `mesh` reads a part of the files.
+
+    All ranks call it. Raises ArtifactError on all of them, naming the file and the tensor that is damaged.
+    """
+
+    # No rank raises before all know: an error at a meeting would end their groups.
+    said = ""
+    try:
+        opened(folder)  # says of a file that is cut off that it is
+        required = _FILES in unsealed((folder / "numbers.json").read_text("utf8"), _FILES)
+        files = sorted(folder.glob(f"{_TENSORS}*.safetensors"))[mesh.rank :: mesh.world_size]
+        said = next(filter(None, (damage_of(file, required=required) for file in files)), "")
+    except ArtifactError as error:
+        said = error.what.partition(_DAMAGED)[2]
+    said = next(filter(None, mesh.gather(said)), "")
+    if said:
+        raise _damaged(folder, said)
+    return opened(folder)
+
+
+_DAMAGED = " is damaged: "
+
+
+def _damaged(folder: Path, what: str) -> ArtifactError:
+    return ArtifactError(f"the checkpoint {folder}{_DAMAGED}{what}", fix="--redo starts the training over")
+
+
+def _name(rank: int, count: int) -> str:
+    """The file of the tensors that `rank` of `count` ranks writes."""
+    return f"{_TENSORS}.safetensors" if count == 1 else f"{_TENSORS}-{rank:05d}-of-{count:05d}.safetensors"
 
 
 class Snapshot:
@@ -235,7 +274,7 @@ class Writing:
 
 
 class Checkpoints:
-    """Checkpoints in `folder`, each `step-00000100/` with numbers.json and one file of tensors for each rank that holds some.
+    """Checkpoints in `folder`, each `step-00000100/` with numbers.json and one file of tensors, with checksums, for each rank.
 
     A checkpoint is written under another name, synced, and renamed: after a kill it is whole or missing. All ranks of
     `mesh` call `save`, in a folder that all of them see; any number of ranks reads it. `background`: `save` returns when the
@@ -275,30 +314,40 @@ class Checkpoints:
             for stale in (partial, target):
                 shutil.rmtree(stale, ignore_errors=True)
             partial.mkdir()
-            (partial / "numbers.json").write_text(json.dumps(numbers), encoding="utf8")
+            (partial / "numbers.json").write_text(sealed({**numbers, _FILES: count}), encoding="utf8")
 
-        self.mesh.from_leader(begin)
         count, rank = self.mesh.world_size, self.mesh.rank
-        file = partial / (
-            f"{_TENSORS}.safetensors" if count == 1 else f"{_TENSORS}-{rank:05d}-of-{count:05d}.safetensors"
-        )
+        self.mesh.from_leader(partial_function(self._or_error, begin, target))
+        file = partial / _name(rank, count)
         metadata = {_PIECES: json.dumps(pieces)} if pieces else {}
         metadata |= {_CUTS: json.dumps(cuts)} if cuts else {}
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         held = held if self._snapshot is None else self._snapshot.of(held)
 
         def write() -> None:
-            if held:
-                save_tensors(file, held, metadata or None)
-                sync(file)
+            on_cpu = {name: tensor.cpu() for name, tensor in held.items()}
+            save_tensors(file, on_cpu, with_checksums(on_cpu, metadata))
+            sync(file)
 
         publish = partial_function(self._publish, partial, target)
         if self._snapshot is not None:
             self._writing = Writing(partial, rank, count, write, publish)
             return
-        write()
+        with self.mesh.transfers():
+            self._or_error(write, target)
         self.mesh.gather(None)  # every rank's file is durable
-        self.mesh.from_leader(publish)
+        self.mesh.from_leader(partial_function(self._or_error, publish, target))
+
+    def _or_error(self, work: Callable[[], None], target: Path) -> None:
+        """Does `work` on the checkpoint `target`. Raises MachineError when the disk does not take it."""
+        try:
+            work()
+        except OSError as error:
+            raise MachineError(
+                f"the checkpoint {target.name} could not be written on rank {self.mesh.rank}: {type(error).__name__}: {error}",
+                fix=f"see that {self.folder} is there, may be written and has room, then start again: it resumes at the last "
+                "whole checkpoint",
+            ) from error
 
     def _publish(self, partial: Path, target: Path) -> None:
         """Gives the durable checkpoint `partial` its name, and deletes the oldest."""
@@ -340,19 +389,14 @@ class Checkpoints:
 
         Raises ArtifactError when there are some, all damaged.
         """
-        folder = self.mesh.from_leader(lambda: self._readable(say))
-        return None if folder is None else opened(folder)
-
-    def _readable(self, say: Callable[[str], None]) -> Path | None:
         damaged = None
-        for _, folder in reversed(self._whole()):
+        for _, folder in reversed(self.mesh.from_leader(self._whole)):
             try:
-                opened(folder)
-            except ArtifactError as error:
-                say(f"{error.what}; it is passed over")
+                return verified(folder, self.mesh)
+            except ArtifactError as error:  # on all ranks
+                if self.mesh.leads:
+                    say(f"{error.what}; it is passed over")
                 damaged = error
-            else:
-                return folder
         if damaged is not None:
             raise damaged
         return None

@@ -18,6 +18,7 @@ from hone.model.facts import TRAINING_STATE, CheckpointFacts, Position, Trained
 from hone.train.schedules.base import Schedule, span
 
 if TYPE_CHECKING:
+    from hone.base.mesh import Mesh
     from hone.train.checkpoint import Stored
     from hone.train.loop import Trainer
 
@@ -136,7 +137,7 @@ class Start:
         """Gives `trainer` the weights and the optimizer's state that the training before had at this place."""
         if self.state is None:
             return
-        stored, numbers = read_state(self.state)
+        stored, numbers = read_state(self.state, trainer.ranks.mesh)
         numbers |= {"done": self.at.steps, "tokens": self.at.tokens}
         if not self.same_precision:  # the loss scale of another precision
             numbers["scaler"] = trainer.scaler.state()
@@ -295,8 +296,8 @@ def trained_as(
     return Trained(spec=spec.model_dump(mode="json"), data=tuple(data), ended=place(steps), kept=kept)
 
 
-def read_state(folder: Path) -> tuple[Stored, dict[str, Any]]:
-    """(tensors, numbers) of the checkpoint in `folder`. Raises ArtifactError when a file of it is cut off or another's."""
-    from hone.train.checkpoint import opened
+def read_state(folder: Path, mesh: Mesh) -> tuple[Stored, dict[str, Any]]:
+    """(tensors, numbers) of the checkpoint in `folder`, which all ranks read. Raises ArtifactError when it is damaged."""
+    from hone.train.checkpoint import verified
 
-    return opened(folder)
+    return verified(folder, mesh)
