@@ -290,6 +290,8 @@ class Checkpoints:
         """The largest number of bytes that whole checkpoints had on disk at once."""
         self._snapshot = Snapshot() if background else None
         self._writing: Writing | None = None
+        self.stays: Callable[[int, int], bool] = lambda step, oldest: False
+        """Whether a checkpoint of `step` stays beside the newest `keep`, of which `oldest` is the oldest step."""
 
     def save(
         self,
@@ -356,8 +358,11 @@ class Checkpoints:
         os.rename(partial, target)
         sync(self.folder)
         self.largest_bytes = max(self.largest_bytes, self._bytes())
-        for _, old in self._whole()[: -self.keep]:
-            shutil.rmtree(old)
+        whole = self._whole()
+        oldest = whole[-self.keep :][0][0]
+        for step, old in whole[: -self.keep]:
+            if not self.stays(step, oldest):
+                shutil.rmtree(old)
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written counts. All ranks call it.
@@ -400,6 +405,20 @@ class Checkpoints:
         if damaged is not None:
             raise damaged
         return None
+
+    def of(self, step: int) -> tuple[Stored, dict[str, Any]]:
+        """(tensors, numbers) of the checkpoint after `step`. All ranks call it. Raises ArtifactError when it is damaged."""
+        return verified(self.folder / f"{_PREFIX}{step:08d}", self.mesh)
+
+    def drop_after(self, step: int) -> None:
+        """Deletes the checkpoints after `step`. All ranks call it."""
+        self.finish()
+
+        def drop() -> None:
+            for _, folder in (one for one in reversed(self._whole()) if one[0] > step):
+                shutil.rmtree(folder)
+
+        self.mesh.from_leader(drop)
 
     def _bytes(self) -> int:
         return sum(file.stat().st_size for _, folder in self._whole() for file in folder.iterdir())

@@ -18,10 +18,12 @@ from hone.base.run import Run
 from hone.base.spec import Circumstance, Quiet, Spec
 from hone.train.continuation.keep import Keep
 from hone.train.continuation.start import Load
+from hone.train.faults.checks import Checks
 from hone.train.precision import ExportDtype
 
 if TYPE_CHECKING:
     from hone.train.checkpoint import Checkpoints
+    from hone.train.spikes.rewind import Rewind
 
 
 class Checkpointing(Spec):
@@ -38,6 +40,9 @@ class Checkpointing(Spec):
     keep: Keep = Field(Keep(), description="What stays in the finished folder.")
     export_dtype: Annotated[ExportDtype | None, Quiet()] = Field(
         None, description="Dtype of the finished weights, rounded from the float32 masters; empty: that of precision."
+    )
+    check: Annotated[Checks, Circumstance(), Quiet()] = Field(
+        Checks(), description="Checks for devices that compute wrong numbers without an error."
     )
     load: Load = Field(
         "data_position",
@@ -61,10 +66,21 @@ class Checkpointing(Spec):
 
         return Checkpoints(folder, self.keep_latest_k, mesh, background=self.async_mode == "async")
 
-    def kept(self, steps: int) -> int:
-        """Checkpoints on disk at once, at most, of a training of `steps`."""
+    def fits(self, rewind: Rewind | None, *, exact: bool) -> None:
+        """Raises ValueError when a training cannot go back to these checkpoints as `rewind` asks, or `check` cannot compare its ranks,
+        which are `exact` or not."""
+        if self.check.any and not exact:
+            raise ValueError(
+                "checkpoint.check works where ranks have the same weights and exact sums: take ddp or zero1 to zero3"
+            )
+        if rewind is not None:
+            rewind.check(self.interval, keeps_best=self.keep.best)
+
+    def kept(self, steps: int, rewind: Rewind | None) -> int:
+        """Checkpoints on disk at once, at most, of a training of `steps`, with those that `rewind` may go back to."""
         saved = (steps - 1) // self.interval if self.interval else 0
-        return min(saved, self.keep_latest_k + 1)
+        older = 0 if rewind is None else 2 + self.keep_latest_k * self.interval // rewind.steps
+        return min(saved + bool(older), self.keep_latest_k + 1 + older)
 
 
 class EarlyStopping(Spec):

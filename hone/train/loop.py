@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,51 +27,22 @@ from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
+from hone.train.faults.checks import Checks
+from hone.train.faults.rerun import Guard, Rerun
 from hone.train.fp8.linears import Fp8Linears
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
-from hone.train.passes import Counts, Sums, cut, run_layers, share, shrink, to_device
+from hone.train.passes import Counts, Step, Sums, cut, run_layers, share, shrink, to_device
 from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
+from hone.train.spikes.rewind import Rewinder, Rewound
 from hone.train.spikes.skip_step import Spikes
 from hone.train.update import Update
 from hone.train.watch import Watch
-
-
-@dataclass(frozen=True)
-class Step:
-    """The result of one optimizer step. `loss` is nats per valid token before the update; `tokens` counts inputs so far, without padding.
-
-    `extra_loss` is the sum of the layers' own losses (such as a router's load balancing), None without any.
-    `skipped`: the weights are unchanged, because fp16 gradients overflowed, and `grad_norm` is None, or for the reason `why`.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    tokens: int
-    extra_loss: float | None = None
-    skipped: bool = False
-    why: str = ""
-
-    def row(self) -> dict[str, Any]:
-        """As a line of steps.jsonl."""
-        row: dict[str, Any] = {
-            "step": self.step,
-            "loss": self.loss if math.isfinite(self.loss) else None,
-            "lr": self.lr,
-            "grad_norm": self.grad_norm,
-            "tokens": self.tokens,
-        }
-        if self.extra_loss is not None:
-            row["extra_loss"] = self.extra_loss if math.isfinite(self.extra_loss) else None
-        row |= {"skipped": True} if self.skipped else {}
-        return {**row, "why": self.why} if self.why else row
 
 
 class Ranks(NamedTuple):
@@ -153,7 +123,11 @@ class Trainer:
         how = activation_checkpointing or KeepAll()
         self.segments = how.segments(len(model.layers)) if isinstance(how, ActivationCheckpointing) else how
         self.max_grad_norm = max_grad_norm
-        self.spikes = Spikes(self.optimizer.skip_step)
+        self.spikes = Spikes(self.optimizer.on_spike)
+        self.rewound: Rewound | None = None
+        """How often it went back from a spike; None: `optimizer.rewind` is not set, or it has not begun."""
+        self.rerun: Rerun | None = None
+        """Compares some steps with what another rank computes; None: none."""
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
         assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
@@ -188,6 +162,11 @@ class Trainer:
             for layer in model.layers:  # not its hooks, which wait for other ranks
                 layer.forward = torch.compile(layer.forward, dynamic=False)
 
+    @property
+    def read(self) -> int:
+        """Batches read for the steps done, with those that were left out after spikes."""
+        return self.done + (self.rewound.left_out if self.rewound else 0)
+
     def step(self, batch: Batch) -> Step:
         """One optimizer step on `batch`. Raises HoneError when the loss or the gradients are not finite (unless such a step is
         skipped), MachineError when another rank is lost."""
@@ -196,10 +175,12 @@ class Trainer:
 
     def _step(self, batch: Batch) -> Step:
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        sums, counts = self.gradients(batch)
+        rerun = self.rerun if self.rerun is not None and self.rerun.due(self) else None
+        sums, counts = self.gradients(batch) if rerun is None else rerun.gradients(self, batch)
         means = self._means(sums, counts)
-        ahead = self._updates_ahead
-        if ahead:  # the device goes on with the update while this process waits for the numbers
+        # A step whose numbers are not finite ends the training, unless it may be skipped: the update need not wait for them.
+        ahead = not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
+        if ahead:
             self.update.apply(lr, shrink(means[1], self.max_grad_norm))
         loss, norm, *extras = means.tolist()
         norm, extra = norm / self.scaler.scale, extras[0] if extras else None
@@ -221,11 +202,6 @@ class Trainer:
         self.tokens += int(counts.tokens)
         skipped = overflowed or bool(why)
         return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=skipped, why=why)
-
-    @property
-    def _updates_ahead(self) -> bool:
-        """Whether the update need not wait for loss and norm: a step whose numbers are not finite ends the training."""
-        return not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """Forward and backward passes over the micro-batches of `batch`: sets each weight's gradient, times the loss scale.
@@ -325,6 +301,7 @@ class Trainer:
             "tokens": self.tokens,
             "scaler": self.scaler.state(),
             "spikes": self.spikes.state(),
+            **({"rewound": self.rewound} if self.rewound else {}),
             **more,
         }
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.cuts)
@@ -348,6 +325,7 @@ class Trainer:
         self.done, self.tokens = numbers["done"], numbers["tokens"]
         self.scaler.restore(numbers["scaler"])
         self.spikes.restore(numbers.get("spikes", {}))
+        self.rewound = Rewound(*numbers["rewound"]) if "rewound" in numbers else None
 
 
 def fit(
@@ -366,6 +344,7 @@ def fit(
     first_sequence: int = 0,
     after_step: Callable[[Trainer, float | None], None] | None = None,
     eval_also: Sequence[int] = (),
+    checks: Checks | None = None,
 ) -> None:
     """Trains until `trainer.steps` are done, from its current step, or until it is `stopping` or ends `early`, which sets `steps`.
 
@@ -374,12 +353,23 @@ def fit(
     so many steps of `eval_also` (0: not) and after the last one. `watch` logs every step; `checkpoints` saves the
     whole state every `checkpoint_every` steps and when it stops, after `watch` has synced its logs. Step n, from 0, reads
     from sequence `first_sequence` + n `batch_size` on. `after_step` is called on all ranks after every step, with that loss if it was computed.
+    `checks` are those of the numbers themselves.
     """
-    index, parts = trainer.ranks.data
+    _, parts = trainer.ranks.data
+    guard = Guard(checks or Checks(), trainer, checkpoints, watch)
+    rewind = trainer.optimizer.rewind
+    rewinder = None if rewind is None else Rewinder(rewind, trainer, checkpoints)
     while trainer.done < trainer.steps:
-        first, each = first_sequence + trainer.done * batch_size, batch_size // parts
-        mine = np.arange(first + index * each, first + (index + 1) * each, dtype=np.int64)
-        step = trainer.step(data.sequences(mine, seq_len, seed))
+        first, each = first_sequence + trainer.read * batch_size, batch_size // parts
+
+        def read(index: int, first: int = first, each: int = each) -> Batch:
+            wanted = np.arange(first + index * each, first + (index + 1) * each, dtype=np.int64)
+            return data.sequences(wanted, seq_len, seed)
+
+        step = trainer.step(guard.reading(read))
+        if rewinder is not None and step.why:
+            rewinder.back(step, watch)
+            continue
         if watch is not None:
             watch.stepped(step.row())
         early, val_loss = trainer.early, None
@@ -404,6 +394,7 @@ def fit(
         if after_step is not None:
             after_step(trainer, val_loss)
         due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
+        guard.stepped(saves=bool(due) or last)
         if checkpoints is not None and due and not last:
             if watch is not None:
                 watch.sync()

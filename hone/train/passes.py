@@ -1,8 +1,10 @@
-"""The passes of a micro-batch: its place on a device, the layers with recomputed segments, and its division."""
+"""The passes of a micro-batch: its place on a device, the layers with recomputed segments, its division, and what a step gives."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,38 @@ from hone.model.decoder import Decoder
 from hone.train.activation_checkpointing import Segment
 from hone.train.activation_checkpointing.run import run_layers_in
 from hone.train.context_parallel.context import ContextRanks
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one optimizer step. `loss` is nats per valid token before the update; `tokens` counts inputs so far, without padding.
+
+    `extra_loss` is the sum of the layers' own losses (such as a router's load balancing), None without any.
+    `skipped`: the weights are unchanged, because fp16 gradients overflowed, and `grad_norm` is None, or for the reason `why`.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    extra_loss: float | None = None
+    skipped: bool = False
+    why: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """As a line of steps.jsonl."""
+        row: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens": self.tokens,
+        }
+        if self.extra_loss is not None:
+            row["extra_loss"] = self.extra_loss if math.isfinite(self.extra_loss) else None
+        row |= {"skipped": True} if self.skipped else {}
+        return {**row, "why": self.why} if self.why else row
 
 
 class Sums(NamedTuple):

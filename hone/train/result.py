@@ -93,6 +93,7 @@ def record(
     tokens, positions = steps[-1]["tokens"] - tokens_before, step_positions * len(steps)
     draft.record("train_tokens", tokens, "tokens", note=f"of {positions} positions computed; the others are padding")
     _record_skipped(draft, steps, tokens_before)
+    _record_rewinds(draft, [row["rewound"] for row in rows if "rewound" in row])
     draft.record("padding", 1 - tokens / positions, "fraction", note="of the positions computed")
     note = f"mean of the last {len(tail)} steps" + ("" if objective == "next_token" else f", objective {objective}")
     draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
@@ -162,3 +163,15 @@ def _record_skipped(draft: Draft, steps: Sequence[dict[str, Any]], tokens_before
     why = f"spikes {spikes}, overflows of fp16 {len(skipped) - spikes}"
     note = f"steps {named}{more}; {why}; {tokens} tokens; reasons in steps.jsonl"
     draft.record("skipped_steps", len(skipped), "steps", note=note)
+
+
+def _record_rewinds(draft: Draft, rewinds: Sequence[dict[str, Any]]) -> None:
+    """Records how often the training went back from a spike, if it did, and which batches were left out."""
+    if not rewinds:
+        return
+    said = [
+        f"from {one['from']} to {one['to']} (batches {one['first_left_out']} to {one['last_left_out']} left out)"
+        for one in rewinds[:_NAMED]
+    ]
+    more = f" and {len(rewinds) - _NAMED} more" if len(rewinds) > _NAMED else ""
+    draft.record("rewinds", len(rewinds), "times", note=f"{', '.join(said)}{more}; reasons in steps.jsonl")

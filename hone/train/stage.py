@@ -26,7 +26,7 @@ from hone.data.tokens.epochs import check_batch, epoch_of, repeats, steps_for
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
-from hone.model.facts import CheckpointFacts, Position
+from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
@@ -152,7 +152,8 @@ class Train(Prolonged):
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
-        self.parallelism.data_parallel.check(self.precision, intervals, skips=self.optimizer.skip_step is not None)
+        self.parallelism.data_parallel.check(self.precision, intervals, spikes=self.optimizer.on_spike)
+        self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
         return self
 
     def files(self) -> dict[str, Path]:
@@ -223,7 +224,8 @@ class Train(Prolonged):
         mesh.from_leader(lambda: check(run))
         first = next(iter(data_parents(parents).values()))
         reading = Reading(parents, self.mixture, self.curriculum)
-        start, total = plan.start, plan.start.sequences(plan.steps, self.batch_size)
+        start = plan.start
+        total = start.sequences(plan.steps + self.optimizer.spare_batches, self.batch_size)
         read = {"read": start.at.sources, "done": start.at.sequences}
         prepare = partial(reading.prepare, total, self.seq_len, self.seed, draft, run, **read)
         mesh.from_leader(prepare)
@@ -231,7 +233,7 @@ class Train(Prolonged):
             prepare()  # reads the mixture that rank 0 wrote
         for line in plan.repeats:
             run.say(line)
-        draft.predict(reading.estimates())
+        draft.predict(reading.estimates(start.sequences(plan.steps, self.batch_size)))
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
@@ -243,7 +245,8 @@ class Train(Prolonged):
             at = plan.schedule.kept_after(plan.steps)
             saved = saved_dtype(self.precision, self.checkpoint.export_dtype)
             saves = partial(self.parallelism.save, trainer, first.folder, saved)
-            keeper = Keeper(self.checkpoint.keep, draft, mesh, at, partial(self._place, plan, reading), saves)
+            place = partial(start.place_of, plan.schedule, plan.steps, self.batch_size, reading.position)
+            keeper = Keeper(self.checkpoint.keep, draft, mesh, at, place, saves)
             watch = self._train(draft, trainer, reading, checkpoints, start, keeper, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
             config, rounding = saves(draft.folder), rounding_of(trainer, self.precision, saved)
@@ -264,7 +267,7 @@ class Train(Prolonged):
             zeros=zeros,
             largest_bytes=checkpoints.largest_bytes + keeper.largest_bytes,
         )
-        read_at_end = start.sequences(trainer.steps, self.batch_size)
+        read_at_end = start.sequences(trainer.read, self.batch_size)
         if trainer.steps < plan.steps:  # when a training ends early cannot be predicted, what its steps cost can
             none = Estimate(value=0.0, unit="B", formula="none was due")
             were = {CHECKPOINTS: none} if CHECKPOINTS in plan.estimates else {}
@@ -279,11 +282,6 @@ class Train(Prolonged):
         changes = {"steps": steps, "tokens": None, "schedule": Cosine(warmup=0), "checkpoint": begun}
         facts = {role: facts_of(parent) for role, parent in parents.items()}
         return self.model_copy(update=changes).plan(facts, machine_of(run))
-
-    def _place(self, plan: TrainPlan, reading: Reading, done: int, tokens: int) -> Position:
-        """The place after `done` steps and `tokens`."""
-        sources = reading.position(plan.start.sequences(done, self.batch_size))
-        return plan.start.place(plan.schedule, plan.steps, done, tokens, self.batch_size, sources)
 
     @property
     def _evaluates_every(self) -> tuple[int, int]:
@@ -327,7 +325,7 @@ class Train(Prolonged):
                 steps, val, mixed=self.mixture is not None, also=self._evaluates_every
             ),
             teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
-            num_checkpoints=self.checkpoint.kept(steps) + keep.num_states(steps),
+            num_checkpoints=self.checkpoint.kept(steps, self.optimizer.rewind) + keep.num_states(steps),
             snapshot=self.checkpoint.async_mode == "async",
             keeps_state=keep.optimizer,
             num_models=1 + keep.num_models(steps),
@@ -403,6 +401,7 @@ class Train(Prolonged):
                     first_sequence=start.at.sequences - start.step * self.batch_size,
                     after_step=keeper.stepped,
                     eval_also=self._evaluates_every,
+                    checks=self.checkpoint.check,
                 )
             except (RuntimeError, MemoryError) as error:
                 said = out_of_memory(error, run.device, trainer.done + 1)

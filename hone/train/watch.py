@@ -42,11 +42,8 @@ class Watch:
         curves: tuple[Curves, ...] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.path = folder / "steps.jsonl"
-        for path in (self.path, log / "timing.jsonl"):
-            _cut_back(path, resume_at)
-        self._steps = open(self.path, "a", encoding="utf8")
-        self._timing = open(log / "timing.jsonl", "a", encoding="utf8")
+        self.path, self._timing_path = folder / "steps.jsonl", log / "timing.jsonl"
+        self._open(lambda row: row["step"] <= resume_at)
         self._curves = (TensorBoard(log, resume_at), *curves)
         self._device = device
         self._tokens = tokens
@@ -56,10 +53,30 @@ class Watch:
         self._peak = peak_flops_per_s
         self._progress = progress
         self._kept = kept
-        self._say = say
+        self.say = say
         self._before = time.perf_counter()
         self.rates: list[tuple[int, float]] = []
         """(tokens, seconds) of every step of this process, without evaluation and checkpoints."""
+
+    def _open(self, stays: Callable[[dict[str, Any]], bool]) -> None:
+        """Opens the logs, with the lines that `stays` accepts."""
+        self._steps, self._timing = (_cut_back(path, stays) for path in (self.path, self._timing_path))
+
+    def rewound(self, row: dict[str, Any], tokens: int) -> None:
+        """Drops the lines from `row`'s step on, to which the training went back, and writes `row`; `tokens` were read before it.
+
+        Lines of earlier rewinds stay.
+        """
+        why, before = row["rewound"], row["step"] - 1
+        self.say(f"step {why['from']} is a spike: {why['why']}; going back to step {before}")
+        self._steps.close()
+        self._timing.close()
+        self._open(lambda row: row["step"] <= before or "rewound" in row)
+        _write(self._steps, row)
+        self._tokens = tokens
+        if self._progress is not None:
+            self._progress.skip(before - why["from"] + 1)
+        self._before = time.perf_counter()
 
     def stepped(self, row: dict[str, Any]) -> None:
         """Logs a training step; `row` is its line in steps.jsonl."""
@@ -75,7 +92,7 @@ class Watch:
         _write(self._timing, timing)
         points = {f"train/{name}": row[name] for name in ("loss", "lr", "grad_norm") if row[name] is not None}
         if "why" in row:
-            self._say(f"step {row['step']} is skipped: {row['why']}")
+            self.say(f"step {row['step']} is skipped: {row['why']}")
             points["train/skipped"] = 1.0
         self._add({**points, "speed/tokens_per_s": rate}, row["step"])
         if self._progress is not None:
@@ -136,15 +153,14 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
     file.flush()
 
 
-def _cut_back(path: Path, step: int) -> None:
-    """Drops the lines after `step`, and an incomplete last line."""
-    if not path.exists():
-        return
+def _cut_back(path: Path, stays: Callable[[dict[str, Any]], bool]) -> TextIO:
+    """The file, to be written at its end, of the lines that `stays` accepts, without an incomplete last one."""
     kept = []
-    for line in path.read_text(encoding="utf8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
+    for line in path.read_text(encoding="utf8").splitlines(keepends=True) if path.exists() else ():
+        if line.endswith("\n") and stays(json.loads(line)):
             kept.append(line)
     path.write_text("".join(kept), encoding="utf8")
+    return open(path, "a", encoding="utf8")
 
 
 def _memory_bytes(device: str) -> int:

@@ -90,7 +90,7 @@ class Keep(Spec):
 class Keeper:
     """Writes what `keep` says into the folder of `draft` while a training runs. All ranks of `mesh` call its methods.
 
-    `at` is the step whose state is kept; `position` says where in schedule and data a number of steps and tokens are;
+    `at` is the step whose state is kept; `position` says where in schedule and data a trainer is;
     `save` writes the model of all ranks into a folder.
     """
 
@@ -100,7 +100,7 @@ class Keeper:
         draft: Draft,
         mesh: Mesh,
         at: int,
-        position: Callable[[int, int], Position],
+        position: Callable[[Trainer], Position],
         save: Callable[[Path], Any],
     ) -> None:
         from hone.train.checkpoint import Checkpoints
@@ -140,7 +140,7 @@ class Keeper:
         if self._keep.optimizer and trainer.done < self._at:  # it ended early
             self._save_state(trainer)
         if self._mesh.leads:
-            row = self._position(trainer.done, trainer.tokens).model_dump(mode="json")
+            row = self._position(trainer).model_dump(mode="json")
             write_atomic(self._folder / POSITION_FILE, json.dumps(row, indent=1).encode())
         found = self._best.newest() if self._best is not None else None
         if found is not None:
@@ -166,7 +166,7 @@ class Keeper:
     def _save_state(self, trainer: Trainer) -> None:
         from hone.train.checkpoint import Checkpoints
 
-        place = self._position(trainer.done, trainer.tokens).model_dump(mode="json")
+        place = self._position(trainer).model_dump(mode="json")
         trainer.save(Checkpoints(self._folder / TRAINING_STATE, 1, self._mesh), position=place)
 
     def record(self, draft: Draft) -> None:

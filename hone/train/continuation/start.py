@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,17 +121,29 @@ class Start:
         return schedule
 
     def place(
-        self, schedule: Schedule, total: int, done: int, tokens: int, batch_size: int, sources: Mapping[str, int]
+        self, schedule: Schedule, total: int, done: int, tokens: int, sequences: int, sources: Mapping[str, int]
     ) -> Position:
-        """The place when `done` of `total` steps are done, `tokens` and of each source `sources` sequences are read."""
+        """The place when `done` of `total` steps are done, and `tokens` and `sequences` read, of each source `sources`."""
         return Position(
             steps=done,
             total_steps=total,
             warmup=span(schedule.warmup, total),
             tokens=tokens,
-            sequences=self.sequences(done, batch_size),
+            sequences=sequences,
             sources={**self.at.sources, **sources},
         )
+
+    def place_of(
+        self,
+        schedule: Schedule,
+        total: int,
+        batch_size: int,
+        sources: Callable[[int], Mapping[str, int]],
+        trainer: Trainer,
+    ) -> Position:
+        """The place of `trainer`; `sources` says how many of a number of sequences are of each source."""
+        read = self.sequences(trainer.read, batch_size)
+        return self.place(schedule, total, trainer.done, trainer.tokens, read, sources(read))
 
     def restore(self, trainer: Trainer) -> None:
         """Gives `trainer` the weights and the optimizer's state that the training before had at this place."""
@@ -139,6 +151,7 @@ class Start:
             return
         stored, numbers = read_state(self.state, trainer.ranks.mesh)
         numbers |= {"done": self.at.steps, "tokens": self.at.tokens}
+        numbers.pop("rewound", None)  # `at` has the batches that were left out
         if not self.same_precision:  # the loss scale of another precision
             numbers["scaler"] = trainer.scaler.state()
         if self.before is None:  # losses and norms under another schedule, maybe of other data, say nothing of spikes
@@ -290,7 +303,7 @@ def trained_as(
 
     def place(done: int) -> Position:
         tokens = start.at.tokens + round((done - start.step) * spec.batch_size * spec.seq_len * filled)
-        return start.place(schedule, steps, done, tokens, spec.batch_size, {})
+        return start.place(schedule, steps, done, tokens, start.sequences(done, spec.batch_size), {})
 
     kept = place(at) if spec.checkpoint.keep.optimizer else None
     return Trained(spec=spec.model_dump(mode="json"), data=tuple(data), ended=place(steps), kept=kept)

@@ -16,6 +16,7 @@ from hone.train.precision import TORCH_NAMES
 if TYPE_CHECKING:
     from hone.train.data_parallel.sums import Sum
     from hone.train.loop import Trainer
+    from hone.train.spikes.skip_step import SkipStep
 
 
 class DataParallel(Technique):
@@ -37,12 +38,12 @@ class DataParallel(Technique):
         """Steps after which all ranks have the same weights."""
         return 1
 
-    def check(self, precision: str, intervals: Mapping[str, int], *, skips: bool = False) -> None:
+    def check(self, precision: str, intervals: Mapping[str, int], *, spikes: SkipStep | None = None) -> None:
         """Raises ValueError where the technique does not work in `precision`, the ranks' weights differ after one of `intervals`,
-        or `skips` asks for a step that all ranks skip whole."""
-        if skips and not self.exact:
+        or `spikes` asks for a step that all ranks leave out whole."""
+        if spikes is not None and not self.exact:
             raise ValueError(
-                f"skip_step does not work with data_parallel {self.kind}: its ranks have each their own loss, or keep a part "
+                f"{spikes.field} does not work with data_parallel {self.kind}: its ranks have each their own loss, or keep a part "
                 "of a gradient for a later step"
             )
         if precision not in self.precisions:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.base.spec import Quiet
 from hone.base.table import Technique
 from hone.cost.facts import ModelFacts
 from hone.cost.update import UpdateCost
+from hone.train.spikes.rewind import Rewind
 from hone.train.spikes.skip_step import SkipStep
 
 if TYPE_CHECKING:
@@ -102,6 +103,27 @@ class Optimizer(Technique):
     skip_step: Annotated[SkipStep | None, Quiet()] = Field(
         None, description="Skip steps whose loss or gradient norm is an outlier; true: with the defaults; empty: none."
     )
+
+    rewind: Annotated[Rewind | None, Quiet()] = Field(
+        None,
+        description="Go back to a checkpoint before such a step, and leave out the batches since; true: with the defaults; empty: no.",
+    )
+
+    @model_validator(mode="after")
+    def _skips_or_goes_back(self) -> Optimizer:
+        if self.skip_step is not None and self.rewind is not None:
+            raise ValueError("skip_step and rewind are two answers to one spike: give one of them")
+        return self
+
+    @property
+    def on_spike(self) -> SkipStep | None:
+        """What a spike is, if anything is done about one."""
+        return self.rewind or self.skip_step
+
+    @property
+    def spare_batches(self) -> int:
+        """Batches that may be read beside those of the steps."""
+        return self.rewind.spare if self.rewind else 0
 
     def groups(self, parameters: Mapping[str, Parameter]) -> list[Group]:
         """Every parameter in exactly one group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -15,9 +15,11 @@ class SkipStep(Spec):
     """Skips the update of a step whose loss or gradient norm is above mean + `sigma_factor` x standard deviation of the last ones'.
 
     The rule and the defaults of OLMo-core's `SkipStepOptimizer` (github.com/allenai/OLMo-core). PaLM (arXiv:2204.02311, section 5.1)
-    went back to a checkpoint about 100 steps before a spike and left out 200 to 500 batches; here a batch is left out before
-    its update, so that there is nothing to go back for. `skip_step: true` is short for the defaults.
+    went back to a checkpoint about 100 steps before a spike and left out 200 to 500 batches (`Rewind`); here a batch is left out before
+    its update. `skip_step: true` is short for the defaults.
     """
+
+    field: ClassVar[str] = "skip_step"
 
     rolling_interval_length: int = Field(
         128, ge=4, description="Steps of the running window; none is skipped before half of it is there."
