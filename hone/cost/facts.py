@@ -70,10 +70,16 @@ class LayerFacts:
     intermediate_size: int
     cache: LayerCache = ()
     """Its cache tensors in the engine."""
+    matrices: tuple[tuple[int, int], ...] = ()
+    """The matrices of `matmuls` before they are fused; (): as they are."""
 
     @classmethod
     def attention(
-        cls, matmuls: tuple[tuple[int, int], ...], attending: Attending, intermediate_size: int
+        cls,
+        matmuls: tuple[tuple[int, int], ...],
+        attending: Attending,
+        intermediate_size: int,
+        matrices: tuple[tuple[int, int], ...] = (),
     ) -> LayerFacts:
         """Facts of a layer of softmax attention with rotary positions."""
         return cls(
@@ -82,6 +88,7 @@ class LayerFacts:
             widths=attention_widths(attending.num_heads, attending.num_kv_heads, attending.head_dim),
             intermediate_size=intermediate_size,
             cache=keys_and_values(attending.num_kv_heads, attending.head_dim),
+            matrices=matrices,
         )
 
     @property
@@ -142,6 +149,12 @@ class ModelFacts:
             ),
             Attending(num_heads, num_kv_heads, head_dim, window),
             intermediate_size,
+            (
+                *((rows, hidden_size) for rows in (query, kv, kv)),
+                (hidden_size, query),
+                *((intermediate_size, hidden_size),) * 2,
+                (hidden_size, intermediate_size),
+            ),
         )
         ends = vocab_size * hidden_size * (1 if tie_embeddings else 2) + hidden_size
         num_params = num_layers * (layer.matmul_params + 2 * hidden_size) + ends

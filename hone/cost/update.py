@@ -46,6 +46,8 @@ class UpdateCost:
     """Whether the step's pass over memory also scales gradients and rounds weights."""
     share: float = 1.0
     """The part of the weights that a rank updates."""
+    whole_state_bytes: float = 0.0
+    """Of `state_bytes`, what every tensor-parallel rank has whole."""
 
 
 ADAMW_STATE_BYTES = 8.0

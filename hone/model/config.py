@@ -231,6 +231,7 @@ class ModelConfig(Spec):
             widths=layer.mixer.widths(self.hidden_size),
             intermediate_size=layer.feed_forward.inner_size(self.hidden_size),
             cache=layer.mixer.cache(),
+            matrices=tuple(one for linear in self.linears(index).values() for one in linear.matrices),
         )
 
     def flops_per_token(self, seq_len: int) -> float:

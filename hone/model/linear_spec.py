@@ -103,6 +103,11 @@ class LinearSpec:
         columns = round(self.in_features * self.share)
         return ((self.out_features, columns),) if columns else ()
 
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """`matmuls` before pieces were fused."""
+        return tuple((piece.out_features, columns) for _, columns in self.matmuls for piece in self.pieces)
+
     def rows(self, rank: int, num_ranks: int) -> dict[str, slice]:
         """The output rows of each piece that tensor-parallel `rank` of `num_ranks` holds."""
         if self.shard == "column":

@@ -26,6 +26,7 @@ OPTIMIZERS = Table(
         "adafactor": "hone.train.optimizers.adafactor:Adafactor",
         "lion": "hone.train.optimizers.lion:Lion",
         "muon": "hone.train.optimizers.muon:Muon",
+        "soap": "hone.train.optimizers.soap:SOAP",
     },
 )
 

@@ -49,7 +49,7 @@ class Stored:
                 old = key.removesuffix(".embedding")
                 start, stop = pieces.get(key, (0, math.prod(file.get_slice(key).get_shape())))
                 label = key if old == key else f"{old}.embed_tokens.weight"
-                cut = cuts.get(key.partition(".")[2])
+                cut = cuts.get(key, cuts.get(key.partition(".")[2]))  # older ones have the weights' names
                 parts = self._parts if cut is None else self._cuts.setdefault(label, {})
                 parts.setdefault(label if cut is None else cut, []).append((start, stop, file, key))  # type: ignore[attr-defined]
 
@@ -57,6 +57,10 @@ class Stored:
     def labels(self) -> list[str]:
         """The names of all tensors."""
         return [*self._parts, *self._cuts]
+
+    def cuts(self, label: str) -> list[Cut | None]:
+        """The parts of a tensor that were written apart; [None]: it is whole."""
+        return list(self._cuts[label]) if label in self._cuts else [None]
 
     def numel(self, label: str) -> int:
         """Elements of a whole tensor."""
@@ -303,8 +307,8 @@ class Checkpoints:
     ) -> None:
         """Writes the state after `step`; deletes all but the newest `keep` checkpoints.
 
-        `tensors` are what this rank writes; of those in `pieces` a part, from which element to which. `cuts` are the parts of
-        weights that a tensor-parallel rank has; pieces are of these. Raises what `finish` raises.
+        `tensors` are what this rank writes; of those in `pieces` a part, from which element to which. `cuts` are those of
+        which a tensor-parallel rank has a part; pieces are of these. Raises what `finish` raises.
         """
         from hone.model.shards import save_tensors
 

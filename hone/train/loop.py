@@ -304,7 +304,7 @@ class Trainer:
             **({"rewound": self.rewound} if self.rewound else {}),
             **more,
         }
-        checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.cuts)
+        checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.stored_cuts())
 
     def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
         """Restores what `save` wrote, with any number of ranks; the next step is then the one that would have followed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.offload.host import HostWeights
-from hone.train.optimizers.base import Entry, Group, Optimizer
+from hone.train.optimizers.base import Entry, Group, Optimizer, Part
 from hone.train.weights import Weights, describe_parameters
 
 
@@ -52,7 +52,8 @@ class Update:
         assert sorted(grouped) == sorted(self.parameters), "every parameter must belong to exactly one group"
         self.cuts: dict[str, Cut] = getattr(model, "cuts", {})
         """The parts of the model's weights that a tensor-parallel rank has; those that are not named it has whole."""
-        self._part_of = getattr(model, "part_of", None)
+        self.cut_index = 0 if grid is None else grid.tp.index
+        self._part_of: Callable[[str], Part | None] = getattr(model, "part_of", lambda _: None)
         self.weights: Weights
         zeros = {
             name: self.cuts[name].take(mask) if name in self.cuts else mask
@@ -65,6 +66,7 @@ class Update:
         else:
             whole = {name for name, rule in self._rules.items() if rule.reads_whole}
             copied = set(self.parameters) - set(self.cuts) if grid.tp.size > 1 else ()
+            alone = {name for name in self.cuts if self._part_of(name) is None}
             self.weights = DividedWeights(
                 model,
                 dtype,
@@ -72,6 +74,7 @@ class Update:
                 sharded=sharded,
                 whole=whole,
                 copied=copied,
+                alone=alone,
                 zeros=zeros,
                 summing=summing,
                 moves=moves,
@@ -103,8 +106,8 @@ class Update:
     def _entry(self, name: str, grad: Tensor, group: Group) -> Entry:
         master = self.weights.masters[name]
         if name not in self.states:
-            self.states[name] = group.rule.start(master)
-        part = self._part_of(name) if self._rules[name].reads_whole and name in self.cuts else None
+            self.states[name] = group.rule.start(master, self.parameters[name])
+        part = self._part_of(name) if group.rule.reads_whole else None
         return Entry(master, grad, self.states[name], self.parameters[name], part)
 
     def _buckets(self, group: Group) -> Iterator[list[str]]:
@@ -126,14 +129,15 @@ class Update:
     def state(self) -> dict[str, Tensor]:
         """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied.
 
-        Of weights that several ranks have, the first one's only.
+        Of weights that several ranks have, the first one's only; so with states that all tensor-parallel ranks have whole.
         """
         masters = {name: master for name, master in self.weights.masters.items() if self.weights.holds(name)}
         tensors = {f"weight.{name}": master.detach() for name, master in masters.items()}
         for name, state in self.states.items():
             if name not in masters:
                 continue
-            tensors |= {f"{key}.{name}": tensor for key, tensor in state.items()}
+            copies = self._copies(name) if self.cut_index else frozenset()
+            tensors |= {f"{key}.{name}": tensor for key, tensor in state.items() if key not in copies}
         tensors["updates"] = torch.tensor(float(self.count))
         return tensors
 
@@ -147,6 +151,19 @@ class Update:
                 part = (0, held.numel()) if self._rules[name].reads_whole else (start // each, -(-stop // each))
                 found[f"{key}.{name}"] = part
         return found
+
+    def _copies(self, name: str) -> frozenset[str]:
+        """The states of `name` that every tensor-parallel rank has whole, though it has a part of the weight."""
+        return self._rules[name].whole_states if name in self.cuts else frozenset()
+
+    def stored_cuts(self) -> dict[str, Cut]:
+        """The tensors of `state` that are of a tensor-parallel rank's part of their weight, with that part."""
+        return {
+            f"{key}.{name}": cut
+            for name, cut in self.cuts.items()
+            if name in self.weights.masters
+            for key in ("weight", *(key for key in self.states.get(name, ()) if key not in self._copies(name)))
+        }
 
     @torch.no_grad()
     def restore(self, stored: Stored) -> None:
@@ -164,16 +181,43 @@ class Update:
         for name, found in keys.items():
             master, rule = self.weights.masters[name], self._rules[name]
             start, _ = self.weights.pieces.get(name, (0, 0))
-            targets = {"weight": master}
+            cut, targets = self.cuts.get(name), {"weight": master}
             if len(found) > 1:
-                targets |= rule.start(master)
+                targets |= rule.start(master, self.parameters[name])
                 self.states[name] = {key: targets[key] for key in found if key != "weight"}
+            again = self._encoded_again(stored, name, found)
             for key in found:
-                each = rule.elements_per_entry.get(key, 1)
-                part = stored.part(f"{key}.{name}", start // each, targets[key].numel(), self.cuts.get(name))
+                each, label = rule.elements_per_entry.get(key, 1), f"{key}.{name}"
+                start_of_key, count = start // each, targets[key].numel()
+                if key in again:
+                    part = again[key][start_of_key : start_of_key + count]
+                else:
+                    part = stored.part(label, start_of_key, count, None if key in self._copies(name) else cut)
                 targets[key].view(-1).copy_(part)
         self.weights.publish(list(self.weights.masters))
         self.weights.published()
+
+    def _encoded_again(self, stored: Stored, name: str, found: Collection[str]) -> dict[str, Tensor]:
+        """The states of `name` whose blocks of elements begin elsewhere than in `stored`, because other parts of the weight were
+        divided into blocks there: decoded, put together and encoded, for this rank's part; {} where they begin alike."""
+        rule, keys = self._rules[name], [key for key in found if key != "weight"]
+        cut, there = self.cuts.get(name), stored.cuts(f"{keys[0]}.{name}") if keys else []
+        if not rule.elements_per_entry or there == [None] == [cut] or cut in there or not keys:
+            return {}
+        shape = self.parameters[name].shape
+        whole: dict[str, Tensor] = {}
+        for one in there:
+            local = shape if one is None else one.local_shape
+            sizes = {key: -(-math.prod(local) // rule.elements_per_entry.get(key, 1)) for key in keys}
+            state = {key: stored.part(f"{key}.{name}", 0, size, one) for key, size in sizes.items()}
+            for key, values in rule.decode(state).items():
+                if one is None:
+                    whole[key] = values.view(shape)
+                else:
+                    one.put(values.view(local), whole.setdefault(key, torch.empty(shape)))
+        return rule.encode(
+            {key: (values if cut is None else cut.take(values)).reshape(-1) for key, values in whole.items()}
+        )
 
     def _must_be_of_these(self, stored: Stored, keys: Mapping[str, list[str]]) -> None:
         """Raises ArtifactError unless `stored` has every weight in its size, with the state of its rule or none; `keys` by weight."""
@@ -182,11 +226,12 @@ class Update:
             found = set(keys.get(name, ())) - {"weight"}
             if "weight" not in keys.get(name, ()):
                 raise ArtifactError(f"a checkpoint has no weight {name}: it is of another model", fix=fix)
-            shape = self.cuts[name].shape if name in self.cuts else self.parameters[name].shape
+            shape = self.parameters[name].shape
             if stored.numel(f"weight.{name}") != math.prod(shape):
                 said = f"{stored.numel(f'weight.{name}')} elements in a checkpoint, {math.prod(shape)} in the model"
                 raise ArtifactError(f"{name} has {said}: it is of another model", fix=fix)
-            wanted = set(self._rules[name].start(master[:0] if master.ndim else master)) if found else found
+            empty = master[:0] if master.ndim else master
+            wanted = set(self._rules[name].start(empty, self.parameters[name])) if found else found
             if found != wanted:
                 raise ArtifactError(
                     f"a checkpoint has {', '.join(sorted(found))} of {name}, its optimizer needs {', '.join(sorted(wanted))}: "

@@ -134,7 +134,7 @@ def scaled(grads: list[Tensor], factor: float | Tensor | None) -> list[Tensor]:
 
 def describe_parameters(model: Decoder) -> dict[str, Parameter]:
     """The optimizer's description of each trained parameter of `model`."""
-    config = getattr(model, "whole_config", model.config)
+    config, cuts = getattr(model, "whole_config", model.config), getattr(model, "cuts", {})
     pieces = {
         f"layers.{index}.{path}.weight": tuple(piece.out_features for piece in linear.pieces)
         for index in range(config.num_layers)
@@ -143,7 +143,9 @@ def describe_parameters(model: Decoder) -> dict[str, Parameter]:
     kinds: dict[str, Any] = dict.fromkeys(pieces, "matrix")
     kinds |= {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
     return {
-        name: Parameter(kinds.get(name, "other"), tuple(parameter.shape), pieces.get(name, ()))
+        name: Parameter(
+            kinds.get(name, "other"), cuts[name].shape if name in cuts else tuple(parameter.shape), pieces.get(name, ())
+        )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -32,9 +32,10 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 def run(rule: Rule, weight: torch.Tensor, grads, pieces=(), lr: float = 0.01, weight_decay: float = 0.1):
     """(weight, state) after a step for each of `grads`."""
     weight = weight.clone()
-    state = rule.start(weight)
+    parameter = Parameter("matrix", tuple(weight.shape), pieces)
+    state = rule.start(weight, parameter)
     for count, grad in enumerate(grads, 1):
-        entry = Entry(weight, grad.clone(), state, Parameter("matrix", tuple(weight.shape), pieces))
+        entry = Entry(weight, grad.clone(), state, parameter)
         rule.step([entry], count=count, lr=lr, weight_decay=weight_decay)
     return weight, state
 

@@ -29,7 +29,7 @@ class DividedWeights(Weights):
     """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, one for the embedding, and one for last norm and head.
 
     `sharded` as in `DataParallel.sharded`, `moves` as in `DataParallel.moves`. Weights in `whole` are held by one rank of each group, never in parts. Those in
-    `copied` are held by all tensor-parallel ranks, over which their gradient is summed too.
+    `copied` are held by all tensor-parallel ranks, over which their gradient is summed too; those `alone` by this one only.
     `masters` and gradients are this rank's: flat pieces [stop - start] of a weight, or the whole weight in its shape.
     """
 
@@ -42,6 +42,7 @@ class DividedWeights(Weights):
         sharded: Collection[str],
         whole: Collection[str],
         copied: Collection[str] = (),
+        alone: Collection[str] = (),
         zeros: Mapping[str, Tensor] | None = None,
         summing: Sum | None = None,
         moves: Moves | None = None,
@@ -54,11 +55,11 @@ class DividedWeights(Weights):
         self.pieces: dict[str, tuple[int, int]] = {}
         """The elements of each weight, start to stop, that `masters` holds."""
         self._frees = "weights" in sharded and grid.copies.shard.size > 1
-        self._on_gpu = next(iter(self.parameters.values())).is_cuda
+        self._on_gpu = torch.device(grid.device).type == "cuda"
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
         self._rounds = moves is not None and moves.weight_bits > 0
         travel = Travel(grid, moves or Moves(grid.copies.shard.size))
-        make = partial(make, summing=summing or Sum(), travel=travel)
+        make = partial(make, alone=alone, summing=summing or Sum(), travel=travel)
         ends: dict[str, nn.Parameter] = {}
         self._layers: list[list[Bucket]] = []
         for path in parts_of(model.config):
@@ -113,18 +114,20 @@ class DividedWeights(Weights):
         *,
         whole: Collection[str],
         copied: Collection[str],
+        alone: Collection[str],
         dtype: torch.dtype,
         **options: Any,
     ) -> list[Bucket]:
         """The buckets of one layer: weights that may be cut and weights that may not, of one rank and of all tensor-parallel ones."""
-        groups: dict[tuple[bool, bool, Copies], dict[str, nn.Parameter]] = {}
+        groups: dict[tuple[bool, bool, bool, Copies], dict[str, nn.Parameter]] = {}
         for name, part in parameters.items():
-            key = (name in whole, name in copied, self.grid.copies_of(name, name in copied))
+            # Apart, a weight of one tensor-parallel rank does not move the others to other slices than its neighbours have.
+            key = (name in whole, name in copied, name in alone, self.grid.copies_of(name, name in copied))
             groups.setdefault(key, {})[name] = part
         made = []
         # One order on all ranks, whichever weights each has.
-        for uncut, on_all, copies in sorted(groups, key=lambda one: (*one[:2], one[2].replicate.size)):
-            chosen = groups[uncut, on_all, copies]
+        for key in sorted(groups, key=lambda one: (*one[:3], one[3].replicate.size)):
+            (uncut, *_, copies), chosen = key, groups[key]
             shapes = {name: tuple(part.shape) for name, part in chosen.items()}
             flat = Flat(shapes, copies.shard.size, whole=uncut)
             bucket = Bucket(chosen, flat, copies, dtype, **options)
@@ -144,10 +147,12 @@ class DividedWeights(Weights):
 
     # Passes
 
+    @torch.compiler.disable  # it would be compiled for every layer's number
     def _before(self, index: int, *_: Any) -> None:
         """Before layer `index` computes: its weights are there, and the next one's on their way."""
         self._bring(index, index - 1 if self._backward else index + 1)
 
+    @torch.compiler.disable
     def _after(self, index: int, _: nn.Module, __: Any, output: Tensor) -> None:
         """After layer `index` has computed: frees its weights until the backward pass comes back to it."""
         grad = torch.is_grad_enabled() and output.requires_grad

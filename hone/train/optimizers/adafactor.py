@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -11,6 +12,7 @@ from pydantic import Field
 from hone.base.lazy import lazy
 from hone.cost.facts import ModelFacts
 from hone.cost.update import UpdateCost, layer_matrix_params
+from hone.parallel.cut import Cut
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 
 if TYPE_CHECKING:
@@ -45,14 +47,16 @@ class Adafactor(Optimizer):
         tables = [(facts.vocab_size, facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
         state = 4.0 * sum(rows + columns for rows, columns in sizes)
         state *= layer_matrix_params(facts) / max(sum(rows * columns for rows, columns in sizes), 1)
-        state += 4.0 * (sum(map(sum, tables)) + facts.hidden_size * (2 * facts.num_layers + 1))
+        state += 4.0 * sum(map(sum, tables))
+        vectors = 4.0 * facts.hidden_size * (2 * facts.num_layers + 1)
         largest = max(rows * columns for rows, columns in sizes + tables)
         return UpdateCost(
-            state_bytes=state,
+            state_bytes=state + vectors,
             moved_bytes=MOVED_BYTES * facts.num_params,
             num_ops=NUM_OPS * len(sizes + tables),
             work_bytes=8.0 * largest,
             op_bytes=4.0 * largest,
+            whole_state_bytes=state,
         )
 
 
@@ -64,14 +68,16 @@ class AdafactorRule(Rule):
     eps: float
     clipping_threshold: float
     reads_whole: ClassVar[bool] = True
+    whole_states: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Means of squares as zeros: 'row_var' [..., rows, 1] and 'col_var' [..., 1, columns], or 'variance' [numbers]."""
-        if weight.ndim < 2:
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
+        """Means of squares as zeros: 'row_var' [..., rows, 1] and 'col_var' [..., 1, columns] of the whole matrix, or 'variance' [numbers]."""
+        shape = parameter.shape
+        if len(shape) < 2:
             return {"variance": torch.zeros_like(weight)}
         return {
-            "row_var": weight.new_zeros(*weight.shape[:-1], 1),
-            "col_var": weight.new_zeros(*weight.shape[:-2], 1, weight.shape[-1]),
+            "row_var": weight.new_zeros(*shape[:-1], 1),
+            "col_var": weight.new_zeros(*shape[:-2], 1, shape[-1]),
         }
 
     def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:
@@ -79,19 +85,51 @@ class AdafactorRule(Rule):
         fresh, least = count**self.beta2_decay, torch.finfo(torch.float32).eps
         for entry in entries:
             weight, grad, state = entry.weight, entry.grad, entry.state
-            size = rms(weight).clamp_min(self.eps)
+            numbers = math.prod(entry.parameter.shape)
+            rows, columns, weight_norm = norms(entry)
+            size = (weight_norm / numbers**0.5).clamp_min(self.eps)
             weight.mul_(1 - lr * weight_decay)
-            if weight.ndim < 2:
+            if rows is None or columns is None:
                 square = state["variance"].lerp_(grad.square(), fresh).clone()
             else:
-                row = state["row_var"].lerp_(grad.norm(dim=-1, keepdim=True).square() / grad.shape[-1], fresh)
-                column = state["col_var"].lerp_(grad.norm(dim=-2, keepdim=True).square() / grad.shape[-2], fresh)
-                square = (row * column).div_(row.mean(dim=-2, keepdim=True).clamp_min(least))
+                row = state["row_var"].lerp_(rows / columns.shape[-1], fresh)
+                column = state["col_var"].lerp_(columns / rows.shape[-2], fresh)
+                mean = row.mean(dim=-2, keepdim=True).clamp_min(least)
+                if entry.part is not None:
+                    row, column = own(row, entry.part.cut), own(column, entry.part.cut)
+                square = (row * column).div_(mean)
             step = square.clamp_min_(least * least).rsqrt_().mul_(grad)
-            share = min(lr, count**-0.5) * size / (rms(step) / self.clipping_threshold).clamp_min(1.0)
+            norm = step.norm() if entry.part is None else entry.part.add(step.norm().square()).sqrt()
+            share = min(lr, count**-0.5) * size / (norm / numbers**0.5 / self.clipping_threshold).clamp_min(1.0)
             weight.sub_(step.mul_(share))
 
 
-def rms(values: Tensor) -> Tensor:
-    """The root mean square, a scalar."""
-    return values.norm() / values.numel() ** 0.5
+def norms(entry: Entry) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Squared norms of the rows [..., rows, 1] and columns [..., 1, columns] of the whole gradient (None: a vector's), and the weight's norm.
+
+    Tensor-parallel ranks add theirs up in one message.
+    """
+    weight, grad, part = entry.weight, entry.grad, entry.part
+    norm, rows, columns = weight.norm(), None, None
+    if weight.ndim >= 2:
+        rows, columns = (grad.norm(dim=axis, keepdim=True).square() for axis in (-1, -2))
+    if part is None:
+        return rows, columns, norm
+    if rows is None or columns is None:
+        return None, None, part.add(norm.square()).sqrt()
+    (num_rows, num_columns), axis, ranges = part.cut
+    message = grad.new_zeros(num_rows + num_columns + 1)
+    message[-1] = norm.square()
+    if axis == 0:
+        Cut((num_rows,), 0, ranges).put(rows.view(-1), message[:num_rows])
+        message[num_rows:-1] = columns.view(-1)
+    else:
+        message[:num_rows] = rows.view(-1)
+        Cut((num_columns,), 0, ranges).put(columns.view(-1), message[num_rows:-1])
+    message = part.add(message)
+    return message[:num_rows, None], message[None, num_rows:-1], message[-1].sqrt()
+
+
+def own(means: Tensor, cut: Cut) -> Tensor:
+    """What of the whole matrix's means per row or column this rank's part has: all, unless that axis is cut."""
+    return means if means.shape[cut.axis] == 1 else cut.take(means)

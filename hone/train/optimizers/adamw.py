@@ -51,7 +51,7 @@ class AdamWRule(Rule):
 
         return runs_kernel("adamw_step", weight.device, dtype=weight.dtype)
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
         """Both moments, as zeros."""
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 

@@ -23,6 +23,9 @@ torch = lazy("torch")
 BLOCK = 256
 """Numbers per scale."""
 
+MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+"""The moments, and whether their numbers have signs."""
+
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Weights whose moments are in float32 at a time: fits a core's cache on a CPU, keeps a GPU busy."""
 
@@ -90,10 +93,10 @@ class AdamW8bitRule(Rule):
     eps: float
     elements_per_entry: ClassVar[Mapping[str, int]] = {"exp_avg_scales": BLOCK, "exp_avg_sq_scales": BLOCK}
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
         """Codes of zeros, uint8 [numbers], and a scale per block, float32 [blocks], for each moment."""
         numbers, state = weight.numel(), {}
-        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        for name, signed in MOMENTS:
             zero = int((_table(signed, weight.device) == 0).nonzero())
             state[f"{name}_codes"] = torch.full((numbers,), zero, dtype=torch.uint8, device=weight.device)
             state[f"{name}_scales"] = torch.zeros(-(-numbers // BLOCK), device=weight.device)
@@ -115,17 +118,27 @@ class AdamW8bitRule(Rule):
     def _step(
         self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], count: int, lr: float, weight_decay: float
     ) -> None:
-        mean = dequantize(state["exp_avg_codes"], state["exp_avg_scales"], signed=True)
-        square = dequantize(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], signed=False)
+        mean, square = self.decode(state).values()
         mean.lerp_(grad, 1 - self.beta1)
         square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         root = square.sqrt().div_((1 - self.beta2**count) ** 0.5).add_(self.eps)
         weight.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / (1 - self.beta1**count))
         del root
-        for name, moment, signed in (("exp_avg", mean, True), ("exp_avg_sq", square, False)):
-            codes, scales = quantize(moment, signed=signed)
-            state[f"{name}_codes"].copy_(codes)
-            state[f"{name}_scales"].copy_(scales)
+        for name, encoded in self.encode({"exp_avg": mean, "exp_avg_sq": square}).items():
+            state[name].copy_(encoded)
+
+    def decode(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Both moments, float32 [numbers]."""
+        return {
+            name: dequantize(state[f"{name}_codes"], state[f"{name}_scales"], signed=signed) for name, signed in MOMENTS
+        }
+
+    def encode(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Codes and scales of both moments, in blocks from the first number on."""
+        state = {}
+        for name, signed in MOMENTS:
+            state[f"{name}_codes"], state[f"{name}_scales"] = quantize(values[name], signed=signed)
+        return state
 
 
 def quantize(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from hone.base.spec import Quiet
 from hone.base.table import Technique
 from hone.cost.facts import ModelFacts
 from hone.cost.update import UpdateCost
+from hone.parallel.cut import Cut
 from hone.train.spikes.rewind import Rewind
 from hone.train.spikes.skip_step import SkipStep
 
@@ -24,8 +25,9 @@ class Parameter:
     """What an optimizer knows of a trained weight.
 
     `kind`: a 'matrix' of a layer's linear (output rows first), the 'embedding' (also the head, when tied), the
-    'head', or 'other' (norms, biases, a mixer's own parameters). `pieces` are the row counts of the matrices that are fused
-    into one, such as queries, keys and values: of the whole matrix, also where `shape` is a tensor-parallel rank's part.
+    'head', or 'other' (norms, biases, a mixer's own parameters). `shape` is that of the whole weight, also where a
+    tensor-parallel rank has a part of it; `pieces` are the row counts of the matrices that are fused into one, such as
+    queries, keys and values.
     """
 
     kind: Literal["matrix", "embedding", "head", "other"]
@@ -34,13 +36,20 @@ class Parameter:
 
 
 class Part(Protocol):
-    """A part of a matrix on each of some ranks, which all call `join` in the same order."""
+    """A part of a weight on each of some ranks, which all call `join` and `add` in the same order."""
+
+    @property
+    def cut(self) -> Cut:
+        """Which part this rank has."""
 
     def join(self, part: Tensor) -> Tensor:
-        """The whole matrix, from what every rank gives for its part."""
+        """The whole weight, from what every rank gives for its part."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of `whole`."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in its place."""
 
 
 @dataclass
@@ -52,7 +61,7 @@ class Entry:
     state: dict[str, Tensor]
     parameter: Parameter
     part: Part | None = None
-    """What makes a whole matrix of the parts of tensor-parallel ranks; None: the weight is whole."""
+    """What makes a whole weight of the parts of tensor-parallel ranks; None: the weight is whole."""
     factor: Tensor | None = None
     """Of a rule that `fuses`: what the gradient, of any float dtype, is to be multiplied with, a float32 scalar on its device."""
     rounded: Tensor | None = None
@@ -70,13 +79,26 @@ class Rule:
     """Whether a step needs the whole weight in its shape."""
     elements_per_entry: ClassVar[Mapping[str, int]] = {}
     """Of how many elements of the weight a state's entry is; states that are not named here have one per element."""
+    whole_states: ClassVar[frozenset[str]] = frozenset()
+    """States of the whole weight, which each tensor-parallel rank has whole, with the same bits, where it has a part of the weight."""
 
     def fuses(self, weight: Tensor) -> bool:
         """Whether a step of `weight` also scales its gradient and rounds the result, in the same pass over memory (see `Entry`)."""
         return False
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state of a weight before its first step: names to tensors on the weight's device."""
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
+        """The state of a weight before its first step: names to tensors on the weight's device.
+
+        `weight` is what the rank updates: the weight, a flat part of it, or a tensor-parallel part of `parameter`.
+        """
+        raise NotImplementedError
+
+    def decode(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state with `elements_per_entry` as numbers per element, float32 [numbers], which can be cut anywhere; names to tensors."""
+        raise NotImplementedError
+
+    def encode(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state of what `decode` returned."""
         raise NotImplementedError
 
     def step(self, entries: Sequence[Entry], *, count: int, lr: float, weight_decay: float) -> None:

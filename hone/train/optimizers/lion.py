@@ -50,7 +50,7 @@ class LionRule(Rule):
     beta1: float
     beta2: float
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
         """The momentum, as zeros."""
         return {"exp_avg": torch.zeros_like(weight)}
 

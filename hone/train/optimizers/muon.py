@@ -88,7 +88,7 @@ class MuonRule(Rule):
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
     reads_whole: ClassVar[bool] = True
 
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
+    def start(self, weight: Tensor, parameter: Parameter) -> dict[str, Tensor]:
         """The momentum, as zeros."""
         return {"momentum": torch.zeros_like(weight)}
 
