@@ -19,24 +19,53 @@ class Tensor:
     degree: int = 1
     sequence: bool = True
     facts: ModelFacts | None = None
+    overlap: bool = False
+    """Whether transfers of a layer are made in parts beside its products."""
 
     def step_s(
         self, hidden_size: int, tokens: int, recomputed: int, micro_batches: int, dtype: str, device: str
     ) -> float:
         """Seconds of the transfers of a step, of `micro_batches` of `tokens` each; `recomputed` layers run forward twice.
 
-        A layer has two sums of its tokens forward and two backward, embedding and head one each in both directions. A ring
-        moves 2 (n - 1) / n of a message to sum it, or half to sum it in parts and half to gather it.
+        A layer has two sums of its tokens forward and two backward, embedding and head one each in both directions.
         """
         if self.degree == 1 or self.facts is None:
             return 0.0
-        kind = "cuda" if device.startswith("cuda") else "cpu"
         layers = 2 * 2 * self.facts.num_layers + 2 * recomputed
         sums = layers + 2  # the embedding forward, the head backward
-        message = BYTES[dtype] * tokens * hidden_size
-        moved = 2 * (self.degree - 1) / self.degree * message
+        return micro_batches * sums * self._sum_s(hidden_size, tokens, dtype, device)
+
+    def forward_s(self, num_layers: int, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
+        """Seconds of the transfers of a forward pass alone, a teacher's."""
+        return 0.0 if self.degree == 1 else (2 * num_layers + 1) * self._sum_s(hidden_size, tokens, dtype, device)
+
+    def _sum_s(self, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
+        """A ring moves 2 (n - 1) / n of a message to sum it, or half to sum it in parts and half to gather it."""
+        moved = 2 * (self.degree - 1) / self.degree * BYTES[dtype] * tokens * hidden_size
         starts = 2 if self.sequence else 1
-        return micro_batches * sums * (moved / link_bytes_per_s(device, self.degree) + starts * MESSAGE_S[kind])
+        return moved / link_bytes_per_s(device, self.degree) + starts * MESSAGE_S[_kind(device)]
+
+    def hidden_s(
+        self,
+        hidden_size: int,
+        tokens: int,
+        recomputed: int,
+        micro_batches: int,
+        dtype: str,
+        device: str,
+        products_s: float,
+    ) -> float:
+        """Seconds of `step_s` that pass beside products; `products_s` are those of all layers forward, of one micro-batch.
+
+        Each of a layer's four borders has n products of a rank's tokens and n - 1 messages, each beside one of them; the gradients of the
+        weights, which come after, are not counted. On a CPU nothing is hidden: gloo takes the cores that would multiply.
+        """
+        if not self.overlap or self.degree == 1 or self.facts is None or _kind(device) == "cpu":
+            return 0.0
+        borders = 2 * (2 * 2 * self.facts.num_layers + 2 * recomputed)
+        product = products_s / (4 * max(self.facts.num_layers, 1)) / self.degree
+        message = BYTES[dtype] * tokens * hidden_size / self.degree / link_bytes_per_s(device, self.degree)
+        return micro_batches * borders * (self.degree - 1) * min(product, message)
 
     def saved_bytes(self, hidden_size: int, tokens: int, kept_layers: int, dtype: str) -> float:
         """Bytes of activations that a rank saves less because it has only its tokens of them: residuals and norms' results.
@@ -53,3 +82,7 @@ def part_of(local: ModelFacts, degree: int) -> ModelFacts:
     rows = -(-local.vocab_size // degree)
     less = (local.vocab_size - rows) * local.hidden_size * (1 if local.tie_embeddings else 2)
     return replace(local, vocab_size=rows, num_params=local.num_params - less, active_params=local.active_params - less)
+
+
+def _kind(device: str) -> str:
+    return "cuda" if device.startswith("cuda") else "cpu"

@@ -33,6 +33,9 @@ class BlockSpec(Technique):
 
     splits: ClassVar[tuple[str, ...]] = ()
     """Fields that are divided by the number of tensor-parallel ranks ('num_heads'); empty: it cannot be split."""
+    reads_once: ClassVar[bool] = False
+    """Whether its module uses its input in one product alone, and its output is that of another one: transfers of tokens between
+    ranks may then be made inside these two."""
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         """Its linears in the order in which they are built and stored; names and pieces are unique within the block."""

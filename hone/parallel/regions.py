@@ -1,6 +1,7 @@
 """Pairs of collectives of tensor parallelism, each the gradient of the other: Megatron's f and g, and those of its sequence parallelism.
 
 Shoeybi et al. 2019, arXiv:1909.08053 (f, g); Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism).
+They are kept out of torch.compile, which compiles what is between them.
 Legend: B sequences, S tokens, D width, n ranks of the axis.
 """
 
@@ -14,21 +15,25 @@ from torch import Tensor
 from hone.parallel.axis import Axis
 
 
+@torch.compiler.disable
 def copied(x: Tensor, axis: Axis) -> Tensor:
     """f: x, which all ranks have; its gradient is the sum of every rank's."""
     return x if axis.size == 1 else _Copied.apply(x, axis)  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """g: the sum of every rank's x; its gradient is each rank's."""
     return x if axis.size == 1 else _Summed.apply(x, axis)  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable
 def gathered(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's tokens x [B, S / n, D], in order: [B, S, D]. Its gradient is summed, and each rank gets its tokens' part."""
     return x if axis.size == 1 else _Gathered.apply(x, axis)  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable
 def scattered(x: Tensor, axis: Axis) -> Tensor:
     """This rank's tokens [B, S / n, D] of the sum of every rank's x [B, S, D]. Its gradient is gathered."""
     return x if axis.size == 1 else _Scattered.apply(x, axis)  # type: ignore[no-any-return]

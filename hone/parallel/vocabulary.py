@@ -1,11 +1,11 @@
-"""Cross entropy over a vocabulary of which each rank has some rows: chunk by chunk, no rank ever has all logits.
+"""Cross entropy and distillation over a vocabulary of which each rank has some rows: chunk by chunk, no rank ever has all logits.
 
 Legend: T tokens, V rows of this rank, D width.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,16 @@ from hone.parallel.axis import Axis
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once."""
+
+
+class Teacher(NamedTuple):
+    """As `hone.ops.loss.reference.Teacher`: `hidden` [T, E] is of all tokens, `weight` [V, E] are this rank's rows of its head."""
+
+    hidden: Tensor
+    weight: Tensor
+    alpha: float
+    temperature: float = 1.0
+    softcap: float | None = None
 
 
 def vocabulary_cross_entropy(
@@ -26,14 +36,18 @@ def vocabulary_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """The loss in nats summed over the valid targets: a float32 scalar, equal on every rank of `axis`.
 
     This rank has rows `first` to `first + V` of the head. The gradient of `x_TD` is this rank's part: the sum over the ranks
     is the whole (`regions.copied`). The largest logit and the sum of exponentials are those of all ranks: a loss that takes
     its own rows' sum for the whole is off by about log n. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+
+    With a `teacher` it is alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of that: both softmaxes are over
+    all ranks' rows, whose largest logits and sums are exchanged together.
     """
-    return _Loss.apply(x_TD, weight_VD, targets_T, axis, first, ignore_index, softcap, chunk_tokens)  # type: ignore[no-any-return]
+    return _Loss.apply(x_TD, weight_VD, targets_T, axis, first, ignore_index, softcap, chunk_tokens, teacher)  # type: ignore[no-any-return]
 
 
 class _Loss(torch.autograd.Function):
@@ -42,7 +56,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, first: int, ignored: int,
-        softcap: float | None, chunk: int,
+        softcap: float | None, chunk: int, teacher: Teacher | None,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x.device)
@@ -50,23 +64,18 @@ class _Loss(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(x), chunk):
             part, wanted = x[begin : begin + chunk], targets[begin : begin + chunk]
-            logits = (part @ weight.T).to(wide)
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            largest = logits.amax(-1)
-            _done(axis.all_reduce(largest, largest=True))
+            logits = _capped((part @ weight.T).to(wide), softcap)
             place, valid = wanted - first, wanted != ignored
             own = valid & (place >= 0) & (place < len(weight))
             place = torch.where(own, place, 0)[:, None]
-            chosen = (logits.gather(1, place)[:, 0] - largest).masked_fill(~own, 0)
-            exponentials = (logits - largest[:, None]).exp_()
-            sums = torch.stack([exponentials.sum(-1), chosen])
-            _done(axis.all_reduce(sums))
-            total += ((sums[0].log() - sums[1]) * valid).sum()
+            if teacher is None:
+                losses, slope = _text(logits, place, own, axis)
+            else:
+                theirs = (teacher.hidden[begin : begin + chunk] @ teacher.weight.T).to(wide)
+                losses, slope = _distilled(logits, _capped(theirs, teacher.softcap), place, own, axis, teacher)
+            total += (losses * valid).sum()
             if x_gradient is None and weight_gradient is None:
                 continue
-            slope = exponentials.div_(sums[0][:, None])
-            slope.scatter_add_(1, place, -own[:, None].to(wide))
             slope *= valid[:, None]
             if softcap is not None:
                 slope *= 1 - (logits / softcap) ** 2
@@ -80,7 +89,44 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
         found = [None if one is None else one * factor.to(one.dtype) for one in ctx.saved_tensors]
-        return (*found, None, None, None, None, None, None)
+        return (*found, None, None, None, None, None, None, None)
+
+
+def _text(logits: Tensor, place: Tensor, own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """(losses [T], their gradient by this rank's logits [T, V]); `place` [T, 1] is the target's column where `own` [T]."""
+    largest = logits.amax(-1)
+    _done(axis.all_reduce(largest, largest=True))
+    chosen = (logits.gather(1, place)[:, 0] - largest).masked_fill(~own, 0)
+    slope = (logits - largest[:, None]).exp_()
+    sums = torch.stack([slope.sum(-1), chosen])
+    _done(axis.all_reduce(sums))
+    slope.div_(sums[0][:, None]).scatter_add_(1, place, -own[:, None].to(slope.dtype))
+    return sums[0].log() - sums[1], slope
+
+
+def _distilled(
+    student: Tensor, theirs: Tensor, place: Tensor, own: Tensor, axis: Axis, teacher: Teacher
+) -> tuple[Tensor, Tensor]:
+    """`_text` with a teacher's logits [T, V]: two exchanges of a few numbers a token, as without."""
+    alpha, temperature = teacher.alpha, teacher.temperature
+    largest = torch.stack([student.amax(-1), theirs.amax(-1)])
+    _done(axis.all_reduce(largest, largest=True))
+    student, theirs = student - largest[0][:, None], theirs - largest[1][:, None]
+    chosen = student.gather(1, place)[:, 0].masked_fill(~own, 0)
+    soft, wanted = (student / temperature).exp_(), (theirs / temperature).exp_()
+    plain = soft if temperature == 1.0 else student.exp()
+    distance = (wanted * (theirs - student)).sum(-1) / temperature
+    sums = torch.stack([soft.sum(-1), wanted.sum(-1), plain.sum(-1), distance, chosen])
+    _done(axis.all_reduce(sums))
+    divergence = sums[3] / sums[1] - sums[1].log() + sums[0].log()
+    losses = alpha * temperature**2 * divergence + (1 - alpha) * (sums[2].log() - sums[4])
+    slope = (soft / sums[0][:, None]).sub_(wanted.div_(sums[1][:, None])).mul_(alpha * temperature)
+    slope.addcdiv_(plain, sums[2][:, None].expand_as(plain), value=1 - alpha)
+    return losses, slope.scatter_add_(1, place, (alpha - 1) * own[:, None].to(slope.dtype))
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _done(transfer: Any) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Ranks, Trainer
-    from hone.train.objectives.base import Objective
 
 
 class Shared(NamedTuple):
@@ -57,6 +56,10 @@ class Parallelism(Spec):
     )
     enable_sequence_parallel: bool = Field(
         True, description="Tensor-parallel ranks share the tokens of norms and residuals too."
+    )
+    enable_async_tensor_parallel: bool = Field(
+        False,
+        description="Their transfers are made in parts, beside the products at both ends; with sequence parallelism.",
     )
 
     context_parallel_degree: int = Field(1, ge=1, description="Ranks that share each sequence.")
@@ -82,6 +85,12 @@ class Parallelism(Spec):
             raise ValueError(
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
+            )
+        if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
+            raise ValueError("enable_async_tensor_parallel has no transfers to hide with tensor_parallel_degree 1")
+        if self.enable_async_tensor_parallel and not self.enable_sequence_parallel:
+            raise ValueError(
+                "enable_async_tensor_parallel needs enable_sequence_parallel: sums of all tokens on all ranks have no parts that one rank ends with"
             )
         return self
 
@@ -125,9 +134,10 @@ class Parallelism(Spec):
         facts = config.facts()
         degree, update = self.tensor_parallel_degree, cost(facts)
         part = part_of(config.local(degree).facts(), degree) if degree > 1 else None
-        if part is not None:  # a rank's part of weights and state, but products of whole matrices
-            update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)
-        tensor = Tensor(degree, self.enable_sequence_parallel, part)
+        if part is not None:
+            cost = _of_parts(cost, update, cost(part))
+            update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)  # of whole matrices
+        tensor = Tensor(degree, self.enable_sequence_parallel, part, self.enable_async_tensor_parallel)
         if self.pipeline_parallel_degree == 1:
             return Shared(tensor, None, update)
         table = self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
@@ -148,9 +158,7 @@ class Parallelism(Spec):
             )
         return batch_size // parts
 
-    def check(
-        self, config: ModelConfig, *, seq_len: int, optimizer: Technique, objective: Objective, compile: bool
-    ) -> None:
+    def check(self, config: ModelConfig, *, seq_len: int, teacher: ModelConfig | None = None) -> None:
         """Raises SpecError where the training of a model of `config` cannot be divided as these degrees say."""
         self.stages(config, seq_len)
         degree = self.tensor_parallel_degree
@@ -158,8 +166,9 @@ class Parallelism(Spec):
             return
         from hone.train.tensor_parallel.decoder import check_tensor_parallel
 
-        check_tensor_parallel(config, degree)
-        why = None
+        check_tensor_parallel(config, degree, overlap=self.enable_async_tensor_parallel)
+        if teacher is not None:
+            check_tensor_parallel(teacher, degree, "the teacher's ", overlap=self.enable_async_tensor_parallel)
         parts = degree * self.context_parallel_degree
         if self.enable_sequence_parallel and seq_len % parts:
             by = f"context_parallel_degree {self.context_parallel_degree} x " if parts > degree else ""
@@ -167,14 +176,6 @@ class Parallelism(Spec):
                 f"seq_len {seq_len} is not divisible by {by}tensor_parallel_degree {degree}",
                 fix="change seq_len, or set parallelism.enable_sequence_parallel: false",
             )
-        if optimizer.kind not in ("adamw", "muon"):
-            why = f"optimizer {optimizer.kind} has no form for parts of matrices (adamw and muon have)"
-        elif objective.from_teacher:
-            why = f"objective {objective.kind} needs logits of the whole vocabulary"
-        elif compile:
-            why = "compile does not work with its transfers inside layers"
-        if why:
-            raise SpecError(f"tensor_parallel_degree {degree}: {why}", fix="set parallelism.tensor_parallel_degree: 1")
 
     def stages(self, config: ModelConfig, seq_len: int) -> list[range]:
         """The layers of each pipeline stage. Raises SpecError when the layers cannot be divided into them."""
@@ -185,13 +186,31 @@ class Parallelism(Spec):
         held = self.pipeline_parallel_schedule.held(self.pipeline_parallel_degree)
         return divide(config, 1 + max(max(one) for one in held), seq_len)
 
+    def teacher(self, teacher: Decoder | None, ranks: Ranks) -> Decoder | None:
+        """A teacher as this rank computes it: tensor-parallel ranks have parts of it, other axes divide it not at all."""
+        if teacher is None or ranks.grid is None or ranks.grid.tp.size == 1:
+            return teacher
+        from hone.train.tensor_parallel.decoder import TensorParallelDecoder
+
+        return TensorParallelDecoder(teacher.requires_grad_(False), ranks.grid.tp, **self._regions)
+
+    @property
+    def _regions(self) -> dict[str, bool]:
+        """How tensor-parallel ranks share the tokens, for `TensorParallelDecoder`."""
+        return {"sequence": self.enable_sequence_parallel, "overlap": self.enable_async_tensor_parallel}
+
+    def part_of(self, config: ModelConfig) -> ModelFacts:
+        """What of a teacher one rank computes."""
+        degree = self.tensor_parallel_degree
+        return part_of(config.local(degree).facts(), degree) if degree > 1 else config.facts()
+
     def decoder(self, model: Decoder, ranks: Ranks, seq_len: int) -> Decoder:
         """This rank's part of `model`, with no axis that divides it the model itself; sequences have `seq_len` tokens."""
         grid, config = ranks.grid, model.config
         if grid is not None and grid.tp.size > 1:
             from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
-            model = TensorParallelDecoder(model, grid.tp, sequence=self.enable_sequence_parallel)
+            model = TensorParallelDecoder(model, grid.tp, **self._regions)
         if ranks.pipeline is not None:
             ranks.pipeline.take(model, config, seq_len)
         return model
@@ -286,3 +305,22 @@ class Parallelism(Spec):
         shared = f", {degree} ranks share each sequence ({self.context_parallel.kind})" if degree > 1 else ""
         stages = f", {self.pipeline_parallel_degree} pipeline ranks ({self.pipeline_parallel_schedule.kind})"
         return f"{self.data_parallel.kind}{shared}{stages if self.pipeline_parallel_degree > 1 else ''}"
+
+
+def _of_parts(
+    cost: Callable[[ModelFacts], UpdateCost], whole: UpdateCost, part: UpdateCost
+) -> Callable[[ModelFacts], UpdateCost]:
+    """`cost` of a tensor-parallel rank's part of a model, or of some of its layers, with the states that such a rank has whole."""
+    share = whole.whole_state_bytes / part.whole_state_bytes if part.whole_state_bytes else 1.0
+
+    def of_part(facts: ModelFacts) -> UpdateCost:
+        found = cost(facts)
+        more = (share - 1) * found.whole_state_bytes
+        return replace(
+            found,
+            state_bytes=found.state_bytes + more,
+            whole_state_bytes=found.whole_state_bytes + more,
+            work_bytes=max(found.work_bytes, whole.work_bytes if found.matmuls else 0.0),
+        )
+
+    return of_part

@@ -185,10 +185,9 @@ class Train(Prolonged):
         if "mask" in given:
             check_mask(given["mask"], config)
         check_passes(self, config, machine.num_ranks)
-        self.parallelism.check(
-            config, seq_len=self.seq_len, optimizer=self.optimizer, objective=self.objective, compile=self.compile
-        )
-        for one in (config, *([given["teacher"].config] if self.objective.from_teacher else [])):
+        teacher = given["teacher"].config if self.objective.from_teacher else None
+        self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
+        for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         self.parallelism.offload.check(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
@@ -307,7 +306,7 @@ class Train(Prolonged):
         val = [one.packed("val", self.seq_len).num_sequences for one in data if "val" in one.splits]
         keep.check(sum(val))
         self.early_stopping.check(sum(val))
-        teacher = given.get("teacher")
+        teacher = given["teacher"].config if self.objective.from_teacher else None
         costs = partial(self.optimizer.cost, dtype=dtype, device=device)
         shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len)
         return Work(
@@ -324,7 +323,7 @@ class Train(Prolonged):
             eval_sequences=self.validation.total(
                 steps, val, mixed=self.mixture is not None, also=self._evaluates_every
             ),
-            teacher=teacher.config.facts() if teacher is not None and self.objective.from_teacher else None,
+            teacher=teacher and self.parallelism.part_of(teacher),
             num_checkpoints=self.checkpoint.kept(steps, self.optimizer.rewind) + keep.num_states(steps),
             snapshot=self.checkpoint.async_mode == "async",
             keeps_state=keep.optimizer,
@@ -352,7 +351,7 @@ class Train(Prolonged):
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
-            teacher=teacher,
+            teacher=self.parallelism.teacher(teacher, ranks),
             compile=self.compile,
             zeros=zeros,
             ranks=ranks,

@@ -15,7 +15,7 @@ from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers
 from hone.cost.replicas import Divided
-from hone.cost.steps import forward_seconds, train_step_seconds
+from hone.cost.steps import forward_seconds, product_seconds, train_step_seconds
 from hone.cost.tensor import Tensor
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.calibration import Layout
@@ -209,7 +209,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
             + human_bytes(LOG_BYTES * work.steps),
         ),
     }
-    state = work.update.state_bytes * num_params / work.part.num_params
+    state = state_bytes(work)
     one = checkpoint_bytes(work)
     told = f"float32 weights {human_bytes(4 * num_params)} + optimizer {human_bytes(state)}"
     if work.num_checkpoints:
@@ -225,7 +225,13 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
 
 def checkpoint_bytes(work: Work) -> float:
     """Bytes of one checkpoint: float32 weights and the optimizer's state, of all ranks."""
-    return 4 * work.model.num_params + work.update.state_bytes * work.model.num_params / work.part.num_params
+    return 4 * work.model.num_params + state_bytes(work)
+
+
+def state_bytes(work: Work) -> float:
+    """Bytes of the optimizer's state of all ranks, without copies."""
+    parts, whole = work.model.num_params / work.part.num_params, work.update.whole_state_bytes
+    return (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
 
 
 def counts(work: Work) -> dict[str, Estimate]:
@@ -281,13 +287,16 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
         formula = f"{step.formula}, on the host {elsewhere:.3g} s instead (its memory's rate is assumed)"
         step = step.model_copy(update={"value": step.value - here + elsewhere, "formula": formula})
     if inside:
-        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s (link rates are not calibrated)"
+        beside = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
+        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s{beside} (link rates are not calibrated)"
         step = step.model_copy(update={"value": step.value + inside, "formula": formula})
     if work.divided.num_ranks > 1:
         step = with_transfers(step, work, machine)
     if work.teacher is None:
         return step
     extra = _forward_s(work.teacher, work, machine)
+    sizes = work.teacher.num_layers, work.teacher.hidden_size, work.micro_batch_tokens, work.dtype, machine.device
+    extra += work.gradient_accumulation_steps * work.tensor.forward_s(*sizes)
     return step.model_copy(
         update={"value": step.value + extra, "formula": f"{step.formula} + teacher's forward {extra:.3g} s"}
     )
@@ -309,10 +318,25 @@ def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
 
 
 def inside_s(work: Work, machine: Machine) -> float:
-    """Seconds of the transfers inside the layers of a step, of a pipeline's those of one micro-batch through all stages."""
+    """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
+    return work.tensor.step_s(*_transfers(work, machine)) - hidden_s(work, machine)
+
+
+def hidden_s(work: Work, machine: Machine) -> float:
+    """Seconds of such transfers that pass beside products."""
+    if not work.tensor.overlap or work.tensor.facts is None:
+        return 0.0
+    products = [
+        ((work.micro_batch_tokens, *shape), "forward") for one in work.tensor.facts.layers for shape in one.matmuls
+    ]
+    return work.tensor.hidden_s(*_transfers(work, machine), product_seconds(machine, products, work.dtype))
+
+
+def _transfers(work: Work, machine: Machine) -> tuple[int, int, int, int, str, str]:
+    """The sizes of the transfers inside layers, as `Tensor.step_s` takes them."""
     passes = work.gradient_accumulation_steps if work.pipeline is None else 1
     tokens, width = work.micro_batch_tokens, work.model.hidden_size
-    return work.tensor.step_s(width, tokens, len(work.recomputed), passes, work.dtype, machine.device)
+    return width, tokens, len(work.recomputed), passes, work.dtype, machine.device
 
 
 def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:

@@ -22,7 +22,7 @@ from hone.data.load import PackedTokens
 from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
-from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OPTIMIZERS, PIPELINE_SCHEDULES
+from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Ranks, Trainer, validate
 from hone.train.parallelism import Parallelism
@@ -33,6 +33,7 @@ from tests.train.conftest import SHAPE, STEADY
 # What a rank would import on its way: ranks are forked from this process, which imports it once for all.
 for _table, _names in (
     (OPTIMIZERS, [*OPTIMIZERS]),
+    (OBJECTIVES, [*OBJECTIVES]),
     (ACTIVATION_CHECKPOINTINGS, [*ACTIVATION_CHECKPOINTINGS]),
     (DATA_PARALLEL, [*DATA_PARALLEL]),
     (PIPELINE_SCHEDULES, [*PIPELINE_SCHEDULES]),
@@ -51,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "muon": STEADY,
     "adafactor": {},
     "lion": {},
+    "soap": {"eps": 1e-4},
     "adamw_8bit": {**STEADY, "min_elements": 1024},
 }
 
@@ -66,8 +68,17 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     config = shape.config(data.vocab_size, eos=data.eos_token_id)
     if setting.get("tied"):
         config = config.model_copy(update={"tie_embeddings": True})
+    if setting.get("biased"):
+        layers = [
+            one.model_copy(update={"mixer": one.mixer.model_copy(update={"qkv_bias": True, "out_bias": True})})
+            for one in config.layers
+        ]
+        config = config.model_copy(update={"layers": tuple(layers)})
     in_parts = mesh.world_size > 1  # as the stage does
     model = unmade(config, Drawn(config, "cpu", seed=1)) if in_parts else build(config, seed=1)
+    teacher = None
+    if "distill" in setting:
+        teacher = build(SHAPE.model_copy(update={"num_layers": 1, "num_kv_heads": 4}).config(data.vocab_size), seed=2)
     zeros = None
     if setting.get("masked"):
         drawn = torch.Generator().manual_seed(0)
@@ -78,8 +89,12 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         }
     if setting.get("compile"):  # traced and differentiated as inductor's graphs are, without its C++
         torch.compile = partial(COMPILE, backend="aot_eager")
+    model = shared.decoder(model, ranks, SEQ)
+    if setting.get("traced"):  # as torch.compile cuts and guards them, without its compiler
+        for layer in model.layers:
+            layer.compile(dynamic=False, backend="eager")
     return shared.data_parallel.trainer()(
-        shared.decoder(model, ranks, SEQ),
+        model,
         steps=setting.get("steps", STEPS),
         schedule=Cosine(warmup=1),
         optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name]}),
@@ -89,6 +104,8 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         compile=setting.get("compile", False),
         zeros=zeros,
         ranks=ranks,
+        objective=OBJECTIVES.read({"kind": "distill", **setting["distill"]}) if teacher else None,
+        teacher=shared.teacher(teacher, ranks),
     )
 
 

@@ -19,6 +19,7 @@ class SwiGLU(FeedForward):
 
     paper: ClassVar[str] = "arXiv:2002.05202"
     splits: ClassVar[tuple[str, ...]] = ("intermediate_size",)
+    reads_once: ClassVar[bool] = True
 
     intermediate_size: int = Field(gt=0, description="Width between up and down.")
     bias: bool = Field(False, description="Biases on all three projections.")

@@ -71,6 +71,7 @@ class Attention(GroupedHeads):
     complexity: ClassVar[str] = "O(S^2)"
     can_share_kv: ClassVar[bool] = True
     splits: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
+    reads_once: ClassVar[bool] = True
 
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
     window: int | None = Field(

@@ -27,6 +27,7 @@ class SharedKV(Mixer):
     complexity: ClassVar[str] = "O(S^2)"
     reuses_kv: ClassVar[bool] = True
     splits: ClassVar[tuple[str, ...]] = ("num_heads",)
+    reads_once: ClassVar[bool] = True
 
     num_heads: int = Field(gt=0, description="Query heads.")
     head_dim: int = Field(gt=0, description="Width of a head.")

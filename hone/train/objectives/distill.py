@@ -40,4 +40,5 @@ class Distill(Objective):
             alpha=self.alpha,
             temperature=self.temperature,
             softcaps=(model.config.logits_softcap, teacher.config.logits_softcap),
+            divided=getattr(model, "vocabulary", None),
         )

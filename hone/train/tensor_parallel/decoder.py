@@ -2,7 +2,8 @@
 
 The modules are those of the whole model, built from the rank's own config; hooks around mixers, feed-forwards and head join the
 ranks (Megatron's f and g). Shoeybi et al. 2019, arXiv:1909.08053; with `sequence`, Korthikanti et al. 2022, arXiv:2205.05198:
-between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone.
+between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone. With `overlap` the
+transfers are made inside the products at the regions' borders (`hone.parallel.overlap`).
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from torch import Tensor, nn
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, unmade
-from hone.model.linear import make_dense
+from hone.model.linear import Dense, make_dense
 from hone.model.linear_spec import LinearSpec, NormSpec
 from hone.model.parallel.local import check_split
 from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
+from hone.parallel.overlap import gathered_linear, scattered_linear
 from hone.parallel.regions import copied, gathered, scattered, summed
 
 
 class TensorParallelDecoder(Decoder):
-    """Rank `axis.index` of a decoder whose weights `whole` has (float32); they are copied, and trained in parts.
+    """Rank `axis.index` of a decoder whose weights `whole` has (float32, a teacher's in any dtype); they are copied, and trained in parts.
 
     `cuts` are the parts by parameter; parameters without one are held by all ranks, with the gradient that sums to the whole
     over them. Losses read `vocabulary` (the axis and the first row) and call `head_input`, which has all tokens of a sequence.
     """
 
-    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True) -> None:
-        check_tensor_parallel(whole.config, axis.size)
+    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True, overlap: bool = False) -> None:
+        check_tensor_parallel(whole.config, axis.size, overlap=overlap)
         with torch.device("meta"):
-            super().__init__(whole.config.local(axis.size), _maker(axis))
+            super().__init__(whole.config.local(axis.size), _maker(axis, overlap))
         self.whole_config, self.axis, self.sequence = whole.config, axis, sequence
         self.cuts = cuts_of(whole.config, axis.index, axis.size)
         self._parts: dict[str, Part] = {}
@@ -50,7 +52,7 @@ class TensorParallelDecoder(Decoder):
         enter, leave = self._enter, self._leave
         self.embed_tokens.register_forward_hook(lambda _, __, x: leave(x))
         for layer in self.layers:
-            for block in (layer.mixer, layer.feed_forward):
+            for block in () if overlap else (layer.mixer, layer.feed_forward):
                 block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
                 block.register_forward_hook(lambda _, __, x: leave(x))
 
@@ -64,7 +66,7 @@ class TensorParallelDecoder(Decoder):
             parameter = nn.Parameter(value, given[rest].requires_grad)
             setattr(own.get_submodule(owner), last, parameter)
             inside = name in self.cuts or ".mixer." in name or ".feed_forward." in name
-            if not self.sequence and not inside and not value.is_meta:
+            if not self.sequence and not inside and not value.is_meta and parameter.requires_grad:
                 # Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole.
                 parameter.register_hook(lambda gradient: gradient * (1 / self.axis.size))
 
@@ -84,13 +86,13 @@ class TensorParallelDecoder(Decoder):
         """There are no logits of the whole vocabulary on one rank."""
         raise AssertionError("a tensor-parallel decoder has no logits: compute a loss from head_input")
 
-    def part_of(self, name: str) -> Part:
-        """For optimizers that need the whole of weight `name`."""
-        if name not in self._parts:
+    def part_of(self, name: str) -> Part | None:
+        """For optimizers that need the whole of weight `name`; None where this rank has all of it."""
+        if not self._parts:
             every = [cuts_of(self.whole_config, rank, self.axis.size) for rank in range(self.axis.size)]
             for one in set.intersection(*(set(cuts) for cuts in every)):
                 self._parts[one] = Part(tuple(cuts[one] for cuts in every), self.axis)
-        return self._parts[name]
+        return self._parts.get(name)
 
     @torch.no_grad()
     def gather(self, part: nn.Module, path: str, dtype: torch.dtype, *, keep: bool) -> nn.Module | None:
@@ -133,10 +135,22 @@ class _Cutter:
 
 
 class Part(NamedTuple):
-    """The parts of a matrix that the ranks of `axis` hold, of one size: see `hone.train.optimizers.base.Part`."""
+    """The parts of a weight that the ranks of `axis` hold: see `hone.train.optimizers.base.Part`; those to be joined have one size."""
 
     cuts: tuple[Cut, ...]
     axis: Axis
+
+    @property
+    def cut(self) -> Cut:
+        """This rank's."""
+        return self.cuts[self.axis.index]
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in its place."""
+        transfer = self.axis.all_reduce(x)
+        if transfer is not None:
+            transfer.wait()
+        return x
 
     def join(self, part: Tensor) -> Tensor:
         """The whole matrix."""
@@ -151,7 +165,7 @@ class Part(NamedTuple):
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part."""
-        return self.cuts[self.axis.index].take(whole)
+        return self.cut.take(whole)
 
 
 class _Embedding(nn.Module):
@@ -169,18 +183,43 @@ class _Embedding(nn.Module):
         return F.embedding(torch.where(own, place, 0), self.weight).masked_fill(~own.unsqueeze(-1), 0)
 
 
-def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
-    """Raises SpecError when the model cannot be trained by `degree` tensor-parallel ranks, naming what stands in the way."""
+class _Gathered(Dense):
+    """A column-parallel linear of every rank's tokens, which come while it multiplies: x [B, S / n, D] -> [B, S, N]."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gathered_linear(x, self.weight, self.bias, self.axis)
+
+
+class _Scattered(Dense):
+    """A row-parallel linear, whose sums over ranks travel while it multiplies: x [B, S, D] -> this rank's tokens [B, S / n, N]."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scattered_linear(x, self.weight, self.bias, self.axis)
+
+
+def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, overlap: bool = False) -> None:
+    """Raises SpecError when the model cannot be trained by `degree` tensor-parallel ranks, naming what stands in the way; `whose` it is."""
     if degree == 1:
         return
+    for index, layer in enumerate(config.layers if overlap else ()):
+        for block in (layer.mixer, layer.feed_forward):
+            if not block.reads_once:
+                raise SpecError(
+                    f"{whose}layers.{index} is {block.kind}, which uses its input beside one product: no transfer can be hidden there",
+                    fix="set parallelism.enable_async_tensor_parallel: false",
+                )
     try:
         check_split(config, degree)
     except SpecError as error:
         fix = "set parallelism.tensor_parallel_degree to a number that divides all of them, or to 1"
-        raise SpecError(error.what, fix=fix) from None
+        raise SpecError(f"{whose}{error.what}", fix=fix) from None
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
-            where = f"layers.{index}.{path}"
+            where = f"{whose}layers.{index}.{path}"
             if linear.experts is not None:
                 raise SpecError(
                     f"{where} has experts, which tensor-parallel training does not divide",
@@ -237,13 +276,18 @@ def _vocabulary_rows(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, i
     return min(vocab_size, rows * rank), min(vocab_size, rows * (rank + 1))
 
 
-def _maker(axis: Axis) -> Callable[[str, LinearSpec], Any]:
+def _maker(axis: Axis, overlap: bool = False) -> Callable[[str, LinearSpec], Any]:
     def made(name: str, spec: LinearSpec) -> nn.Module:
         if spec.shard == "vocab" and axis.size > 1:
             start, stop = _vocabulary_rows(spec.out_features, axis.index, axis.size)
             if spec.reads == "tokens":
                 return _Embedding(stop - start, spec.in_features)
             return make_dense(name, replace(spec, pieces=(replace(spec.pieces[0], out_features=stop - start),)))
-        return make_dense(name, replace(spec, bias=spec.bias and (spec.shard != "row" or axis.index == 0)))
+        bias = spec.bias and (spec.shard != "row" or axis.index == 0)
+        if overlap and spec.shard in ("column", "row"):
+            linear = {"column": _Gathered, "row": _Scattered}[spec.shard](spec.in_features, spec.out_features, bias)
+            linear.axis = axis
+            return linear
+        return make_dense(name, replace(spec, bias=bias))
 
     return made

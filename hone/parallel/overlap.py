@@ -1,0 +1,112 @@
+"""Products whose tokens ranks share, a rank's tokens at a time: while one part is multiplied, another one travels around the ring.
+
+The sequence-parallel regions of `hone.parallel.regions` with the product beside them: Wang et al. 2023 (ASPLOS, "Overlap
+Communication with Dependent Computation via Decomposition"); torch calls it async tensor parallelism. Messages go by the group's
+own stream on a GPU, so what the rank computes meanwhile hides them.
+Legend: B sequences, S tokens, D and N features, n ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.parallel.axis import Axis
+
+
+@torch.compiler.disable
+def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """`regions.gathered(x) @ weight.T + bias`: every rank's tokens x [B, S / n, D], in order, times weight [N, D]: [B, S, N]."""
+    return _GatheredLinear.apply(x, weight, bias, axis)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """`regions.scattered(x @ weight.T + bias)`: this rank's tokens [B, S / n, N] of the sum of every rank's product of x [B, S, D]."""
+    return _ScatteredLinear.apply(x, weight, bias, axis)  # type: ignore[no-any-return]
+
+
+def arriving(part: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its `part`) of every rank, this one's first; the next one travels while the caller works with one."""
+    held = part.contiguous()
+    for step in range(axis.size):
+        following, transfer = held, None
+        if step < axis.size - 1:
+            following = torch.empty_like(held)
+            transfer = axis.rotate(following.view(-1), held.view(-1))
+        yield (axis.index - step) % axis.size, held
+        if transfer is not None:
+            transfer.wait()
+        held = following
+
+
+def summed_on_the_way(make: Callable[[int], Tensor], axis: Axis) -> Tensor:
+    """The sum of every rank's `make(this rank)`: each part goes around once and ends where it belongs; the next is made while it travels."""
+    transfer: Any = None
+    part = arrived = None
+    for step in range(axis.size):
+        made = make((axis.index - 1 - step) % axis.size).contiguous()
+        if transfer is not None:
+            transfer.wait()
+        part = made if arrived is None else made + arrived  # not in place: recomputation may keep what was made
+        if step < axis.size - 1:
+            arrived = torch.empty_like(part)
+            transfer = axis.rotate(arrived.view(-1), part.view(-1))
+    assert part is not None, "an axis has a rank"
+    return part
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+        count, keeps = x.shape[1], weight.requires_grad
+        y = x.new_empty(x.shape[0], axis.size * count, len(weight))
+        whole = x.new_empty(x.shape[0], axis.size * count, x.shape[2]) if keeps else None
+        for rank, part in arriving(x, axis):
+            here = slice(rank * count, (rank + 1) * count)
+            y[:, here] = F.linear(part, weight, bias)
+            if whole is not None:
+                whole[:, here] = part
+        ctx.axis, ctx.biased = axis, bias is not None
+        ctx.save_for_backward(whole, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        whole, weight = ctx.saved_tensors
+        parts, own = gradient.chunk(ctx.axis.size, 1), None
+        if ctx.needs_input_grad[0]:
+            own = summed_on_the_way(lambda rank: parts[rank] @ weight, ctx.axis)
+        return own, *_of_weight(ctx, gradient, whole), None
+
+
+class _ScatteredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+        ctx.axis, ctx.biased = axis, bias is not None
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        parts = x.chunk(axis.size, 1)
+        return summed_on_the_way(lambda rank: F.linear(parts[rank], weight, bias), axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        count = gradient.shape[1]
+        of_x = gradient.new_empty(gradient.shape[0], ctx.axis.size * count, weight.shape[1])
+        whole = gradient.new_empty(gradient.shape[0], ctx.axis.size * count, gradient.shape[2])
+        for rank, part in arriving(gradient, ctx.axis):
+            here = slice(rank * count, (rank + 1) * count)
+            of_x[:, here] = part @ weight
+            whole[:, here] = part
+        return of_x, *_of_weight(ctx, whole, x), None
+
+
+def _of_weight(ctx: Any, gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, of the output's `gradient` and the input of all tokens."""
+    flat = gradient.flatten(0, 1)
+    of_weight = flat.T @ x.flatten(0, 1) if x is not None and ctx.needs_input_grad[1] else None
+    return of_weight, flat.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None
