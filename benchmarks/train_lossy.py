@@ -87,19 +87,20 @@ def _trained(kind: Any, mesh: Mesh, train: np.ndarray, val: np.ndarray, seed: in
     draw, (index, parts) = np.random.default_rng(seed), ranks.data
     for _ in range(steps):
         starts = draw.integers(0, len(train) - SEQ_LEN - 1, SEQUENCES * parts)
-        trainer.step(_batch(train, starts[index * SEQUENCES : (index + 1) * SEQUENCES]))
+        trainer.step(bytes_of(train, starts[index * SEQUENCES : (index + 1) * SEQUENCES]))
     starts = np.linspace(0, len(val) - SEQ_LEN - 1, 256).astype(np.int64)
     total = 0.0
     with torch.no_grad(), mesh.transfers():
         for part in np.split(starts, 8):
-            batch = _batch(val, part)
+            batch = bytes_of(val, part)
             tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
             x = model.head_input(model.hidden(tokens, Causal(tokens)))
             total += float(linear_cross_entropy(x, model.head_weight, targets)) / 8
     return total
 
 
-def _batch(text: np.ndarray, starts: np.ndarray) -> Batch:
+def bytes_of(text: np.ndarray, starts: np.ndarray) -> Batch:
+    """The SEQ_LEN bytes from each of `starts` on, as sequences of one document each."""
     rows = np.stack([text[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int64)
     return Batch(rows[:, :-1], rows[:, 1:], np.zeros((len(rows), SEQ_LEN), np.int32))
 

@@ -1,15 +1,19 @@
-"""Data-parallel training on several ranks: every technique beside torch's DDP and FSDP2 around the same decoder, in one run.
+"""Data-parallel training on several ranks: every technique beside torch's DDP, FSDP2 and DataParallel around the same decoder, in one run.
 
     python -m benchmarks.train_ranks [--ranks 2] [--rounds 3]                       # gloo, the small shape, float32
     python -m benchmarks.train_ranks --device cuda --ranks 4 --shape llama3-8b --batch 2 --seq-len 8192 --precision bf16
 
+    python -m benchmarks.train_ranks --only ddp threads                             # one process with threads beside a process a replica
+
 One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. Memory is
-what rank 0's weights, optimizer state and gradients take between two steps and at the peak (GPUs only), beside the estimate.
+what rank 0's weights, optimizer state and gradients take between two steps and at the peak (GPUs only), beside the estimate. `threads` is
+torch.nn.DataParallel: rank 0 trains alone, with a replica a device (on a CPU: a thread), on the batches of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -17,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +49,8 @@ from hone.train.work import Work, growth_bytes, step_seconds
 VARIANTS: dict[str, Any] = {"zero3, weights stay": {"kind": "zero3", "reshard_after_forward": "never"}}
 """Techniques with other options than their defaults, by what the row calls them."""
 
-PEERS = {"ddp": "torch DDP", "zero3": "torch FSDP2"}
+THREADS = "threads"
+PEERS = {"ddp": "torch DDP", "zero3": "torch FSDP2", THREADS: "ddp"}
 
 
 def main() -> None:
@@ -78,7 +84,7 @@ def _work(arguments: argparse.Namespace) -> None:
     peak: dict[str, int] = {}
     with mesh.together():
         for number in range(arguments.rounds):
-            for name in [*DATA_PARALLEL, *VARIANTS, *PEERS.values()]:
+            for name in _names(arguments):
                 step = _made(name, shape.config(vocab), mesh, device, arguments, batch)
                 step()  # the optimizer's state, and the first transfers
                 mesh.gather(None)
@@ -114,7 +120,16 @@ def _made(
             compile=arguments.compile,
         )  # fmt: skip
         return lambda: trainer.step(batch)
+    if name == THREADS:
+        return _threads(model, device, arguments, batch) if mesh.leads else lambda: None
     return _peer(name, model, device, arguments, batch)
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """What takes turns: with `--only` these, and what each of them is compared with."""
+    every = dict.fromkeys([*DATA_PARALLEL, *VARIANTS, *PEERS.values(), THREADS])
+    only = arguments.only or every
+    return [name for name in every if name in only or name in [PEERS.get(one) for one in only]]
 
 
 def _technique(name: str, num_ranks: int) -> Any:
@@ -168,13 +183,57 @@ def _peer(name: str, model: Decoder, device: str, arguments: argparse.Namespace,
     return step
 
 
+def _threads(model: Decoder, device: str, arguments: argparse.Namespace, batch: Batch) -> Callable[[], Any]:
+    """One step of single-process data parallelism, of the batches of all ranks: weights are copied to the replicas, each of which computes its
+    part in a thread, and gradients are added up on the first device.
+
+    On GPUs it is torch's class. On a CPU that has one device and does nothing, so its four parts are here, each thread with its own backward
+    pass: autograd has one thread a device.
+    """
+    dtype, count = compute_dtype(arguments.precision), arguments.ranks
+    master = Loss(model).to(dtype)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, fused=device.startswith("cuda"), foreach=None)
+    tokens, targets = (torch.from_numpy(array).to(device).repeat(count, 1) for array in (batch.tokens, batch.targets))
+    if device.startswith("cuda"):
+        whole = nn.DataParallel(master, device_ids=list(range(count)))
+
+        def gradients() -> None:
+            whole(tokens, targets).mean().backward()
+    else:
+        replicas = [copy.deepcopy(master) for _ in range(count)]
+        pool = ThreadPoolExecutor(count)
+        parts = list(zip(replicas, tokens.chunk(count), targets.chunk(count), strict=True))
+
+        def one(part: tuple[nn.Module, Tensor, Tensor]) -> None:
+            replica, mine, wanted = part
+            with torch.no_grad():
+                for own, whole in zip(replica.parameters(), master.parameters(), strict=True):
+                    own.copy_(whole)
+            replica.zero_grad()
+            replica(mine, wanted).backward()
+
+        def gradients() -> None:
+            list(pool.map(one, parts))
+            every = [list(replica.parameters()) for replica in replicas]
+            for whole, *copies in zip(master.parameters(), *every, strict=True):
+                whole.grad = torch.stack([one.grad for one in copies if one.grad is not None]).mean(0)
+
+    def step() -> None:
+        gradients()
+        nn.utils.clip_grad_norm_(master.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: argparse.Namespace) -> list[dict]:
     """A row for the rate of every technique, beside torch's where it has it, and on GPUs one for its peak memory."""
     rows, machine = [], describe(arguments.device).model_copy(update={"num_ranks": arguments.ranks})
     tokens = arguments.ranks * arguments.batch * arguments.seq_len
     what = f"{arguments.shape} on {arguments.ranks} ranks, {arguments.precision}, {arguments.batch} x {arguments.seq_len} each"
     what += ", compiled" if arguments.compile else ""
-    for name in (*DATA_PARALLEL, *VARIANTS):
+    for name in [one for one in (*DATA_PARALLEL, *VARIANTS) if one in (arguments.only or best)]:
         technique = _technique(name, arguments.ranks)
         divided = Parallelism(data_parallel=technique).divided(arguments.ranks)
         work = Work(
@@ -205,6 +264,15 @@ def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: a
                     **more,
                 }
             )
+    if THREADS in best:
+        row = {"figure": f"{what}: one process, a thread a replica (DataParallel)", "value": tokens / best[THREADS]}
+        row |= {
+            "unit": "tokens/s",
+            "n": arguments.rounds,
+            "note": f"{best[THREADS]:.4g} s a step; load {os.getloadavg()[0]:.1f}",
+        }
+        row |= {"peer": "ddp", "peer_value": tokens / best["ddp"], "ratio": best["ddp"] / best[THREADS]}
+        rows.append(row)
     return rows
 
 
@@ -219,6 +287,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the layers, of torch's forms too")
+    parser.add_argument("--only", nargs="+", help="techniques that are measured, and 'threads'; all without it")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
