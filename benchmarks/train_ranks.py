@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def _work(arguments: argparse.Namespace) -> None:
     drawn = np.random.default_rng(mesh.rank)
     tokens = drawn.integers(0, vocab, (arguments.batch, arguments.seq_len + 1))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], np.zeros((arguments.batch, arguments.seq_len), np.int32))
-    best: dict[str, float] = {}
+    took: dict[str, list[float]] = {}
     peak: dict[str, int] = {}
     with mesh.together():
         for number in range(arguments.rounds):
@@ -95,14 +96,14 @@ def _work(arguments: argparse.Namespace) -> None:
                     torch.cuda.synchronize()
                     peak[name] = torch.cuda.max_memory_allocated()
                 seconds = max(mesh.gather(time.perf_counter() - started)) / arguments.steps
-                best[name] = min(best.get(name, seconds), seconds)
+                took.setdefault(name, []).append(seconds)
                 del step
                 if device.startswith("cuda"):
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
             if mesh.leads:
-                print(f"round {number + 1}: {best}", flush=True)
-        rows = _rows(best, peak, shape.config(vocab).facts(), arguments) if mesh.leads else []
+                print(f"round {number + 1}: { ({name: min(times) for name, times in took.items()}) }", flush=True)
+        rows = _rows(took, peak, shape.config(vocab).facts(), arguments) if mesh.leads else []
     if mesh.leads:
         arguments.out.write_text(json.dumps(rows))
 
@@ -227,8 +228,9 @@ def _threads(model: Decoder, device: str, arguments: argparse.Namespace, batch: 
     return step
 
 
-def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: argparse.Namespace) -> list[dict]:
+def _rows(took: dict[str, list[float]], peak: dict[str, int], facts: Any, arguments: argparse.Namespace) -> list[dict]:
     """A row for the rate of every technique, beside torch's where it has it, and on GPUs one for its peak memory."""
+    best = {name: min(times) for name, times in took.items()}
     rows, machine = [], describe(arguments.device).model_copy(update={"num_ranks": arguments.ranks})
     tokens = arguments.ranks * arguments.batch * arguments.seq_len
     what = f"{arguments.shape} on {arguments.ranks} ranks, {arguments.precision}, {arguments.batch} x {arguments.seq_len} each"
@@ -265,13 +267,15 @@ def _rows(best: dict[str, float], peak: dict[str, int], facts: Any, arguments: a
                 }
             )
     if THREADS in best:
-        row = {"figure": f"{what}: one process, a thread a replica (DataParallel)", "value": tokens / best[THREADS]}
+        ratios = [other / own for other, own in zip(took["ddp"], took[THREADS], strict=True)]
+        note = f"medians of the rounds, the ratio of those side by side ({min(ratios):.2f} to {max(ratios):.2f}); load {os.getloadavg()[0]:.1f}"
+        row = {"figure": f"{what}: one process, a thread a replica (DataParallel)", "unit": "tokens/s", "note": note}
+        row |= {"value": tokens / statistics.median(took[THREADS]), "n": arguments.rounds}
         row |= {
-            "unit": "tokens/s",
-            "n": arguments.rounds,
-            "note": f"{best[THREADS]:.4g} s a step; load {os.getloadavg()[0]:.1f}",
+            "peer": "ddp",
+            "peer_value": tokens / statistics.median(took["ddp"]),
+            "ratio": statistics.median(ratios),
         }
-        row |= {"peer": "ddp", "peer_value": tokens / best["ddp"], "ratio": best["ddp"] / best[THREADS]}
         rows.append(row)
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,17 +17,20 @@ from hone.base.run import Run
 from hone.cost.tensor import Tensor
 from hone.cost.update import adamw
 from hone.measure.machine import describe
+from hone.model.decoder import build
 from hone.model.hf import load
 from hone.model.mixers.mla import MLA
 from hone.model.shape import Shape
 from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
 from hone.parallel.vocabulary import Teacher, vocabulary_cross_entropy
+from hone.train import OPTIMIZERS
 from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from hone.train.tensor_parallel.decoder import check_tensor_parallel, cuts_of
+from hone.train.weights import describe_parameters
 from tests.train.conftest import SHAPE
-from tests.train.ranks import made, trained
+from tests.train.ranks import OPTIONS, made, trained
 from tests.train.test_data_parallel import HSDP, SPEC, assert_same_weights, handed_over, on_ranks, weights_of
 
 TP2 = {"tensor_parallel_degree": 2}
@@ -305,3 +309,20 @@ def test_states_of_other_parts_are_read(data_folder, tmp_path):
             assert apart.mean() <= 2e-5 and (apart > 2e-4).double().mean() <= 1e-2, (
                 f"{one}: {apart.mean()} {apart.max()}"
             )
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_the_state_of_a_rank_is_predicted(name):
+    """Of the first rank, which has no fewer rows of the vocabulary than others."""
+    config = SHAPE.model_copy(update={"tie_embeddings": False}).config(259)
+    optimizer = OPTIMIZERS.read({"kind": name, **OPTIONS[name]})
+    parameters, cuts = describe_parameters(build(config)), cuts_of(config, 0, 2)
+    held = 0
+    for group in optimizer.groups(parameters):
+        for one in group.names:
+            shape = cuts[one].local_shape if one in cuts else parameters[one].shape
+            held += sum(part.nbytes for part in group.rule.start(torch.zeros(shape), parameters[one]).values())
+    shared = Parallelism(tensor_parallel_degree=2).shared(
+        config, partial(optimizer.cost, dtype="float32", device="cpu"), 1, 64
+    )
+    assert shared.update.state_bytes == pytest.approx(held, rel=0.03)
