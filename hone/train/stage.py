@@ -236,9 +236,9 @@ class Train(Prolonged):
         warm_up(run.device)
         with draft.measuring(Window(run.device)) as window:
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
-            models = starting_models(self, parents, reading.sources.train, run.device, in_parts=mesh.world_size > 1)
-            trainer = self._trainer(*models, plan, zeros, run)
-            del models
+            models = partial(starting_models, self, parents, reading.sources.train, run.device)
+            # No name has the whole models where a rank has parts of them.
+            trainer = self._trainer(*models(in_parts=mesh.world_size > 1), plan, zeros, run)
             trainer.early = early = Stop(self.early_stopping, draft, run)
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)

@@ -70,6 +70,7 @@ def with_layout(number: int) -> list[tuple[int, dict[str, Any]]]:
             ({"parallelism": PLAIN, "data_parallel": "zero2"}, (1, 2, 3, 8)),
             ({"parallelism": TP2, "data_parallel": "zero3"}, (1, 2, 3, 4, 5, 8, 9)),
             ({"parallelism": {**ASYNC, "tensor_parallel_degree": 4}}, (11,)),
+            ({"parallelism": ASYNC, "data_parallel": "zero3"}, (1, 3)),
         ],
         8: [
             ({"parallelism": TP2, "data_parallel": "ddp"}, (1,)),
@@ -144,6 +145,13 @@ def test_the_stage_writes_the_whole_model(data_folder, tmp_path):
     for mine, other in zip(read_jsonl(two.folder / "steps.jsonl"), read_jsonl(one.folder / "steps.jsonl"), strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
     assert two.fingerprint == one.fingerprint
+    spec = {**SPEC, "steps": 2, "objective": "distill", "validation": {"sequences": 2}}
+    parents = {"data": Artifact.read(data_folder), "teacher": one}
+    alone = Train.read({**spec, "parallelism": {}}).make(tmp_path / "alone", parents, Run(quiet=True))
+    distilled = partial(made, teacher=str(one.folder))
+    on_ranks(2, distilled, {**spec, "parallelism": ASYNC}, str(data_folder), str(tmp_path / "parts"))
+    rows = [read_jsonl(folder / "steps.jsonl") for folder in (tmp_path / "parts", alone.folder)]
+    assert all(mine == pytest.approx(other, rel=1e-4) for mine, other in zip(*rows, strict=True)) and rows[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
