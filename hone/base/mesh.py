@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,11 +43,39 @@ class Lost(MachineError):
         )
 
 
+class Waits:
+    """Counts the seconds that this rank waits in transfers: on a CPU by its clock, on a GPU between events of the current stream."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._seconds = clock, 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def around(self, on_gpu: bool) -> Iterator[None]:
+        """A block in which the rank, or its stream, waits."""
+        if on_gpu:
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)  # type: ignore[arg-type]
+            return
+        begun = self._clock()
+        yield
+        self._seconds += self._clock() - begun
+
+    def take(self) -> float:
+        """The seconds since the last call. Those on a GPU of which it is known: nothing waits here."""
+        seconds, self._seconds = self._seconds, 0.0
+        events, self._events = self._events, []
+        return seconds + sum(first.elapsed_time(last) / 1e3 for first, last in events if last.query())
+
+
 @dataclass
 class Mesh:
     """This process's `rank` among `world_size`, and its `local_rank` on this machine, all as torchrun counts them.
 
-    The collectives (`from_leader`, `gather`, `sum`, `largest`, `joined`, `exchange`) must be called by every rank in the same
+    The collectives (`from_leader`, `gather`, `sum`, `every`, `largest`, `joined`, `exchange`) must be called by every rank in the same
     order. Each begins with a meeting of all ranks over gloo, to which a rank that failed since brings its error: so an error
     of one rank ends all of them with one message, and none waits for a dead one. Tensors travel over NCCL between GPUs, over
     gloo between CPUs. With one rank all of them return what they are given.
@@ -55,6 +84,8 @@ class Mesh:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    waits: Waits = field(default_factory=Waits, repr=False, compare=False)
+    """Counts the waits in transfers of the axes and pipelines of its ranks."""
     _group: Any = field(default=None, repr=False, compare=False)
     _gpus: Any = field(default=None, repr=False, compare=False)
     _groups: list[Any] = field(default_factory=list, repr=False, compare=False)
@@ -148,6 +179,18 @@ class Mesh:
         Added in the order of the ranks: all ranks get the same bits, in every run with as many ranks.
         """
         return self._fold(tensor, lambda total, part: total.add_(part))
+
+    def every(self, tensor: Tensor) -> Tensor:
+        """Every rank's `tensor` [...], of one shape and dtype, as [ranks, ...] in their order."""
+        if self.world_size == 1:
+            return tensor[None]
+        with self._telling():
+            shapes = self._meet((tensor.dtype, tensor.shape))
+            assert len(set(shapes)) == 1, f"ranks bring different tensors: {shapes}"
+            rows = tensor.new_empty(self.world_size, *tensor.shape)
+            with self._losing():
+                dist.all_gather(list(rows), tensor, group=self._group_of(tensor))
+            return rows
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest of every rank's `tensor`, elementwise and in place; NaN where one has it."""

@@ -48,7 +48,8 @@ class Run:
     description for hone.json (`measure.machine.describe().model_dump()`), which includes the calibration for estimates.
     `quiet` silences progress and messages, not warnings. `executor` is where the tasks of a data stage run
     ('kind' and options of a technique of that slot). `wandb` names the project of Weights & Biases that gets the curves of
-    trainings ('project' and the other options of `--wandb.`); None: nothing is sent. `mesh` are the processes that work together.
+    trainings ('project' and the other options of `--wandb.`); None: nothing is sent.
+    `profiling` says which steps of trainings are profiled (the options of `--profiling.`). `mesh` are the processes that work together.
     """
 
     device: str = "cpu"
@@ -58,6 +59,7 @@ class Run:
     command: str | None = None
     executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
     wandb: dict[str, Any] | None = None
+    profiling: dict[str, Any] | None = None
     mesh: Mesh = field(default_factory=Mesh.from_environment)
 
     def warn(self, text: str) -> None:
@@ -96,12 +98,20 @@ class Run:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
-    def progress(self, label: str, total: float | None, unit: str = "") -> Iterator[Progress]:
-        """A progress bar with rate and time left on a terminal; otherwise a line every few seconds."""
+    def progress(
+        self, label: str, total: float | None, unit: str = "", screen: Callable[..., Progress | None] | None = None
+    ) -> Iterator[Progress]:
+        """A progress bar with rate and time left on a terminal; otherwise a line every few seconds.
+
+        On a terminal `screen(label, total, unit)` is asked first for a larger view; None: the terminal has no room for it.
+        """
+        bar: Progress | None = None
         if self.quiet or not self.mesh.leads:
             bar = Progress(label, total, unit)
+        elif sys.stderr.isatty():
+            bar = (screen and screen(label, total, unit)) or Bar(label, total, unit)
         else:
-            bar = Bar(label, total, unit) if sys.stderr.isatty() else Lines(label, total, unit)
+            bar = Lines(label, total, unit)
         try:
             yield bar
         finally:
@@ -134,6 +144,9 @@ class Progress:
         """Adds `amount` that an earlier run has done, which does not count for the rate."""
         self.done += amount
         self._before += amount
+
+    def saw(self, row: dict[str, Any]) -> None:
+        """Takes a line of the work's logs, for views that show more than `text`."""
 
     @property
     def rate(self) -> float:

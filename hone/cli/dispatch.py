@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(missing.what, missing.fix)
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\n{error or 'interrupted'}; the same command resumes where it stopped", file=sys.stderr)
+            print(f"\n{str(error) or 'interrupted'}; the same command resumes where it stopped", file=sys.stderr)
         return 128 + getattr(error, "number", signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,8 +78,8 @@ def _say(message: Warning | str, category: type[Warning], filename: str, lineno:
 
 
 def _complain(what: str, fix: str) -> int:
-    """Prints a mistake and its fix, only on rank 0; returns the exit code."""
-    if os.environ.get("RANK", "0") == "0":
+    """Prints a mistake and its fix, on the first rank of each host; returns the exit code."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"error: {what}\nfix: {fix}", file=sys.stderr)
     return 2
 
@@ -88,8 +88,10 @@ def _dispatch(arguments: list[str]) -> int:
     from hone.base.errors import SpecError, did_you_mean
     from hone.base.lazy import resolve
     from hone.cli.help import HELP
+    from hone.cli.launch import check_world, command_of, follow, launch, ranks_to_start
     from hone.cli.options import parse
 
+    follow()
     words, options = parse(arguments)
     if not words:
         if unknown := [name for name in options if name not in ("help", "version")]:
@@ -108,4 +110,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise SpecError(
             f"unknown command '{verb}'", fix=f"{did_you_mean(verb, VERBS, 'hone {}')}hone --help lists them"
         )
+    if "help" not in options:
+        check_world(verb)
+        if (number := ranks_to_start(verb, options)) > 1:
+            return launch(number, command_of(arguments))
     return resolve(VERBS[verb])(words, options)

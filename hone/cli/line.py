@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hone.cli.launch import OPTION
 from hone.cli.options import calibrated, circumstances, fields, need, only, say_doubt
 
-OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.", "wandb.")
+OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.", OPTION, "wandb.", "profiling.")
 OF_PLAN = ("work", "device", "redo")
 
 
@@ -48,7 +49,8 @@ def run(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(
             "usage: hone run RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n"
-            "       [--executor=processes|ray|slurm] [--workers=N] [--wandb.project=NAME]\n\n"
+            "       [--executor=processes|ray|slurm] [--workers=N] [--nproc_per_node=N] [--wandb.project=NAME]\n"
+            "       [--profiling.enable_profiling]\n\n"
             "Makes every missing stage of the recipe, resumes an interrupted one, then writes the report.\n"
             "A stage is addressed by its kind when only one is of that kind (--data.source=PATH), else by its folder\n"
             "name (--train-base.steps=100). hone show RECIPE prints all fields; hone plan RECIPE prints the estimates."
@@ -58,6 +60,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
     redo, work = _redo(options), options.get("work", "work")
     here = circumstances(options)
     here.redo = False
+    _need_shared(recipe, here.mesh.world_size)
     here = _calibrated(recipe, here, work, redo)
     started = time.monotonic()
     with here.progress("planning", None):  # the first time on a machine, kernels of the data stage are compiled
@@ -94,6 +97,19 @@ def run(words: list[str], options: dict[str, str]) -> int:
     took = f"done in {time.monotonic() - started:.0f} s; the report: {page}"
     print("\n".join([f"\n{took}", *["\ntry next:"] * bool(commands), *(f"  {hone} {command}" for command in commands)]))
     return 0
+
+
+def _need_shared(recipe: Any, world_size: int) -> None:
+    """Raises SpecError, on every rank, when there are several and no stage of `recipe` shares its work."""
+    from hone.base.errors import SpecError
+
+    nodes = recipe.nodes()
+    if world_size > 1 and not any(node.read().every_rank for node in nodes):
+        stages = ", ".join(node.folder for node in nodes)
+        raise SpecError(
+            f"{world_size} ranks, and no stage of the recipe shares its work among them: {stages}",
+            fix="run it in one process; stages train and compress use several",
+        )
 
 
 def _with_model(line: Path, made: dict[str, str]) -> list[str]:

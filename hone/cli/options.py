@@ -10,7 +10,9 @@ FLAGS = ("redo", "quiet", "help", "version", "plan")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
 """Options that do not change the result."""
-_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config")
+_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config", "nproc_per_node")
+_HYPHENS = ("api_key", "chat_template", "nproc_per_node")
+"""Options that other programs write with hyphens."""
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 """The role of the folder that is a verb's argument."""
 STAGE_OF = {"bench": "serve"}
@@ -39,7 +41,7 @@ def parse(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             words.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_") if name.replace("-", "_") in ("api_key", "chat_template") else name
+        name = name.replace("-", "_") if name.replace("-", "_") in _HYPHENS else name
         if not equals:
             verb = words[0] if words else ""
             if name in FLAGS or _is_boolean(verb, name):
@@ -60,6 +62,10 @@ def _is_boolean(verb: str, name: str) -> bool | None:
     """Whether field `name` of the verb's spec is boolean; None when the spec has no such field."""
     if name in _VALUED:
         return False
+    if name.startswith("profiling.") and verb in ("train", "run"):
+        from hone.train.live.profiling import Profiling
+
+        return dict(_kinds(Profiling)).get(name.removeprefix("profiling.")) == "bool"
     kinds = {row: kind for cls in specs_of(verb) for row, kind in _kinds(cls)}
     field = name.partition(".")[2] if verb in ("run", "plan") else name
     return None if field not in kinds else kinds[field] == "bool"
@@ -136,7 +142,7 @@ def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
 
 
 def circumstances(options: dict[str, str]) -> Any:
-    """The Run for `--device`, `--redo`, `--quiet`, `--executor` and `--wandb`; checks that the device exists."""
+    """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb` and `--profiling`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
     from hone.data.executors.choose import from_options
@@ -156,6 +162,7 @@ def circumstances(options: dict[str, str]) -> Any:
         quiet="quiet" in options,
         executor=from_options(options),
         wandb=_wandb(options),
+        profiling=_profiling(options),
         machine=describe(device).model_dump(mode="json"),
     )
 
@@ -164,6 +171,14 @@ def _wandb(options: dict[str, str]) -> dict[str, Any] | None:
     if not any(name.startswith("wandb.") for name in options):
         return None
     from hone.train.curves.wandb import from_options
+
+    return from_options(options)
+
+
+def _profiling(options: dict[str, str]) -> dict[str, Any] | None:
+    if not any(name.startswith("profiling.") for name in options):
+        return None
+    from hone.train.live.profiling import from_options
 
     return from_options(options)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.cli.idle import need_effect
+from hone.cli.launch import OPTION
 from hone.cli.options import (
     CIRCUMSTANCES,
     MAIN_ROLE,
@@ -24,7 +25,8 @@ from hone.cli.options import (
 
 OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
 OF_DATA = (*OF_A_STAGE, "executor", "workers", "executor.")
-OF_TRAIN = (*OF_A_STAGE, "wandb.")
+OF_COMPRESS = (*OF_A_STAGE, OPTION)
+OF_TRAIN = (*OF_COMPRESS, "wandb.", "profiling.")
 
 
 def make(words: list[str], options: dict[str, str]) -> int:
@@ -40,7 +42,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(_help(verb, cls))
         return 0
-    known = {"data": OF_DATA, "train": OF_TRAIN}.get(verb, OF_A_STAGE)
+    known = {"data": OF_DATA, "train": OF_TRAIN, "compress": OF_COMPRESS}.get(verb, OF_A_STAGE)
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
     changes = fields(options, *known)
     if verb == "data":
@@ -73,7 +75,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
     run = circumstances(options)
     if "mesh" in options and "plan" not in options:
-        fix = f"add --plan, or start the ranks: torchrun --nproc-per-node=N -m hone {verb}"
+        fix = f"add --plan; --{OPTION}=N starts ranks here, torchrun --nproc-per-node=N -m hone {verb} also on several hosts"
         raise SpecError("--mesh is for plans", fix=fix)
     elsewhere = "x" in options.get("mesh", "")  # a data sheet is not measured
     # The plan of data measures a sample, so that curation needs neither a calibration nor torch.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.base.mesh import Lost
+from hone.base.mesh import Lost, Waits
 
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,12 +37,13 @@ class Transfer:
     ) -> None:
         self._said = f"rank {axis.ranks[axis.index]} lost one of the ranks {', '.join(map(str, axis.ranks))}"
         self._broken, self._on_gpu, self._then = axis.broken, tensors[0].is_cuda, then
+        self._waits = axis.waits
         with self._losing():
             self._work = collective(*tensors, group=axis.group, async_op=True)
 
     def wait(self) -> None:
         """Returns when the result may be used: on a GPU, by what the current stream does next."""
-        with self._losing():
+        with self._losing(), self._waits.around(self._on_gpu):
             if self._on_gpu:
                 self._work.wait()
                 return
@@ -66,18 +67,23 @@ class Transfer:
 class Axis:
     """The ranks `ranks` in order, of which this is number `index`; `group` is their process group (None: it is alone).
 
-    `broken` tells a rank that waits on a CPU whether another one has failed and will not come (`Mesh.broken`).
+    `broken` tells a rank that waits on a CPU whether another one has failed and will not come (`Mesh.broken`); `waits` counts how long it waits.
 
     Every rank of the axis calls the same methods in the same order. Each returns a handle whose `wait` returns when the
     result may be used (on a GPU: by the current stream), or None when there is nothing to wait for.
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, group: Any = None, broken: Callable[[], bool] = lambda: False
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Any = None,
+        broken: Callable[[], bool] = lambda: False,
+        waits: Waits | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.index, self.size = self.ranks.index(rank), len(self.ranks)
-        self.group, self.broken = group, broken
+        self.group, self.broken, self.waits = group, broken, waits or Waits()
         self.patience = _MESSAGE
         self.sent: Counter[str] = Counter()
         """Bytes that this rank has sent by each collective, where sums and gathers go around a ring."""
@@ -150,7 +156,9 @@ class Axis:
             if number is not None and tensor is not None and tensor.numel()
         ]
         try:
-            for work in dist.batch_isend_irecv(messages) if messages else ():
-                work.wait(self.patience)
+            under_way = dist.batch_isend_irecv(messages) if messages else ()
+            with self.waits.around(any(one.tensor.is_cuda for one in messages)):
+                for work in under_way:
+                    work.wait(self.patience)
         except RuntimeError as error:
             raise Lost.of(f"rank {self.ranks[self.index]} lost one of the ranks {self.ranks}", error) from None

@@ -98,7 +98,7 @@ class Grid:
         if key not in self._made:
             line = next(one for one in lines if self.mesh.rank in one)
             group = self.mesh.group(lines, self.device)
-            self._made[key] = Axis(line, self.mesh.rank, group, self.mesh.broken)
+            self._made[key] = Axis(line, self.mesh.rank, group, self.mesh.broken, self.mesh.waits)
         return self._made[key]
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +30,13 @@ from hone.train.data_parallel.sums import Sum
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.fp8.linears import Fp8Linears
+from hone.train.live.rank_times import RankTimes
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
-from hone.train.passes import Counts, Step, Sums, cut, run_layers, share, shrink, to_device
+from hone.train.passes import Counts, Early, Step, Sums, cut, run_layers, share, shrink, to_device
 from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
 from hone.train.schedules.base import Schedule
@@ -74,16 +75,6 @@ class Ranks(NamedTuple):
     def counts_tokens(self) -> bool:
         """As `Grid.counts_tokens`."""
         return self.grid is None or self.grid.counts_tokens
-
-
-class Early(Protocol):
-    """Decides on every rank alike whether a training is complete before its last step."""
-
-    def over(self, done: int) -> bool:
-        """Whether it is after `done` steps, whatever the loss."""
-
-    def reached(self, done: int, loss: float) -> bool:
-        """Whether it is with this validation loss after `done` steps."""
 
 
 class Trainer:
@@ -157,6 +148,7 @@ class Trainer:
         self.early: Early | None = None
         """Decides whether the training is complete before its last step."""
         self.device = next(model.parameters()).device
+        self.times = RankTimes(self.ranks.mesh, self.device)
         if compile:
             keep_kernels_apart()
             for layer in model.layers:  # not its hooks, which wait for other ranks
@@ -183,6 +175,7 @@ class Trainer:
         if ahead:
             self.update.apply(lr, shrink(means[1], self.max_grad_norm))
         loss, norm, *extras = means.tolist()
+        self.times.met()
         norm, extra = norm / self.scaler.scale, extras[0] if extras else None
         finite = math.isfinite(norm)
         overflowed = self.scaler.enabled and not finite
@@ -214,6 +207,7 @@ class Trainer:
             batch = self.ranks.context.divide(batch)
             read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
         counts = self._counts(batch, read)
+        self.times.passes()
         if self.fp8 is not None:
             self.fp8.cast()
         total, extras = torch.zeros((), device=self.device), None
@@ -240,8 +234,10 @@ class Trainer:
     def _counts(self, batch: Batch, read: int) -> Counts:
         """The counts of a whole step, known before its first backward pass; `read` are this rank's tokens without padding."""
         own = [self.objective.count(batch.targets), batch.tokens.size, read] if self.ranks.counts_tokens else [0, 0, 0]
-        sums = self._over_ranks(torch.tensor([*own, self.asked()], dtype=torch.float64))
-        targets, positions, tokens, asked = sums.tolist()
+        self.times.arrives()
+        rows = self._of_ranks(torch.tensor([*own, self.asked(), *self.times.own], dtype=torch.float64))
+        self.times.gathered(self.done, rows[:, 4:])
+        targets, positions, tokens, asked = rows[:, :4].sum(0).tolist()  # whole numbers, so in any order
         self.stopping = asked > 0
         return Counts(max(targets, 1.0), positions, tokens)
 
@@ -249,14 +245,19 @@ class Trainer:
         """Loss a target, norm of the gradient times the loss scale, and where layers have one their loss a token: float64 [2 or 3]."""
         parts = [sums.loss, *([] if sums.extra is None else [sums.extra])]
         losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
+        self.times.computed()
         whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
         loss = whole[0].float() / counts.targets
         extras = whole[2:] / counts.positions
         return torch.cat([loss.double()[None], whole[1:2].sqrt(), extras])
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Float64 sums [n] of this rank added up over all ranks: the one place where a step's numbers cross them."""
+        """Float64 sums [n] of this rank added up over all ranks: here and in `_of_ranks` alone a step's numbers cross them."""
         return self.ranks.mesh.sum(sums)
+
+    def _of_ranks(self, numbers: Tensor) -> Tensor:
+        """Float64 `numbers` [n] of every rank, [ranks, n]."""
+        return self.ranks.mesh.every(numbers)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The objective summed over one micro-batch, and the layers' own losses, summed over its tokens."""
@@ -361,6 +362,7 @@ def fit(
     rewinder = None if rewind is None else Rewinder(rewind, trainer, checkpoints)
     while trainer.done < trainer.steps:
         first, each = first_sequence + trainer.read * batch_size, batch_size // parts
+        trainer.times.begins()
 
         def read(index: int, first: int = first, each: int = each) -> Batch:
             wanted = np.arange(first + index * each, first + (index + 1) * each, dtype=np.int64)
@@ -371,7 +373,7 @@ def fit(
             rewinder.back(step, watch)
             continue
         if watch is not None:
-            watch.stepped(step.row())
+            watch.stepped(step.row(), trainer.times.last)
         early, val_loss = trainer.early, None
         if early is not None and trainer.done < trainer.steps and early.over(trainer.done):
             trainer.steps = trainer.done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +71,16 @@ class Counts(NamedTuple):
     """Positions of the batch, padding included: all are computed."""
     tokens: float
     """Tokens of the batch, without padding: what it trains on."""
+
+
+class Early(Protocol):
+    """Decides on every rank alike whether a training is complete before its last step."""
+
+    def over(self, done: int) -> bool:
+        """Whether it is after `done` steps, whatever the loss."""
+
+    def reached(self, done: int, loss: float) -> bool:
+        """Whether it is with this validation loss after `done` steps."""
 
 
 def share(batch: Batch, index: int, parts: int) -> Batch:

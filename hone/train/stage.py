@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from hone.base.artifact import Artifact, Draft
 from hone.base.figure import Estimate
 from hone.base.plan import Facts, facts_of, need
-from hone.base.run import Progress, Run
+from hone.base.run import Run
 from hone.base.spec import Circumstance, Quiet
 from hone.base.table import Choice, Technique
 from hone.cost.activations.segments import keep_all
@@ -35,10 +35,11 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
-from hone.train.curves.wandb import check, opened
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_products
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
+from hone.train.live.opening import check, shown, watch_of
+from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, masked, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
@@ -246,7 +247,7 @@ class Train(Prolonged):
             saves = partial(self.parallelism.save, trainer, first.folder, saved)
             place = partial(start.place_of, plan.schedule, plan.steps, self.batch_size, reading.position)
             keeper = Keeper(self.checkpoint.keep, draft, mesh, at, place, saves)
-            watch = self._train(draft, trainer, reading, checkpoints, start, keeper, run)
+            watch = self._train(draft, trainer, reading, checkpoints, start, keeper, window, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
             config, rounding = saves(draft.folder), rounding_of(trainer, self.precision, saved)
             if watch is None:
@@ -366,6 +367,7 @@ class Train(Prolonged):
         checkpoints: Checkpoints,
         start: Start,
         keeper: Keeper,
+        window: Window,
         run: Run,
     ) -> Watch | None:
         """Runs the loop from the newest checkpoint's step, else from `start`. Rank 0 alone watches it."""
@@ -380,10 +382,11 @@ class Train(Prolonged):
                 run.say(note)
             start.restore(trainer)
         keeper.begun(trainer)
-        with run.ending() as ending, run.progress("train: step", trainer.steps) as progress:
+        profiler = Profiler(run, draft.target, trainer)
+        with run.ending() as ending, shown(run, trainer.steps) as progress, profiler:
             trainer.asked = ending.asked
             progress.skip(trainer.done)
-            watch = self._watch(draft, trainer, progress, run) if run.mesh.leads else None
+            watch = watch_of(self, draft, trainer, progress, window.joules, run)
             try:
                 fit(
                     trainer,
@@ -398,7 +401,7 @@ class Train(Prolonged):
                     checkpoints=checkpoints,
                     checkpoint_every=self.checkpoint.interval,
                     first_sequence=start.at.sequences - start.step * self.batch_size,
-                    after_step=keeper.stepped,
+                    after_step=profiler.after(keeper.stepped),
                     eval_also=self._evaluates_every,
                     checks=self.checkpoint.check,
                 )
@@ -415,27 +418,6 @@ class Train(Prolonged):
             raise ending.interrupted(f"ended after step {trainer.done} of {trainer.steps}, which is saved")
         keeper.ended(trainer)
         return watch
-
-    def _watch(self, draft: Draft, trainer: Trainer, progress: Progress, run: Run) -> Watch:
-        """The logs of the training; the peak of MFU is that of all ranks' devices."""
-        from hone.train.watch import Watch
-
-        calibration = machine_of(run).calibration
-        peak = calibration and calibration.peak_flops_per_s(TORCH_NAMES[self.precision])
-        return Watch(
-            draft.folder,
-            draft.log,
-            device=run.device,
-            resume_at=trainer.done,
-            tokens=trainer.tokens,
-            step_positions=self.batch_size * self.seq_len,
-            forward_flops_per_token=self.parallelism.config(trainer.model).flops_per_token(self.seq_len),
-            peak_flops_per_s=peak and peak * run.mesh.world_size,
-            progress=progress,
-            kept=draft.keep_time,
-            curves=opened(run, draft, self.model_dump(mode="json")),
-            say=run.say,
-        )
 
     def _loss(self, trainer: Trainer, part: PackedTokens) -> float:
         """Mean loss on the first sequences of `part`."""

@@ -13,6 +13,10 @@ from hone.base.figure import human_bytes
 from hone.base.run import Progress
 from hone.train.curves.base import Curves
 from hone.train.curves.tensorboard import TensorBoard
+from hone.train.live.rank_times import Stragglers, Took
+
+MOST_TIMES = 16
+"""Ranks whose times are logged at every step; of twice as many they are logged at every second one."""
 
 
 class Watch:
@@ -20,10 +24,12 @@ class Watch:
 
     `steps.jsonl` in `folder` is content: equal for two runs of one spec, and on a resume the lines after the
     checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
-    `curves` get the same points as TensorBoard. Tokens are those of documents, padding is none.
+    `curves` get the same points as TensorBoard, `progress` every line of both files. Tokens are those of documents, padding is none.
     MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x positions/s / `peak_flops_per_s`, with the
     `step_positions` that a step computes, padding included: 6 a weight (head
-    included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak.
+    included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak. With
+    `full_flops_per_token`, which count attention to masked positions too as torchtitan does, it is `mfu_full_attention`.
+    `joules` are those of this rank's device so far, or None; `stragglers` sees the times of `num_ranks` ranks.
     """
 
     def __init__(
@@ -36,11 +42,16 @@ class Watch:
         tokens: int = 0,
         step_positions: int = 0,
         forward_flops_per_token: float = 0.0,
+        full_flops_per_token: float = 0.0,
         peak_flops_per_s: float | None = None,
         progress: Progress | None = None,
         kept: Callable[[], None] | None = None,
         curves: tuple[Curves, ...] = (),
         say: Callable[[str], None] = lambda line: None,
+        warn: Callable[[str], None] = lambda line: None,
+        joules: Callable[[], float | None] = lambda: None,
+        stragglers: Stragglers | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.path, self._timing_path = folder / "steps.jsonl", log / "timing.jsonl"
         self._open(lambda row: row["step"] <= resume_at)
@@ -50,10 +61,16 @@ class Watch:
         """Those of the steps before `resume_at`, then of every logged one."""
         self._step_positions = step_positions
         self._flops_per_token = 3 * forward_flops_per_token
+        self._full = full_flops_per_token / forward_flops_per_token if forward_flops_per_token else None
         self._peak = peak_flops_per_s
         self._progress = progress
         self._kept = kept
-        self.say = say
+        self.say, self._warn = say, warn
+        self._joules, self._spent = joules, joules()
+        self._stragglers, self._num_ranks = stragglers, num_ranks
+        self._took: Took | None = None
+        self._logged = resume_at * MOST_TIMES // num_ranks
+        """Lines of ranks' times in timing.jsonl."""
         self._before = time.perf_counter()
         self.rates: list[tuple[int, float]] = []
         """(tokens, seconds) of every step of this process, without evaluation and checkpoints."""
@@ -72,14 +89,14 @@ class Watch:
         self._steps.close()
         self._timing.close()
         self._open(lambda row: row["step"] <= before or "rewound" in row)
-        _write(self._steps, row)
+        self._write(self._steps, row)
         self._tokens = tokens
         if self._progress is not None:
             self._progress.skip(before - why["from"] + 1)
         self._before = time.perf_counter()
 
-    def stepped(self, row: dict[str, Any]) -> None:
-        """Logs a training step; `row` is its line in steps.jsonl."""
+    def stepped(self, row: dict[str, Any], took: Took | None = None) -> None:
+        """Logs a training step; `row` is its line in steps.jsonl, `took` the newest times of all ranks."""
         now = time.perf_counter()
         time_s, self._before = now - self._before, now
         tokens, self._tokens = row["tokens"] - self._tokens, row["tokens"]
@@ -87,14 +104,24 @@ class Watch:
         rate = tokens / time_s
         mfu = self.mfu(1 / time_s)
         memory = _memory_bytes(self._device)
-        _write(self._steps, row)
+        self._write(self._steps, row)
         timing = {"step": row["step"], "tokens_per_s": rate, "mfu": mfu, "memory_bytes": memory, "time_s": time_s}
-        _write(self._timing, timing)
+        if mfu is not None and self._full is not None:
+            timing["mfu_full_attention"] = mfu * self._full
+        joules = self._joules()
+        if joules is not None and self._spent is not None and tokens:
+            timing["joules_per_token"] = (joules - self._spent) / tokens
+        self._spent = joules
+        self._write(self._timing, timing)
+        if took is not None and took is not self._took:
+            self._took = took
+            self._ranks_took(took)
         points = {f"train/{name}": row[name] for name in ("loss", "lr", "grad_norm") if row[name] is not None}
         if "why" in row:
             self.say(f"step {row['step']} is skipped: {row['why']}")
             points["train/skipped"] = 1.0
-        self._add({**points, "speed/tokens_per_s": rate}, row["step"])
+        speeds = {f"speed/{name}": value for name, value in timing.items() if name != "step" and value is not None}
+        self._add({**points, **speeds}, row["step"])
         if self._progress is not None:
             loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
             norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
@@ -102,12 +129,27 @@ class Watch:
             text = f"loss {loss}  grad {norm}  {rate:,.0f} tokens/s{shown}  {human_bytes(memory)}"
             self._progress.advance(1, text)
 
+    def _ranks_took(self, took: Took) -> None:
+        """Logs the times of all ranks, of many ranks not of every step, and says which of them the others wait for."""
+        if self._logged * self._num_ranks <= took.step * MOST_TIMES:
+            self._logged += 1
+            self._write(self._timing, took.row())
+        said = "" if self._stragglers is None else self._stragglers.notice(took)
+        if said:
+            self._warn(said)
+
     def evaluated(self, row: dict[str, Any]) -> None:
         """Logs an evaluation; `row` is its line in steps.jsonl."""
-        _write(self._steps, row)
+        self._write(self._steps, row)
         points = {f"val/{name.removeprefix('val_')}": value for name, value in row.items() if name != "step"}
         self._add(points, row["step"])
         self._before = time.perf_counter()
+
+    def _write(self, file: TextIO, row: dict[str, Any]) -> None:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        if self._progress is not None:
+            self._progress.saw(row)
 
     def _add(self, points: dict[str, float], step: int) -> None:
         for curves in self._curves:
@@ -146,11 +188,6 @@ class Watch:
         self._timing.close()
         for curves in self._curves:
             curves.close(whole=whole)
-
-
-def _write(file: TextIO, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
 
 
 def _cut_back(path: Path, stays: Callable[[dict[str, Any]], bool]) -> TextIO:

@@ -57,8 +57,11 @@ SHORTEST = 64
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
 
-LOG_BYTES = 700
+LOG_BYTES = 750
 """Bytes that a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
+
+RANK_BYTES, MOST_RANKS = 20, 16
+"""Bytes that the times of a rank add to timing.jsonl, and of how many ranks a step adds them at most, as in watch.py."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,12 @@ class Work:
     def step_tokens(self) -> int:
         """Positions that a step computes, padding included."""
         return self.batch_size * self.seq_len
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the logs of all steps."""
+        ranks = self.divided.num_ranks
+        return self.steps * (LOG_BYTES + (RANK_BYTES * min(ranks, MOST_RANKS) if ranks > 1 else 0))
 
     @property
     def saved_width(self) -> int:
@@ -202,11 +211,11 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
         **counts(work),
         "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
-            value=float(work.num_models * (width * num_params + beside) + LOG_BYTES * work.steps),
+            value=float(work.num_models * (width * num_params + beside) + work.log_bytes),
             unit="B",
             formula=(f"{work.num_models} models x ({weights}" if work.num_models > 1 else weights)
             + f" + tokenizer and manifest {human_bytes(beside)}{')' * (work.num_models > 1)} + logs "
-            + human_bytes(LOG_BYTES * work.steps),
+            + human_bytes(work.log_bytes),
         ),
     }
     state = state_bytes(work)

@@ -15,11 +15,13 @@ from hone.base.table import TABLES, Table
 from hone.cli.chat.spec import NOT_SHOWN
 from hone.cli.chat.verb import OF_CHAT
 from hone.cli.help import HELP
+from hone.cli.launch import OPTION
 from hone.cli.line import OF_PLAN, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
-from hone.cli.stages import OF_A_STAGE, OF_DATA, OF_TRAIN
+from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.train.curves.wandb import Wandb
+from hone.train.live.profiling import Profiling
 
 SHELLS = ("bash", "zsh", "fish")
 FILES, FOLDERS, RECIPES = "<files>", "<folders>", "<recipes>"
@@ -31,13 +33,14 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "data": OF_DATA,
     **dict.fromkeys(_STAGES, OF_A_STAGE),
     "train": OF_TRAIN,
+    "compress": OF_COMPRESS,
     "serve": OF_SERVE,
     "generate": OF_GENERATE,
     "chat": OF_CHAT,
     "export": OF_EXPORT,
     "push": ("redo", "quiet"),
     "pull": ("redo", "quiet"),
-    "calibrate": ("device",),
+    "calibrate": ("device", OPTION),
 }
 _CHOICES = {"device": ("cpu", "cuda"), "executor": ("serial", "processes", "ray", "slurm")}
 _ABOUT = {
@@ -50,6 +53,7 @@ _ABOUT = {
     "mesh": "Ranks to plan for, such as 8xH200.",
     "executor": "Where the tasks of a data stage run.",
     "workers": "Processes of the executor.",
+    OPTION: "Ranks to start on this host.",
     "config": "YAML file of these fields.",
     "help": "Print the usage and every field.",
 }
@@ -76,10 +80,11 @@ def options_of(verb: str) -> list[Option]:
     for name in _CIRCUMSTANCES.get(verb, ()):
         if name.endswith("."):
             continue  # those of roles and curves are below; of an executor they depend on its kind
-        values = _CHOICES.get(name, () if name in ("workers", "mesh", *FLAGS) else (FILES,))
+        values = _CHOICES.get(name, () if name in ("workers", "mesh", OPTION, *FLAGS) else (FILES,))
         found.append(Option(name, _ABOUT[name], values, name in FLAGS))
-    if "wandb." in _CIRCUMSTANCES.get(verb, ()):
-        found += [one._replace(name=f"wandb.{one.name}") for one in _fields(Wandb)]
+    for prefix, spec in (("wandb.", Wandb), ("profiling.", Profiling)):
+        if prefix in _CIRCUMSTANCES.get(verb, ()):
+            found += [one._replace(name=f"{prefix}{one.name}") for one in _fields(spec)]
     if verb in ("run", "plan"):
         return [
             *found,

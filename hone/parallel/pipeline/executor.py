@@ -34,6 +34,7 @@ class Channels:
         kinds = [(kind, upward) for kind in ("F", "I") for upward in (False, True)]
         self._groups: dict[_Channel, Any] = {one: mesh.group(pipelines, device) for one in kinds}
         self._connected: set[tuple[int, int, str]] = set()
+        self.waits = mesh.waits
         mesh.at_close(self.close)
 
     def connect(self, table: Table, like: Tensor) -> None:
@@ -219,7 +220,8 @@ class _Run:
                 self._arriving[one] = x, self.of.channels.receive(wanted.kind, x, rank)
             x, work = self._arriving.pop(wanted)
             if work is not None:
-                work.wait()
+                with self.of.channels.waits.around(x.is_cuda):
+                    work.wait()
         return x
 
     def end(self) -> None:
@@ -230,8 +232,8 @@ class _Run:
 
     def finish(self) -> None:
         """Waits for the sends."""
-        for _, work in self._sent:
-            with self._losing(None):
+        for x, work in self._sent:
+            with self._losing(None), self.of.channels.waits.around(x.is_cuda):
                 work.wait()
         self._sent.clear()
 

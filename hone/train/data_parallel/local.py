@@ -40,6 +40,9 @@ class LocalTrainer(Trainer):
     def _over_ranks(self, sums: Tensor) -> Tensor:
         return sums
 
+    def _of_ranks(self, numbers: Tensor) -> Tensor:
+        return numbers[None]
+
     def step(self, batch: Batch) -> Step:
         """As `Trainer.step`; then the outer step, where one is due."""
         before = self.tokens
@@ -49,9 +52,11 @@ class LocalTrainer(Trainer):
         asked, self.stopping = self.stopping, False
         if self.done % self.sync_every == 0 or self.done == self.steps:
             self._combine()
-            sums = self.ranks.mesh.sum(torch.tensor([float(asked), self._own], dtype=torch.float64)).tolist()
-            self.stopping = sums[0] > 0
-            self.tokens = self._counted = self._counted + int(sums[1])
+            own = torch.tensor([float(asked), self._own, *self.times.own], dtype=torch.float64)
+            rows = self.ranks.mesh.every(own)
+            self.times.gathered(self.done, rows[:, 2:])
+            self.stopping = bool(rows[:, 0].any())
+            self.tokens = self._counted = self._counted + int(rows[:, 1].sum())
             self._own = 0
         return replace(step, tokens=self.tokens)
 
