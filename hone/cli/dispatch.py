@@ -13,6 +13,7 @@ VERBS = {
     "plan": "hone.cli.line:plan",
     "run": "hone.cli.line:run",
     "report": "hone.cli.line:report",
+    "watch": "hone.cli.watch:watch",
     "data": "hone.cli.stages:make",
     "train": "hone.cli.stages:make",
     "compress": "hone.cli.stages:make",

@@ -10,6 +10,7 @@ a whole recipe
   plan RECIPE       time, memory and disk of every stage, and whether it fits, before anything is made
   run RECIPE        make every missing stage of a recipe, then its report
   report LINE       write the report of a line's artifacts again
+  watch FOLDER ...  a page in the browser of trainings that run or are finished
 one stage (hone VERB --help lists its fields; --plan prints its estimates, --plan --mesh=1024xH200 for ranks elsewhere)
   data SOURCE ...   text to curated, tokenized, packed shards
   train DATA        a model from packed shards

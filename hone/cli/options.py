@@ -10,7 +10,7 @@ FLAGS = ("redo", "quiet", "help", "version", "plan")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
 """Options that do not change the result."""
-_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config", "nproc_per_node")
+_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config", "nproc_per_node", "host", "port")
 _HYPHENS = ("api_key", "chat_template", "nproc_per_node")
 """Options that other programs write with hyphens."""
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}

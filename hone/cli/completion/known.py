@@ -20,6 +20,7 @@ from hone.cli.line import OF_PLAN, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
 from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
+from hone.cli.watch import OF_WATCH
 from hone.train.curves.wandb import Wandb
 from hone.train.live.profiling import Profiling
 
@@ -41,6 +42,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "push": ("redo", "quiet"),
     "pull": ("redo", "quiet"),
     "calibrate": ("device", OPTION),
+    "watch": OF_WATCH,
 }
 _CHOICES = {"device": ("cpu", "cuda"), "executor": ("serial", "processes", "ray", "slurm")}
 _ABOUT = {
@@ -54,6 +56,8 @@ _ABOUT = {
     "executor": "Where the tasks of a data stage run.",
     "workers": "Processes of the executor.",
     OPTION: "Ranks to start on this host.",
+    "host": "Address to listen on.",
+    "port": "Port to listen on.",
     "config": "YAML file of these fields.",
     "help": "Print the usage and every field.",
 }
@@ -80,7 +84,7 @@ def options_of(verb: str) -> list[Option]:
     for name in _CIRCUMSTANCES.get(verb, ()):
         if name.endswith("."):
             continue  # those of roles and curves are below; of an executor they depend on its kind
-        values = _CHOICES.get(name, () if name in ("workers", "mesh", OPTION, *FLAGS) else (FILES,))
+        values = _CHOICES.get(name, () if name in ("workers", "mesh", OPTION, *OF_WATCH, *FLAGS) else (FILES,))
         found.append(Option(name, _ABOUT[name], values, name in FLAGS))
     for prefix, spec in (("wandb.", Wandb), ("profiling.", Profiling)):
         if prefix in _CIRCUMSTANCES.get(verb, ()):
