@@ -27,6 +27,9 @@ LAUNCHER = "HONE_LAUNCHER"
 GRACE_S = 30.0
 """How long the other ranks may take to end after one ended with an error, as torchrun waits."""
 
+_ORDERLY = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
+"""Codes of ranks that ended because they were asked to."""
+
 
 def check_world(verb: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raises SpecError, on every rank, when torchrun started several ranks of a verb that cannot share its work."""
@@ -169,6 +172,7 @@ class Ranks:
         self._said: dict[str, int] = {}
         self._lock = threading.Lock()
         self._asked = 0
+        """How often Ctrl-C or SIGTERM came."""
         self._readers: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._handlers: dict[int, Any] = {}
@@ -182,6 +186,8 @@ class Ranks:
             pipes |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "pass_fds": (ended,)}
             started = subprocess.Popen(command, env=own, **pipes)
             self.processes.append(started)
+            if self._asked:  # it came before this rank was there
+                started.send_signal(signal.SIGTERM)
             threading.Thread(target=self._wait_for, args=(rank,), daemon=True).start()
             if rank:
                 self._readers.append(threading.Thread(target=self._read, args=(rank,), daemon=True))
@@ -204,14 +210,15 @@ class Ranks:
         code, left, first = 0, len(self.processes), -1
         while left:
             try:
-                rank, ended = self._ended.get(timeout=GRACE_S if code and not self._asked else None)
+                # Ranks that were asked to end may take as long as saving does, unless one failed instead.
+                saving = self._asked and code in _ORDERLY
+                rank, ended = self._ended.get(timeout=GRACE_S if code and not saving else None)
             except queue.Empty:
                 alive = [str(one) for one, process in enumerate(self.processes) if process.poll() is None]
                 self._say(
                     f"ranks {', '.join(alive)} did not end in {GRACE_S:.0f} s after rank {first} did, and are killed"
                 )
                 self._send(signal.SIGKILL)
-                self._asked = 3
                 continue
             left -= 1
             if ended and not code:

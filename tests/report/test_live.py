@@ -191,7 +191,7 @@ async def _client(port: int, folder: Path, app) -> None:
 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         page = await client.get("/")
-        assert page.status_code == 200 and "train-a - hone watch" in page.text
+        assert page.status_code == 200 and "train-a - hone watch" in page.text and "step 3" in page.text
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "{{" not in page.text and "http" not in policy
         assert (await client.get("/events?width=x")).status_code == 422

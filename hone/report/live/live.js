@@ -38,7 +38,6 @@
       runs.innerHTML = JSON.parse(event.data);
       scrollTo(0, y); ages(); say("Up to date", false);
     };
-    stream.onopen = function () { say("Up to date", false); };
     stream.onerror = function () { say("The connection to hone watch is lost; trying again", true); };
   }
   var later = 0;

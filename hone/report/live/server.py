@@ -27,6 +27,10 @@ HEARTBEAT_S = 15.0
 """After so many seconds without news a comment is sent, by which a client that is gone is noticed."""
 
 
+_RUNS = b"{{ RUNS }}"
+"""Where the page has the trainings."""
+
+
 class Shown:
     """The trainings as pages of each width have them: read at most once in LOOK_S, drawn once a change, for all clients."""
 
@@ -82,7 +86,8 @@ def app_of(folders: list[Path], look_s: float = LOOK_S) -> FastAPI:
 
     @app.get("/")
     async def page() -> Response:
-        return Response(content, headers=headers, media_type="text/html; charset=utf-8")
+        _, body = await shown.page(int(WIDE))  # until the first event, and without JavaScript
+        return Response(content.replace(_RUNS, body.encode()), headers=headers, media_type="text/html; charset=utf-8")
 
     @app.get("/events")
     async def events(width: int = int(WIDE)) -> StreamingResponse:

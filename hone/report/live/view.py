@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,9 +54,13 @@ def _head(place: int, run: RunLog) -> Markup:
         state = Markup("waiting for the first step in <code>{}</code>").format(run.folder)
     else:
         share = f" of {run.total:,}" if run.total else ""
-        state = Markup("{}, step {}{}").format(run.state, f"{run.step:,}", share)
+        done = "done, " if run.state == "done" else ""
+        state = Markup("{}step {}{}").format(done, f"{run.step:,}", share)
         if run.written_at is not None and run.state == "running":
-            state += Markup(', written <time data-at="{}"></time>').format(f"{run.written_at:.1f}")
+            at = time.strftime(
+                "on %d %B at %H:%M UTC", time.gmtime(run.written_at)
+            )  # the page's script says how long ago
+            state += Markup(', written <time data-at="{}">{}</time>').format(f"{run.written_at:.1f}", at)
     if run.garbage:
         lines = "1 line" if run.garbage == 1 else f"{run.garbage} lines"
         state += Markup('; <span class="bad">{} of its logs cannot be read</span>').format(lines)
