@@ -54,13 +54,12 @@ class Flow:
         self.dense_states: Tensor | None = None
 
     @torch.no_grad()  # a graph would keep the embedding in memory through all layers
-    def embed(self, ends: Decoder, rest_dtype: torch.dtype | None = None) -> None:
-        """Computes the inputs of the first layer, from an embedding that is stored in `rest_dtype` if it is not None."""
+    def embed(self, ends: Decoder, stored: Callable[[Decoder], None] | None = None) -> None:
+        """Computes the inputs of the first layer; `stored` makes the embedding of a model what the folder will hold."""
         if self.paired:
             self.dense_states = self._embedded(ends)
-        if rest_dtype is not None:
-            embedding = ends.embedding.to(rest_dtype).to(self.dtype)
-            ends.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
+        if stored is not None:
+            stored(ends)
         self.states = self._embedded(ends)
 
     def _embedded(self, ends: Decoder) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.durable import write_atomic
 from hone.base.mesh import Mesh
@@ -47,23 +47,12 @@ class Check:
     ) -> None:
         self.flow = Flow(samples, batch_size, device, dtype, paired=True, mesh=mesh)
 
-    def finish(
-        self,
-        checkpoint: Checkpoint,
-        rest_dtype: torch.dtype | None,
-        state: Path,
-        put_head: Callable[[Decoder], None] | None = None,
-    ) -> None:
-        """Compares the predictions after the last layer, and keeps the result in `state`; `put_head` puts in a compressed head."""
+    def finish(self, checkpoint: Checkpoint, state: Path, stored: Callable[[Decoder], None]) -> None:
+        """Compares the predictions after the last layer, and keeps the result in `state`; `stored` makes embedding and head of a
+        model what the folder holds."""
         dense = checkpoint.build_ends(self.flow.device, self.flow.dtype)
         compressed = checkpoint.build_ends(self.flow.device, self.flow.dtype)
-        if rest_dtype is not None:
-            for linear in (compressed.embed_tokens, compressed.lm_head):
-                if linear is not None:
-                    weight = linear.weight.detach().to(rest_dtype).to(self.flow.dtype)
-                    linear.weight = nn.Parameter(weight, requires_grad=False)
-        if put_head is not None:
-            put_head(compressed)
+        stored(compressed)
         checked = self.compare(dense, compressed)
         if self.flow.mesh.leads:
             write_atomic(state / FILE, json.dumps(checked._asdict()).encode())

@@ -17,7 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.table import Choice, Technique
 from hone.compress.observers import OBSERVERS
 from hone.compress.observers.min_max import MinMax
-from hone.compress.targets import HEAD
+from hone.compress.targets import EMBEDDED, HEAD
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
@@ -248,6 +248,10 @@ class Quantizer(Storage):
         """The quantizer of the matrix of checkpoint modules `names`, which may have options of its own."""
         return self
 
+    def of_embedding(self) -> Quantizer:
+        """The quantizer with these options of an embedding: its rows are looked up, so there are no inputs to round or to heed."""
+        return self.model_copy(update={"activations": "none"})
+
     def check_targets(self, targets: Iterable[Iterable[Linear]]) -> None:
         """Raises SpecError when options of single matrices fit none of the linears `targets`, by layer."""
 
@@ -396,9 +400,21 @@ class Assigned:
         bits = self.bits.get(matrix_name(index, linear.path))
         if bits is not None:
             return self.template.model_copy(update={"bits": bits})
-        return self.template.of_matrix([name for name, _ in linear.modules])
+        own = self.template.of_matrix([name for name, _ in linear.modules])
+        return own.of_embedding() if linear.path == EMBEDDED else own
 
 
 def matrix_name(index: int, path: str) -> str:
-    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv', or 'lm_head' of the head, after the last layer."""
-    return path if path == HEAD else f"layers.{index}.{path}"
+    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv', or 'lm_head' of the head, after the last layer; that of
+    the embedding, whatever the index, is 'embed_tokens'."""
+    return path if path in (HEAD, EMBEDDED) else f"layers.{index}.{path}"
+
+
+def notes_said(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The notes in rows of layers.jsonl, each once with the matrices that have it."""
+    noted: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row["notes"]:
+            noted.setdefault(note, []).append(row["name"])
+    for note, names in noted.items():
+        yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}"

@@ -11,6 +11,8 @@ from hone.base.plan import DISK, MEMORY
 from hone.compress.allocations import base as allocations
 from hone.compress.low_rank import base as low_rank
 from hone.compress.matrix import Quantizer, Step, matrix_name
+from hone.compress.pruners.base import Sparse
+from hone.compress.written import engines
 from hone.compress.written.engines import Written
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.files import beside_bytes
@@ -97,54 +99,90 @@ def with_head(model: CheckpointFacts, targets: tuple[tuple[Any, ...], ...]) -> C
 
 
 def notes(
-    spec: Any, whole: CheckpointFacts, model: CheckpointFacts, targets: tuple[tuple[Any, ...], ...]
+    spec: Any,
+    whole: CheckpointFacts,
+    model: CheckpointFacts,
+    targets: tuple[tuple[Any, ...], ...],
+    embedding: Linear | None,
+    written: Written,
 ) -> tuple[str, ...]:
-    """What rules give, and that the head of the model `whole` is stored apart."""
-    found = () if spec.quantizer is None else spec.quantizer.lines(targets)
+    """What rules give, how the head of the model `whole` and a compressed embedding are stored, and what that means to engines."""
+    found = () if spec.quantizer is None else spec.quantizer.lines(_with(targets, embedding))
     if whole.config.tie_embeddings and not model.config.tie_embeddings and targets_of.has_head(targets):
-        found += ("lm_head is tied to the embedding: the compressed head is stored beside it, which stays as it is",)
+        other = "which stays as it is" if embedding is None else "which is quantized, too"
+        found += (f"lm_head is tied to the embedding: the compressed head is stored beside it, {other}",)
+    if embedding is None:
+        return found
+    if model.config.tie_embeddings:
+        found += ("the embedding and the head that is tied to it are one quantized matrix",)
+    if any(isinstance(step, Sparse) for step in spec.layer_steps):
+        found += ("the embedding is quantized and not pruned",)
+    if engines.dequantizes(written):
+        why = "" if engines.alike(written) else ", and where all matrices have one scheme: not this folder"
+        found += (
+            f"transformers loads this embedding only with CompressedTensorsConfig(dequantize=True){why}; hone loads it packed",
+        )
     return found
 
 
-def check_targets(spec: Any, targets: tuple[tuple[Any, ...], ...]) -> None:
-    """Raises SpecError where the steps cannot work on a linear of `targets`, or rules fit none."""
+def _with(targets: tuple[tuple[Any, ...], ...], embedding: Linear | None) -> tuple[tuple[Any, ...], ...]:
+    """The matrices of all layers, then the embedding, if it is compressed."""
+    return targets if embedding is None else (*targets, (embedding,))
+
+
+def check_targets(spec: Any, targets: tuple[tuple[Any, ...], ...], embedding: Linear | None) -> None:
+    """Raises SpecError where the steps cannot work on a linear of `targets` or on the embedding, or rules fit none."""
     if spec.quantizer is not None:
-        spec.quantizer.check_targets(targets)
+        spec.quantizer.check_targets(_with(targets, embedding))
+    elif embedding is not None:
+        raise SpecError(
+            f"targets name the embedding, and {', '.join(step.kind for step in spec.layer_steps)} works on linears alone",
+            fix="add a quantizer to the steps, as {kind: rtn, bits: 8}, or leave embed_tokens out of targets",
+        )
     if spec.gradient_sequences and targets_of.has_head(targets):
         raise SpecError(
             f"observer {spec.quantizer.observer.kind} reads gradients of the inputs of layers, not of lm_head's",
             fix="use observer mse, or leave it unchanged: ignore=['lm_head']",
         )
-    for index, linears in enumerate(targets):
+    for index, linears in enumerate(_with(targets, embedding)):
         for linear in linears:
             for step in possible_steps(spec, linear):
                 step.check(matrix_name(index, linear.path), linear.rows, linear.columns)
                 if isinstance(step, Quantizer):
                     targets_of.check_modules(linear, step.scheme(linear.columns))
-            low_rank.check_modules(spec.layer_steps, linear)
+            if linear is not embedding:
+                low_rank.check_modules(spec.layer_steps, linear)
 
 
 def steps_of(spec: Any, linear: Linear) -> tuple[Step, ...]:
-    """The steps of a matrix, the quantizer with the options that it has for it."""
+    """The steps of a matrix, the quantizer with the options that it has for it; of the embedding that one alone."""
     names = [name for name, _ in linear.modules]
+    if linear.path == targets_of.EMBEDDED:
+        return (spec.quantizer.of_matrix(names).of_embedding(),)
     return tuple(step.of_matrix(names) if isinstance(step, Quantizer) else step for step in spec.layer_steps)
 
 
 def possible_steps(spec: Any, linear: Linear) -> tuple[Step, ...]:
     """The steps of a matrix, the quantizer with each choice of bits that it may get."""
-    if spec.allocation is None or linear.path == targets_of.HEAD:
+    if spec.allocation is None or linear.path in (targets_of.HEAD, targets_of.EMBEDDED):
         return steps_of(spec, linear)
     steps = (step for step in spec.layer_steps if not isinstance(step, Quantizer))
     return (*steps, *allocations.candidates(spec.quantizer, spec.allocation.bits).values())
 
 
-def written(spec: Any, config: ModelConfig, targets: tuple[tuple[Any, ...], ...], cache: KVCache | None) -> Written:
+def written(
+    spec: Any,
+    config: ModelConfig,
+    targets: tuple[tuple[Any, ...], ...],
+    cache: KVCache | None,
+    embedding: Linear | None = None,
+) -> Written:
     """What an engine has to load: every scheme that a matrix may get."""
     return Written(
         config,
         tuple(
             (matrix_name(index, linear.path), step.scheme(linear.columns), linear.columns)
-            for index, linears in enumerate(targets)
+            for index, linears in enumerate(_with(targets, embedding))
             for linear in linears
             for step in possible_steps(spec, linear)
             if isinstance(step, Quantizer)
@@ -164,6 +202,7 @@ def work(
     calibrated: Calibrated | None,
     stored_width: int,
     dtype: str,
+    embedding: Linear | None = None,
 ) -> Compression:
     """The work of compressing the linears in `targets` of `model`, which is the model `whole` as the first steps leave it.
 
@@ -174,7 +213,7 @@ def work(
             MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in steps_of(spec, one)))
             for one in linears
         )
-        for linears in targets
+        for linears in _with(targets, embedding)
     )
     count = model.config.num_layers
     num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
@@ -190,7 +229,8 @@ def work(
         model.config.facts(),
         layers[:count],
         shards,
-        head=layers[count:],
+        head=layers[count : len(targets)],
+        embedding=layers[len(targets) :],
         **once,
         **more,
         measured=chain.measured(whole.config, spec.structured, num_sequences, seq_len, **once),

@@ -14,17 +14,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from hone.base.artifact import Draft
 from hone.base.durable import NO_SPACE, sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
 from hone.base.mesh import Mesh
 from hone.compress.layer import original
-from hone.compress.targets import EMBEDDING, HEAD
+from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.targets import EMBEDDING, HEAD, Linear
 from hone.cost.compress import balanced
 from hone.model.context import Context
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families.config_json import OWN
 from hone.model.hf import Checkpoint, config_values
 from hone.model.linear import MakeLinear
+from hone.model.quantized import layouts
 from hone.model.shards import INDEX, save_tensors
 
 DTYPES = {
@@ -144,9 +147,53 @@ def build_layer(
     return _Read(checkpoint, tensors).build_layer(index, device, dtype)
 
 
+def quantized_embedding(
+    checkpoint: Checkpoint, quantizer: Quantizer, device: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The checkpoint tensors that replace the embedding's weight, by name, and its row of layers.jsonl."""
+    name = f"{EMBEDDING}.weight"
+    stored = checkpoint.tensor(name)
+    weight = checkpoint.converted(name, stored, device, torch.promote_types(stored.dtype, torch.float32))
+    matrix = Matrix(EMBEDDING, weight, checkpoint.dtype, modules=(len(weight),), quantizer=quantizer)
+    quantizer.apply(matrix)
+    assert matrix.stored is not None, f"{quantizer.kind} stored nothing"
+    part = layouts.write(matrix.stored)
+    return {f"{EMBEDDING}.{suffix}": one.cpu() for suffix, one in part.items()}, matrix.row([EMBEDDING], [quantizer])
+
+
+def given_weights(checkpoint: Checkpoint, targets: Iterable[Iterable[Linear]], device: str) -> Iterator[Tensor]:
+    """The weights of the linears in `targets`, by layer, a checkpoint module at a time."""
+    for linears in targets:
+        opened = checkpoint.reopened()  # so that its memory maps are freed with it
+        for linear in linears:
+            for name, _ in linear.modules:
+                yield opened.tensor(f"{name}.weight").to(device)
+
+
 def shard_name(number: int, count: int) -> str:
     """File name of shard `number` (from 1) of `count`."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def finished_layers(draft: Draft, count: int) -> int:
+    """Number of leading layers, of `count`, whose shard and marker exist."""
+    done = 0
+    while done < count and marker(draft, done).exists():
+        if not (draft.folder / shard_name(done + 2, count + 1)).exists():
+            break
+        done += 1
+    return done
+
+
+def mark(draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    """Writes the marker of a layer that is on disk: its rows of layers.jsonl, and its tensors' bytes by name."""
+    entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
+    write_atomic(marker(draft, index), json.dumps(entry).encode())
+
+
+def marker(draft: Draft, index: int) -> Path:
+    """The marker of layer `index`, or of the embedding (-1)."""
+    return draft.state / (f"layer-{index:05d}.json" if index >= 0 else "embedding.json")
 
 
 @contextmanager
@@ -175,11 +222,11 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_shard(path: Path) -> dict[str, Tensor]:
-    """The tensors of a shard, in memory of their own. Raises ArtifactError when it is corrupt."""
+def read_shard(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a shard whose names begin with `prefix`, in memory of their own. Raises ArtifactError when it is corrupt."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: file.get_tensor(name).clone() for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path} is corrupt: {error}", fix="delete the unfinished folder and start again") from None
 

@@ -62,8 +62,10 @@ def shard_sizes(
     quantizers: Assigned,
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
+    embedding: Linear | None = None,
 ) -> list[int]:
-    """Bytes of every shard, the first with the tensors outside the layers, the last with the head if it is compressed. `dtype` is the checkpoint's."""
+    """Bytes of every shard, the first with the tensors outside the layers, the last with the head if it is compressed. `dtype` is the checkpoint's;
+    `embedding` is given where it is compressed."""
     layers: list[dict[str, Entry]] = [{} for _ in targets]
     ends = {}
     head = f"{HEAD}.weight" if has_head(targets) else ""
@@ -74,7 +76,8 @@ def shard_sizes(
             layers[int(name.split(".")[2])][name] = (kind, shape)
         else:
             ends[name] = (stored_rest(kind, shape, rest_dtype), shape)
-    for index, (tensors, linears) in enumerate(zip(layers, targets, strict=True)):
+    pairs = [*zip(layers, targets, strict=True), (ends, () if embedding is None else (embedding,))]
+    for index, (tensors, linears) in enumerate(pairs):
         for linear in linears if quantizers.template is not None else ():
             quantizer = quantizers.of(index, linear)
             for name, rows in linear.modules:

@@ -61,6 +61,8 @@ class CompressPlan(Plan):
     """A plan with the engine's job: linears by layer, dtype of the forward passes, calibration."""
 
     targets: tuple[tuple[Any, ...], ...]
+    embedding: Any = None
+    """The embedding as a matrix, where it is compressed."""
     compute_dtype: str
     calibrated: planning.Calibrated | None
     budget: Budget | None
@@ -98,7 +100,7 @@ class Compress(Stage):
     ignore: tuple[str, ...] = Field(
         ("lm_head",),
         description="Regular expressions, as those of targets; a linear is left unchanged if one of them is found in its name. "
-        "The head, lm_head, is compressed where targets has it and ignore does not.",
+        "The head, lm_head, and the embedding, embed_tokens, are compressed where targets has them and ignore does not.",
     )
     num_sequences: int = Field(128, gt=0, description="Calibration sequences.")
     seq_len: int = Field(0, ge=0, description="Tokens of one sequence; 0: the model's context, up to 512.")
@@ -198,29 +200,38 @@ class Compress(Stage):
             )
         whole, model = model, self._cut(model, calibrated is not None)
         cache = self._checked_cache(model.config, calibrated is not None)
-        targets: tuple[Any, ...] = ((),) * model.config.num_layers
+        targets, embedding = ((),) * model.config.num_layers, None
         if self.layer_steps:
             targets = targets_of.select(model.config, self.targets, self.ignore)
+            embedding = targets_of.embedding(model.config, self.targets, self.ignore)
         model = planning.with_head(model, targets)
-        planning.check_targets(self, targets)
-        engines.check(self.engine, planning.written(self, model.config, targets, cache))
+        planning.check_targets(self, targets, embedding)
+        written = planning.written(self, model.config, targets, cache, embedding)
+        engines.check(self.engine, written)
         dtype = getattr(torch, model.dtype)
         before = sizes.entries(whole, model.config if self.structured else None) | sizes.untied(whole, model)
         if cache is not None:
             before |= cache.tensors(model.config, dtype)
         planned, budget = allocating.assigned(
-            self.allocation, storage_of(self.layer_steps), before, targets, self._rest_dtype, dtype, model.where
+            self.allocation,
+            storage_of(self.layer_steps),
+            before,
+            targets,
+            self._rest_dtype,
+            dtype,
+            model.where,
+            embedding,
         )
-        made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype)
+        made = sizes.shard_sizes(before, targets, planned, self._rest_dtype, dtype, embedding)
         compute = self.compute_dtype
         if compute == "auto":
             compute = "bfloat16" if machine.device.startswith("cuda") else "float32"
         config, adapter_bytes = adapters.planned(self._correction, model.config, targets, dtype)
-        work = planning.work(self, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute)
+        work = planning.work(self, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute, embedding)
         work = replace(work, adapter_bytes=adapter_bytes)
         hadamards = self.hadamards(model.config, targets)
         quantization = result.quantization_config(
-            model.config, targets, planned, model.dtype, hadamards, cache and cache.scheme
+            model.config, targets, planned, model.dtype, hadamards, cache and cache.scheme, embedding
         )
         update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
         update["weights_bytes"] = sum(made) + work.adapter_bytes
@@ -229,10 +240,11 @@ class Compress(Stage):
             facts=model.model_copy(update=update),
             ways=planning.WAYS,
             targets=targets,
+            embedding=embedding,
             compute_dtype=compute,
             calibrated=calibrated,
             budget=budget,
-            notes=planning.notes(self, whole, model, targets),
+            notes=planning.notes(self, whole, model, targets, embedding, written),
         )
 
     def _check_model(self, model: CheckpointFacts) -> None:
@@ -295,6 +307,7 @@ class Compress(Stage):
                 self._rest_dtype,
                 mesh=mesh,
                 cache=self.kv_cache,
+                embedding=plan.embedding,
             )
             if self.allocation is not None:
                 few = samples.part(slice(self.allocation.num_sequences))
@@ -317,7 +330,7 @@ class Compress(Stage):
                 return
             checked = checks.read(draft.state)
             stored = replace(job.quantizers, template=storage_of(self.layer_steps))
-            more = (stored, plan.facts.dtype, hadamards, job.cache and job.cache.scheme)
+            more = (stored, plan.facts.dtype, hadamards, job.cache and job.cache.scheme, plan.embedding)
             quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
             result.describe(draft, checkpoint, quantization, adapted=self._correction is not None)
             if self.layer_steps:

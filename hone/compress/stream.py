@@ -11,18 +11,16 @@ rank 0 alone writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hone.base.artifact import Draft
-from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError
 from hone.base.mesh import Mesh
 from hone.base.run import Run
@@ -33,11 +31,22 @@ from hone.compress.check import read as read_check
 from hone.compress.layer import LayerWeights
 from hone.compress.low_rank import adapter
 from hone.compress.low_rank.base import Factorization, correction_of
-from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, quantizer_of
-from hone.compress.shards import build_layer, read_shard, shard_name, write_index, write_shard
+from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, notes_said, quantizer_of
+from hone.compress.shards import (
+    build_layer,
+    finished_layers,
+    given_weights,
+    mark,
+    marker,
+    quantized_embedding,
+    read_shard,
+    shard_name,
+    write_index,
+    write_shard,
+)
 from hone.compress.sizes import stored_rest
 from hone.compress.statistics import RANGES, STATISTICS
-from hone.compress.targets import HEAD, Linear, has_head
+from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
 from hone.compress.transforms.base import Transform
 from hone.cost.compress import spread
 from hone.model.decoder import Decoder
@@ -69,6 +78,8 @@ class Job:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     """Squared gradients of the loss by each matrix's inputs, by `matrix_name`, where an observer reads them."""
     mesh: Mesh = field(default_factory=Mesh)
+    embedding: Linear | None = None
+    """The embedding, where it is compressed."""
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -113,9 +124,10 @@ class Job:
         return len(self.targets) + 1
 
     def ends(self) -> list[str]:
-        """Names of the tensors outside the decoder layers, without a head that is compressed."""
-        head = self.inside(self.checkpoint.config.num_layers) if has_head(self.targets) else []
-        return [name for name in self.checkpoint.names() if not name.startswith("model.layers.") and name not in head]
+        """Names of the tensors outside the decoder layers, without a head or an embedding that is compressed."""
+        without = self.inside(self.checkpoint.config.num_layers) if has_head(self.targets) else []
+        without += [] if self.embedding is None else [f"{EMBEDDING}.weight"]
+        return [one for one in self.checkpoint.names() if not one.startswith("model.layers.") and one not in without]
 
     def inside(self, index: int) -> list[str]:
         """Names of the tensors of layer `index`, or of the head."""
@@ -132,7 +144,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
     """
     count = len(job.targets)
     mesh = job.mesh
-    done = mesh.from_leader(lambda: _finished_layers(draft, job))
+    done = mesh.from_leader(lambda: finished_layers(draft, len(job.targets)))
     if mesh.leads:
         _write_ends(job, draft)
     checked = mesh.from_leader(lambda: read_check(draft.state) is not None)
@@ -144,7 +156,12 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
         _advance(job, flows, draft, done, run)
     if done < count and job.steps and job.steps[0].reads_model:
         # Rank 0 alone: this reads the model, and computes next to nothing.
-        job = replace(job, model=mesh.from_leader(lambda: job.steps[0].prepare(lambda: _given(job))))
+        job = replace(
+            job,
+            model=mesh.from_leader(
+                lambda: job.steps[0].prepare(lambda: given_weights(job.checkpoint, job.targets, job.device))
+            ),
+        )
     # One thread writes a finished layer while the next one is computed; a layer's marker is written after its files.
     with torch.no_grad(), ThreadPoolExecutor(1) as writer, run.progress("compress", count, "layers") as bar:
         bar.advance(done)
@@ -161,8 +178,7 @@ def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | 
             written.result()
     if check is not None:
         mesh.from_leader(lambda: None)  # the head is on disk
-        head = partial(_put_head, job, draft) if has_head(job.targets) else None
-        check.finish(job.checkpoint, job.rest_dtype, draft.state, head)
+        check.finish(job.checkpoint, draft.state, partial(_put_ends, job, draft))
     return _finish(job, draft, run) if mesh.leads else []
 
 
@@ -171,7 +187,10 @@ def _write_ends(job: Job, draft: Draft) -> None:
     first = draft.folder / shard_name(1, job.num_shards)
     if first.exists():
         return
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    if job.embedding is not None:
+        tensors, row = quantized_embedding(job.checkpoint, job.quantizers.of(-1, job.embedding), job.device)
+        mark(draft, -1, [row], tensors)
     for name in job.ends():
         tensor = job.checkpoint.tensor(name)
         dtype = stored_rest(tensor.dtype, tensor.shape, job.rest_dtype)
@@ -179,20 +198,11 @@ def _write_ends(job: Job, draft: Draft) -> None:
     write_shard(first, tensors)
 
 
-def _given(job: Job) -> Iterator[Tensor]:
-    """The weights of the given model's linears that are compressed, a checkpoint module at a time."""
-    for linears in job.targets:
-        checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-        for linear in linears:
-            for name, _ in linear.modules:
-                yield checkpoint.tensor(f"{name}.weight").to(job.device)
-
-
 @torch.no_grad()
 def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> None:
     """Computes the inputs of layer `done`: the embedding, then the finished layers with their written weights."""
     for flow in flows:
-        flow.embed(job.checkpoint.build_ends(job.device, job.dtype), job.rest_dtype)
+        flow.embed(job.checkpoint.build_ends(job.device, job.dtype), partial(_put_rest, job, draft))
     if not done:
         return
     done = min(done, job.checkpoint.config.num_layers)
@@ -242,23 +252,8 @@ def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensor
     tensors, added = adapter.split(tensors)
     write_shard(draft.folder / shard_name(index + 2, job.num_shards), tensors)
     adapter.keep(draft, index, added)
-    entry = {"rows": rows, "tensors": {name: tensor.nbytes for name, tensor in tensors.items()}}
-    write_atomic(_marker(draft, index), json.dumps(entry).encode())
+    mark(draft, index, rows, tensors)
     draft.keep_time()
-
-
-def _finished_layers(draft: Draft, job: Job) -> int:
-    """Number of leading layers whose shard and marker exist."""
-    done = 0
-    while done < len(job.targets) and _marker(draft, done).exists():
-        if not (draft.folder / shard_name(done + 2, job.num_shards)).exists():
-            break
-        done += 1
-    return done
-
-
-def _marker(draft: Draft, index: int) -> Path:
-    return draft.state / f"layer-{index:05d}.json"
 
 
 def _compress_layer(
@@ -296,9 +291,7 @@ def _compress_layer(
         found[linear.path] = matrix.row([name for name, _ in linear.modules], job.steps)
         written = _written(matrix, linear, tensors)
         made.update(written)
-        if (
-            flow is not None and not head
-        ):  # the second pass runs the weights that are written, in their stored precision
+        if flow is not None and not head:  # the second pass runs what is written, in its stored precision
             _put(job, index, layer, linear, written, None if matrix.stored is None else matrix.base)
     made = job.mesh.exchange(made, job.device)
     for linear in job.targets[index]:
@@ -341,11 +334,22 @@ def _transformed(
     return weights.weight
 
 
-def _put_head(job: Job, draft: Draft, ends: Decoder) -> None:
-    """Puts the head as it is on disk into `ends`."""
+def _put_rest(job: Job, draft: Draft, ends: Decoder) -> None:
+    """Makes what is written first of the model `ends` as it is on disk: the embedding, and a head that is not compressed."""
+    for linear in (ends.embed_tokens, ends.lm_head) if job.rest_dtype is not None else ():
+        if linear is not None:
+            _use(linear, "", linear.weight.detach().to(job.rest_dtype).to(job.dtype))
+    if job.embedding is not None:
+        written = read_shard(draft.folder / shard_name(1, job.num_shards), f"{EMBEDDING}.")
+        _use(ends.embed_tokens, "", _read(job, -1, job.embedding, written).to(job.dtype))
+
+
+def _put_ends(job: Job, draft: Draft, ends: Decoder) -> None:
+    """Makes embedding and head of `ends` what they are on disk."""
+    _put_rest(job, draft, ends)
     index = job.checkpoint.config.num_layers
-    (linear,) = job.targets[index]
-    _put(job, index, ends, linear, read_shard(draft.folder / shard_name(index + 2, job.num_shards)))
+    for linear in job.targets[index] if has_head(job.targets) else ():
+        _put(job, index, ends, linear, read_shard(draft.folder / shard_name(index + 2, job.num_shards)))
 
 
 def _put(
@@ -358,14 +362,14 @@ def _put(
         _use_rounded(job, index, layer, linear, written)
     else:
         weight = _read(job, index, linear, written) if weight is None else weight
-        _use(layer, linear, weight.to(job.dtype))
+        _use(layer, linear.path, weight.to(job.dtype))
     if correction_of(job.steps) is not None:
         adapter.put(layer, linear, index, job.checkpoint.config, written, job.device, job.dtype)
 
 
-def _use(layer: nn.Module, linear: Linear, weight: Tensor) -> None:
-    """Replaces the weight of a linear of `layer`."""
-    layer.get_submodule(linear.path).weight = nn.Parameter(weight, requires_grad=False)
+def _use(module: nn.Module, path: str, weight: Tensor) -> None:
+    """Replaces the weight of the linear or embedding at `path` in `module`."""
+    module.get_submodule(path).weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _rounds_inputs(job: Job) -> bool:
@@ -432,8 +436,8 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
         weight_map[name] = shard_name(1, count)
         tensor = job.checkpoint.tensor(name)
         total += tensor.numel() * stored_rest(tensor.dtype, tensor.shape, job.rest_dtype).itemsize
-    for index in range(count - 1):
-        entry = json.loads(_marker(draft, index).read_text(encoding="utf8"))
+    for index in range(-1 if job.embedding is not None else 0, count - 1):
+        entry = json.loads(marker(draft, index).read_text(encoding="utf8"))
         weight_map.update(dict.fromkeys(entry["tensors"], shard_name(index + 2, count)))
         total += sum(entry["tensors"].values())
         rows += entry["rows"]
@@ -441,10 +445,6 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
     correction = correction_of(job.steps)
     if correction is not None:
         adapter.finish(draft, count - 1, adapter.spec(correction, job.checkpoint.config, job.targets))
-    noted: dict[str, list[str]] = {}
-    for row in rows:
-        for note in row["notes"]:
-            noted.setdefault(note, []).append(row["name"])
-    for note, names in noted.items():
-        run.warn(f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}")
+    for line in notes_said(rows):
+        run.warn(line)
     return rows

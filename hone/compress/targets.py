@@ -1,4 +1,4 @@
-"""The linears of a model to compress, from its config alone: their names, shapes and inputs."""
+"""The linears of a model to compress, and its embedding, from its config alone: their names, shapes and inputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 """The head's checkpoint module and its path: it is the one linear of the layer after the last."""
+EMBEDDING, EMBEDDED = "model.embed_tokens", "embed_tokens"
+"""The embedding's checkpoint module and its path."""
+EMBEDDING_CLASS = "Embedding"
+"""What compressed-tensors and vLLM call the embedding in `targets`, by its class."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +85,29 @@ def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -
         chosen.append(linears(config, config.num_layers))
     for field, patterns in (("targets", targets), ("ignore", ignore)):
         for pattern in patterns:
-            if field == "targets" and matches(pattern, EMBEDDING) and not any(matches(pattern, one) for one in names):
-                raise SpecError(
-                    f"targets: '{pattern}' is the embedding, which is looked up as floats and not compressed",
-                    fix="rest_dtype=bfloat16 stores it in 16 bits; the head is 'lm_head'",
-                )
-            if not any(matches(pattern, name) for name in (*names, HEAD, EMBEDDING)):
+            if pattern != EMBEDDING_CLASS and not any(matches(pattern, name) for name in (*names, HEAD, EMBEDDING)):
                 raise nothing_matched(f"{field}: '{pattern}'", pattern, names, "the model's linears")
-    if not any(chosen):
+    if not any(chosen) and embedding(config, targets, ignore) is None:
         raise SpecError(
             f"targets {list(targets)} without {list(ignore)} name no linear", fix=f"names look like {names[0]}"
         )
     return tuple(chosen)
 
 
-EMBEDDING = "model.embed_tokens"
-"""What recipes ignore although no step compresses it."""
+def embedding(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> Linear | None:
+    """The embedding as a matrix with a row for each token, if one of `targets` names it and none of `ignore` does.
+
+    A pattern that also matches linears of layers, as 're:.*', does not name it: such patterns are of linears.
+    """
+    linear = [name for index in range(config.num_layers) for one in linears(config, index) for name, _ in one.modules]
+
+    def named(pattern: str) -> bool:
+        return pattern == EMBEDDING_CLASS or matches(pattern, EMBEDDING)
+
+    asked = (one for one in targets if named(one) and not any(matches(one, name) for name in linear))
+    if next(asked, None) is None or any(named(pattern) for pattern in ignore):
+        return None
+    return Linear(EMBEDDED, ((EMBEDDING, config.vocab_size),), config.hidden_size, "tokens")
 
 
 def has_head(targets: Sequence[Sequence[Linear]]) -> bool:
@@ -134,6 +145,11 @@ def check_modules(linear: Linear, scheme: Scheme) -> None:
     """Raises SpecError for a checkpoint module that the layout cannot store, or a block of rows that extends over two."""
     from hone.model.quantized.layouts import layout_of
 
+    if linear.path == EMBEDDED and layout_of(scheme).method != "compressed-tensors":
+        raise SpecError(
+            f"layout {scheme.layout} cannot store the embedding: the libraries that read it take that as floats",
+            fix="leave it out of targets, or use a layout of compressed-tensors (rtn or gptq with layout=pack-quantized)",
+        )
     if linear.path == HEAD and scheme.layout == "awq":
         raise SpecError(
             "layout awq cannot store lm_head: the libraries that read it take the head as floats",

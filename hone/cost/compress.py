@@ -160,6 +160,8 @@ class Compression:
     """Sequences on which that model is differentiated, one at a time."""
     head: tuple[tuple[MatrixWork, ...], ...] = ()
     """The head's matrix, as a layer after the last one whose forward pass is not needed; empty where it is not compressed."""
+    embedding: tuple[tuple[MatrixWork, ...], ...] = ()
+    """The embedding's matrix, which is rounded first of all; empty where it is not compressed."""
 
     @property
     def tokens(self) -> int:
@@ -180,6 +182,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
     disk = Disk.of(machine)
     ends = _passes(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
+    ends += sum(_solve(machine, one, step) for each in work.embedding for one in each for step in one.steps)
     now = written = ends
     count = len(work.layers)
     for index, matrices in enumerate((*work.layers, *work.head)):
@@ -239,7 +242,8 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     every = (*work.layers, *work.head)
     largest = [one.matmul_params for one in work.facts.layers] + [one.size for head in work.head for one in head]
     layer = max(largest, default=0) * (width + work.stored_width)
-    solve = max((_solve_bytes(one, work) for matrices in every for one in matrices), default=0.0)
+    solved = (*every, *work.embedding)
+    solve = max((_solve_bytes(one, work) for matrices in solved for one in matrices), default=0.0)
     hessians = 0
     if work.tokens:
         hessians = max((sum(4 * one.columns**2 for one in matrices) for matrices in every), default=0)

@@ -104,7 +104,7 @@ def score(
     Raises HoneError when a loss or a divergence is NaN or infinite.
     """
     starts = np.array([0, len(tokens)]) if starts is None else starts
-    device = decoder.embedding.device
+    device = decoder.device
     num_tokens = len(tokens)
     scored, loss = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     kl = None if reference is None else np.zeros(num_tokens, np.float32)
@@ -133,7 +133,7 @@ def score(
             watch(sum(piece.stop - piece.start for piece in group))
     for name, values in (("loss", loss), ("divergence from the reference", kl)):
         if values is not None and not np.isfinite(values).all():
-            raise _not_finite(name, values, int(scored.sum()), decoder.embedding.dtype)
+            raise _not_finite(name, values, int(scored.sum()), decoder.dtype)
     return Scores(scored, loss, kl, agree, reference_loss)
 
 

@@ -103,8 +103,24 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> nn.Parameter:
-        """The [V, D] matrix of the embedding."""
+        """The [V, D] matrix of an embedding that is not quantized."""
         return self.embed_tokens.weight
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and on the device of hidden states."""
+        module = self.embed_tokens
+        return module.like if hasattr(module, "like") else module.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of hidden states and weights."""
+        return self.like.device
 
     @property
     def head_weight(self) -> Tensor:
@@ -152,7 +168,9 @@ class Decoder(nn.Module):
         return logits
 
     def _tied(self, x: Tensor) -> Tensor:
-        """x times the embedding's matrix, by the same product as a head of its own (`Dense`)."""
+        """x times the embedding's matrix, by the same product as a head of its own (`Dense`, or a quantized linear)."""
+        if hasattr(self.embed_tokens, "head"):
+            return self.embed_tokens.head(x)
         if torch.is_grad_enabled():
             return F.linear(x, self.embedding)
         return product(x, self.embedding)

@@ -19,7 +19,7 @@ from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, rea
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
-from hone.model.shards import Shards, write_json, write_tensors
+from hone.model.shards import TABLES, Shards, write_json, write_tensors
 from hone.ops.dispatch import say_once
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -148,14 +148,11 @@ class Checkpoint:
         refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
 
     def _maker(self) -> MakeLinear:
-        """The maker of dense linears, or of those that the quantization config describes.
-
-        hone.model.quantized.config has `linear_of(quantization_config, module_name) -> (kind, options) | None`: the
-        row of the LINEARS table and its options for one checkpoint module, None when it stays dense.
-        """
+        """The maker of dense linears, or of those (and the embedding) that the quantization config describes."""
         if self.quantization is None:
             return make_dense
         from hone.model.quantized.config import input_hadamard, linear_of
+        from hone.model.quantized.embedding import make_embedding
         from hone.model.quantized.hadamard import multiply_inputs
 
         def make(name: str, spec: LinearSpec) -> nn.Module:
@@ -170,6 +167,8 @@ class Checkpoint:
             if not schemes or schemes[0] is None:
                 return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
             kind, options = schemes[0]
+            if spec.reads == "tokens":
+                return make_embedding(spec, kind, options, tied=self.config.tie_embeddings, where=self.folder)
             if spec.experts is not None:
                 raise ArtifactError(
                     f"{self.folder}: the experts of {name} are quantized as {kind}, which holds one matrix",
@@ -189,9 +188,9 @@ class Checkpoint:
                 add_rounding(layer, scheme)
 
     def _modules_of(self, name: str) -> list[str]:
-        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv'); none for the embedding."""
+        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv') or embedding."""
         if not name.startswith("layers."):
-            return [name] if name == "lm_head" else []
+            return [TABLES[name]]
         _, index, path = name.split(".", 2)
         return list(self.config.modules(int(index), path))
 
@@ -203,16 +202,17 @@ class Checkpoint:
             self._set(layer.get_submodule(owner), attribute, name, device, dtype)
 
     def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
-        for path, part in decoder.named_children():
-            if path != "layers":
-                self.load_part(part, path, device, dtype)
+        for path in (path for path in parts_of(decoder.config) if not path.startswith("layers.")):
+            self.load_part(decoder.get_submodule(path), path, device, dtype)
 
     def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
         """Loads the part of a decoder at `path`: 'layers.3', or one outside of the layers."""
         if path.startswith("layers."):
             self._load_layer(part, int(path.removeprefix("layers.")), device, dtype)
-        elif path == "lm_head":
-            self._load_linear(part, {path: self.config.vocab_size}, device, dtype)
+        elif path in TABLES:
+            self._load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
+            if hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
+                part.like = torch.empty(0, device=device, dtype=dtype)
         else:
             self._set(part, "weight", f"model.{path}.weight", device, dtype)
 
@@ -351,7 +351,7 @@ def save(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    stored = dtype or decoder.embedding.dtype
+    stored = dtype or decoder.dtype
     cast = (
         (name, tensor.to(stored) if tensor.dtype in _FLOATS and not name.endswith(_AS_STORED) else tensor)
         for name, tensor in (state(decoder) if tensors is None else tensors)
@@ -409,8 +409,8 @@ def part_state(part: nn.Module, config: ModelConfig, path: str) -> Iterator[tupl
     """Every tensor of the part of a decoder at `path` ('layers.3', 'lm_head') under its checkpoint name."""
     if path.startswith("layers."):
         yield from layer_state(part, config, int(path.removeprefix("layers.")))
-    elif path == "lm_head":
-        yield from ((f"lm_head.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
+    elif path in TABLES:
+        yield from ((f"{TABLES[path]}.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
     else:
         yield f"model.{path}.weight", part.weight.detach()
 
@@ -434,9 +434,9 @@ def fused_linears(config: ModelConfig, index: int) -> dict[str, dict[str, int]]:
 
 def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Name and shape of every checkpoint tensor of `decoder`, which may be on the meta device."""
-    config = decoder.config
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": tuple(decoder.embedding.shape)}
-    linears = [({"lm_head": config.vocab_size}, decoder.lm_head)] if decoder.lm_head is not None else []
+    config, shapes = decoder.config, dict[str, tuple[int, ...]]()
+    tables = [path for path in parts_of(config) if path in TABLES]
+    linears = [({TABLES[path]: config.vocab_size}, decoder.get_submodule(path)) for path in tables]
     for index, layer in enumerate(decoder.layers):
         linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
         parameters, names = config.parameters(index), config.singles(index)

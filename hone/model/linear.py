@@ -136,11 +136,26 @@ class Experts(Dense):
 
 
 class Embedding(nn.Module):
-    """The vectors of tokens: row `token` of a matrix [V, D], which is also the head's where embeddings are tied."""
+    """The vectors of tokens: row `token` of a matrix [V, D], which is also the head's where embeddings are tied. It is loaded and
+    taken apart as a linear is."""
+
+    integers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
+
+    def load(self, parts: list[dict[str, Tensor]]) -> None:
+        """The matrix of the one checkpoint module."""
+        self.weight = nn.Parameter(parts[0]["weight"], self.weight.requires_grad)
+
+    def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """The matrix as a view."""
+        return [{"weight": self.weight.detach()}]
+
+    def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
+        """What `load` expects."""
+        return [{"weight": tuple(self.weight.shape)}]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [...] -> [..., D]."""

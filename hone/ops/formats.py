@@ -79,7 +79,7 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     codes = (torch.cat(here, 1) >> shift).bitwise_and_(low_mask)  # the mask clears the shifted sign bits
     codes |= torch.cat(after, 1) << next_shift
     codes &= (1 << bits) - 1
-    return codes.sub_(half).to(torch.int8).view(*lead, -1)[..., :num_values].contiguous()
+    return codes.sub_(half).to(torch.int8).view(*lead, 32 * -(-words // bits))[..., :num_values].contiguous()
 
 
 @cache
@@ -169,10 +169,32 @@ def untile_codes(tiled: Tensor, num_rows: int, bits: int) -> Tensor:
     return q.reshape(tiles * 64, chunks * 16 * steps)[:num_rows].contiguous()
 
 
+def tiled_rows(tiled: Tensor, index: Tensor, bits: int) -> Tensor:
+    """The codes int8 [T, K] of rows `index` int64 [T] of `tile_codes`; no other row is read."""
+    low, _ = code_range(bits)
+    tiles, chunks = tiled.shape[:2]
+    steps = 64 // (4 * bits)
+    tile, warp, row, below = index // 64, index // 16 % 4, index % 8, index // 8 % 2
+    octets = tiled.contiguous().view(-1).view(torch.int8)
+    if bits == 4:  # a byte holds the codes of rows r and r + 8
+        octets = octets.view(torch.uint8).view(tiles, chunks, 4, 8, 4, steps, 2, 2)[tile, :, warp, row]
+        shift = (4 * below).to(torch.uint8).view(-1, *(1 for _ in octets.shape[1:]))
+        q = ((octets >> shift) & 15).view(torch.int8).permute(0, 1, 3, 5, 2, 4) + low
+    else:
+        octets = octets.view(tiles, chunks, 4, 8, 4, steps, 2, 2, 2)[tile, :, warp, row, :, :, :, below]
+        q = octets.permute(0, 1, 3, 4, 2, 5) ^ low
+    return q.reshape(len(index), chunks * 16 * steps)
+
+
 def tile_scales(scales: Tensor) -> Tensor:
     """Scales [N, G] as [G, N'/16, 8, 2]: those of rows r and r + 8 of every 16 are adjacent; N' as in `tile_codes`."""
     padded = torch.nn.functional.pad(scales, (0, 0, 0, -scales.shape[0] % TILE_ROWS))
     return padded.T.reshape(scales.shape[1], -1, 2, 8).transpose(2, 3).contiguous()
+
+
+def tiled_scales(tiled: Tensor, index: Tensor) -> Tensor:
+    """The scales [T, G] of rows `index` int64 [T] of `tile_scales`."""
+    return tiled[:, index // 16, index % 8, index // 8 % 2].T
 
 
 def untile_scales(tiled: Tensor, num_rows: int) -> Tensor:

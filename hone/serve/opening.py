@@ -78,20 +78,20 @@ def open_parts(
         model, note = _sparsified(model, device, spec)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
-    weights = _name(model.embedding.dtype)
+    weights = _name(model.dtype)
     held = cache_format(spec.kv_cache_dtype, weights, None if given else model.quantization)
     fixed = None if given else take_scales(model)
     fixed = fixed if held.fixed else None
     note = "; ".join(filter(None, (note, held.note)))
     tensors = cache_tensors(model.config)
-    check_on(held.dtype, tensors, model.embedding.dtype, device)
+    check_on(held.dtype, tensors, model.dtype, device)
     check_bits(spec.kv_policy, held.dtype)
     one = page_bytes(tensors, size, held.dtype, fixed_scales=held.fixed)
     draft_dtype: torch.dtype | None = None
     if draft_model is not None:
         drafted = cache_tensors(draft_model.config)
-        draft_name = cache_dtype(spec.kv_cache_dtype, _name(draft_model.embedding.dtype))
-        check_on(draft_name, drafted, draft_model.embedding.dtype, device)
+        draft_name = cache_dtype(spec.kv_cache_dtype, _name(draft_model.dtype))
+        check_on(draft_name, drafted, draft_model.dtype, device)
         draft_dtype = getattr(torch, draft_name)
         one += page_bytes(drafted, size, draft_name)
     work = work_bytes(model.config.facts(), spec, weights, str(device))
@@ -206,9 +206,9 @@ def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> De
     if not isinstance(model, Decoder):
         check_weights(str(model), weights_bytes(model), device)
         model = hf.load(model, device=device, dtype=kind)
-    elif kind is not None and model.embedding.dtype != kind:
+    elif kind is not None and model.dtype != kind:
         raise SpecError(
-            f"engine.dtype is {dtype}, the given model has {_name(model.embedding.dtype)}",
+            f"engine.dtype is {dtype}, the given model has {_name(model.dtype)}",
             fix="convert the model before, or leave engine.dtype out",
         )
     return model.eval().requires_grad_(False)

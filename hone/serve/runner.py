@@ -167,7 +167,7 @@ class Runner:
         self._wipes = True
         self._whole = True
         """Whether the step runs at once, not in halves."""
-        if reads_in_place(cache, device, model.embedding.dtype, softcap=has_softcap(model.config)):
+        if reads_in_place(cache, device, model.dtype, softcap=has_softcap(model.config)):
             longest = min(cache.rope_len or model.config.max_seq_len, cache.num_pages * cache.block_size)
             self._table = BlockTable(max_num_seqs, -(-longest // cache.block_size), self.device)
             self.graphs = StepGraphs(model, cache, self._table.tensor, self._last, device, draws=self.samples)

@@ -160,7 +160,6 @@ def test_the_server_computes_with_it(family_folder, compress) -> None:
         ([{"kind": "rtn", "layout": "awq", "group_size": 32}], {}, "awq cannot store lm_head", "layout=pack-quantized"),
         ([{"kind": "svd"}], {}, "svd makes factors .* not for lm_head", "ignore=['lm_head']"),
         ([{"kind": "rtn", "group_size": 32}, {"kind": "loftq", "rank": 2}], {}, "loftq makes factors", "ignore"),
-        ([{"kind": "rtn", "group_size": 32}], {"targets": ("embed_tokens",)}, "'embed_tokens' is the embedding", "rest_dtype"),
         ([{"kind": "rtn", "group_size": 32, "layout": "gptq"}], {"engine": "transformers"}, "lm_head in the layout gptq", "pack"),
         ([{"kind": "nf4", "block_size": 32}], {"engine": "vllm"}, "a quantized lm_head, which was not tried", "engine=any"),
     ],

@@ -34,7 +34,6 @@ def test_both_syntaxes(targets, ignore, left):
     [
         ([r"\.layers\."], ["re:down_proj"], "ignore: 're:down_proj'", "model.layers.0.mlp.down_proj"),  # from the start
         (["Linear"], ["lm_head"], "targets: 'Linear'", "model.layers.0."),
-        (["re:.*embed_tokens"], ["lm_head"], "'re:.*embed_tokens' is the embedding", "the head is 'lm_head'"),
         ([r"\.layers\."], ["lm_head", "re:.*o_prj"], "ignore: 're:.*o_prj'", "model.layers.0.self_attn.o_proj"),
         ([r"\.layers\."], [r"\.layers\."], "name no linear", "model.layers.0."),
     ],

@@ -51,10 +51,11 @@ def assigned(
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
     where: str,
+    embedding: Linear | None = None,
 ) -> tuple[Assigned, Budget | None]:
     """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it.
 
-    The head keeps the quantizer's own bits, outside the budget's choice.
+    Head and `embedding` keep the quantizer's own bits, outside the budget's choice.
     """
     if allocation is None:
         return Assigned(quantizer), None
@@ -69,7 +70,7 @@ def assigned(
         if one.path != HEAD
     )
     fewest = Assigned(quantizer, dict.fromkeys((one.name for one in matrices), min(options)))
-    lowest = shard_sizes(before, targets, fewest, rest_dtype, dtype)
+    lowest = shard_sizes(before, targets, fewest, rest_dtype, dtype, embedding)
     weights = sum(one.rows * one.columns for linears in targets for one in linears if one.path != HEAD)
     budget = allocation.budget(matrices, weights, sum(lowest), where)
     totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]

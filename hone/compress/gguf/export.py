@@ -155,8 +155,7 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
             )
 
     def matrix(module: str, rows: int, columns: int, end: bool = False, name: str | None = None) -> Source:
-        linear = module != "model.embed_tokens"
-        scheme = quantization.scheme(module) if quantization is not None and linear else None
+        scheme = quantization.scheme(module) if quantization is not None else None
         asked = _asked(spec, checkpoint, scheme, columns, end)
         name = name or names.tensor_name(module)
         entry = container.Entry(f"{name}.weight", rows, columns, fitting(asked, columns))

@@ -32,6 +32,8 @@ schemes = lazy("hone.model.quantized.scheme")
 
 _FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
 """Layouts whose scales are float16 whatever the checkpoint's dtype is."""
+_NOT_OF_EMBEDDINGS = ("kind", "activations", "observer", "rules")
+"""Options that rounding an embedding does not take over."""
 
 
 class IntegerQuantizer(Quantizer):
@@ -79,6 +81,15 @@ class IntegerQuantizer(Quantizer):
         options = ruled.options_of(self.rules, names[0]) if self.rules else {}
         return self.model_copy(update={**options, "rules": ()}) if options else self
 
+    def of_embedding(self) -> Quantizer:
+        """As the base; a solver that pushes errors onto other columns, for which inputs must mix them, becomes rounding to its grid."""
+        if "hessian" not in self.needs:
+            return super().of_embedding()
+        options = {
+            name: getattr(self, name) for name in IntegerQuantizer.model_fields if name not in _NOT_OF_EMBEDDINGS
+        }
+        return IntegerQuantizer(kind="rtn", **options)
+
     def check_targets(self, targets: Iterable[Iterable[Linear]]) -> None:
         ruled.check(self.rules, targets)
 
@@ -97,6 +108,11 @@ class IntegerQuantizer(Quantizer):
         return schemes.Scheme(
             self.bits, groups, self.stored_layout, symmetric=self.symmetric, activations=self.rounding
         )
+
+    def apply(self, matrix: Matrix) -> None:
+        """Rounds every weight to the nearest point of its group's grid; a solver does better."""
+        scheme = self.scheme(matrix.original.shape[1])
+        matrix.stored = scheme.quantize(matrix.weight, *self.find_grid(matrix))
 
     def find_grid(self, matrix: Matrix, weights: Tensor | None = None) -> Grid:
         """The grid of `weights` (None: the current ones), as the option `scale` says; a search heeds H's diagonal if known."""

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from hone.compress.matrix import Matrix
 from hone.compress.quantizers.integer import IntegerQuantizer
 
 
@@ -17,7 +16,3 @@ class RoundToNearest(IntegerQuantizer):
         "absmax",
         description="absmax: textbook; signed: full range, scale may be negative; search: least squared error.",
     )
-
-    def apply(self, matrix: Matrix) -> None:
-        scheme = self.scheme(matrix.original.shape[1])
-        matrix.stored = scheme.quantize(matrix.weight, *self.find_grid(matrix))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
-from hone.compress.targets import HEAD
+from hone.compress.targets import EMBEDDED, HEAD
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -61,6 +61,23 @@ def check(engine: Engine, written: Written) -> None:
         raise Refused(f"{engine} does not load {problem}", fix=f"{fix}, or engine=any to write it all the same")
 
 
+def dequantizes(written: Written) -> bool:
+    """Whether transformers loads the embedding with `dequantize=True` alone, which has all weights as floats from then on.
+
+    As of 5.23 with compressed-tensors 0.20 it initializes an embedding without a `weight`, which packed codes have not, and a head
+    tied to one whose `weight` are codes multiplies those.
+    """
+    form = next((scheme for name, scheme, _ in written.schemes if name == EMBEDDED), None)
+    whole = ("int-quantized", "float-quantized")
+    return form is not None and (written.config.tie_embeddings or form.layout not in whole)
+
+
+def alike(written: Written) -> bool:
+    """Whether all matrices have one scheme, and no inputs are rounded: `dequantize=True` reads the first scheme for all."""
+    schemes = {scheme for _, scheme, _ in written.schemes}
+    return len(schemes) == 1 and next(iter(schemes)).activations is None
+
+
 def _hone(written: Written) -> Iterable[tuple[str, str]]:
     return ()
 
@@ -73,6 +90,12 @@ def _whole(written: Written) -> Iterable[tuple[str, str]]:
 def _transformers(written: Written) -> Iterable[tuple[str, str]]:
     yield from _whole(written)
     stored = {(scheme.bits, scheme.group_size) for _, scheme, _ in written.schemes}
+    if dequantizes(written) and not alike(written):
+        what = "tied to the head" if written.config.tie_embeddings else "packed"
+        yield (
+            f"a quantized embedding that is {what} beside matrices of other schemes",
+            "give all the same bits, group_size and activations=none, or leave embed_tokens out of targets",
+        )
     for name, scheme, _ in written.schemes:
         if scheme.layout not in ("gptq", "gptq_v2"):
             continue
@@ -90,6 +113,8 @@ def _vllm(written: Written) -> Iterable[tuple[str, str]]:
         )
         what = f"{scheme.described} with activations {rounding}, at {name}"
         able = _IN_VLLM.get(scheme.layout)
+        if name == EMBEDDED:
+            yield f"a quantized embedding, which was not tried there ({what})", "leave embed_tokens out of targets"
         if name == HEAD and (_HEAD_IN_VLLM.get(scheme.layout) != rounding or scheme.block is not None):
             yield f"a quantized lm_head, which was not tried there ({what})", "set ignore=['lm_head']"
         if able is None:

@@ -16,7 +16,7 @@ from hone.compress.check import Checked
 from hone.compress.low_rank.base import Factorization
 from hone.compress.matrix import Assigned, matrix_name
 from hone.compress.statistics import STATISTICS
-from hone.compress.targets import HEAD, Linear, has_head, linears
+from hone.compress.targets import EMBEDDING_CLASS, HEAD, Linear, has_head, linears
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.folder import ADAPTER, copy_companions, weights_bytes
@@ -40,6 +40,7 @@ def quantization_config(
     dtype: str,
     hadamards: Mapping[str, int],
     kv_cache: CacheScheme | None = None,
+    embedding: Linear | None = None,
 ) -> dict[str, Any] | None:
     """config.json's quantization_config: the scheme of most modules by their class, any other by module names,
     which readers prefer; or that weights are factors; and the rounding of the KV cache. None where all stays as it is.
@@ -67,13 +68,17 @@ def quantization_config(
                 ignored += names
     by_count = sorted(modules, key=lambda scheme: len(modules[scheme]))
     groups = [(tuple(modules[scheme]), scheme) for scheme in by_count[:-1]]
-    method = layout_of(by_count[-1]).method
     options = assigned.template.config_options(dtype)
     inputs = tuple(InputHadamard(tuple(names), size) for size, names in multiplied.items())
-    head = tuple(
-        name for name in modules[by_count[-1]] if name == HEAD
-    )  # vLLM's head is no Linear: it goes by its name
-    groups.append((("Linear", *head), by_count[-1]))
+    if by_count:
+        # vLLM's head is no Linear: it goes by its name
+        head = tuple(name for name in modules[by_count[-1]] if name == HEAD)
+        groups.append((("Linear", *head), by_count[-1]))
+    if embedding is not None:
+        scheme = assigned.of(-1, embedding).scheme(embedding.columns)
+        # by its class, and before linears: its name has other prefixes in other libraries
+        groups.insert(0, ((EMBEDDING_CLASS,), scheme))
+    method = layout_of(groups[-1][1]).method
     made = Quantization(tuple(groups), tuple(ignored), method, options, inputs, kv_cache)
     return to_json(made)
 

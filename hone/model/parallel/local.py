@@ -74,7 +74,7 @@ class LocalDecoder(Decoder):
         self.stage_layers = layers
         self.layers = nn.ModuleList(self.layers[index] for index in layers)
         if not place.first and not (place.last and config.tie_embeddings):
-            self.embed_tokens = _Nothing(self.embedding.dtype)
+            self.embed_tokens = _Nothing(self.dtype)
         if not place.last:
             self.norm = self.lm_head = None
 
@@ -83,8 +83,7 @@ class LocalDecoder(Decoder):
         if self.place.first:
             return super().embed(tokens)
         assert self.pipe is not None, "a later stage has a pipe"
-        like = self.embedding
-        return self.pipe.receive((*tokens.shape, self.config.hidden_size), like)
+        return self.pipe.receive((*tokens.shape, self.config.hidden_size), self.like)
 
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Hidden states after this stage's layers; all but the last stage send them on."""

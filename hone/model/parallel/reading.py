@@ -35,7 +35,12 @@ class LocalCheckpoint(Checkpoint):
     def __init__(self, folder: Path | str, place: Place, group: Group, pipe: Pipe | None = None) -> None:
         super().__init__(folder)
         check_split(self.config, place.tensor_size)
-        self.empty()  # checks names and shapes of the whole
+        whole = self.empty()  # checks names and shapes of the whole
+        if place.tensor_size > 1 and hasattr(whole.embed_tokens, "table"):
+            raise SpecError(
+                f"{self.folder}: the embedding is quantized, and tensor-parallel ranks split one of floats alone",
+                fix="set tensor_parallel_size=1 or use pipeline_parallel_size, or compress the model without embed_tokens in targets",
+            )
         self.whole, self.place, self.group, self.pipe = self.config, place, group, pipe
         self.stage_layers = stage_layers(self.whole, place.num_stages)[place.stage]
         self.config = self.whole.local(place.tensor_size)
@@ -75,7 +80,10 @@ class LocalCheckpoint(Checkpoint):
         rows = vocabulary_rows(vocab_size, place.tensor_size)
         own = slice(min(vocab_size, rows * place.tensor_rank), min(vocab_size, rows * (place.tensor_rank + 1)))
         if place.first or (place.last and self.whole.tie_embeddings):
-            self._place(decoder, "embed_tokens.weight", "model.embed_tokens.weight", own, device, dtype, rows=rows)
+            if hasattr(decoder.embed_tokens, "table"):  # quantized
+                self.load_part(decoder.embed_tokens, "embed_tokens", device, dtype)
+            else:
+                self._place(decoder, "embed_tokens.weight", "model.embed_tokens.weight", own, device, dtype, rows=rows)
         else:
             decoder.embed_tokens.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
         if not place.last:

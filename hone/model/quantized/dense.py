@@ -19,7 +19,7 @@ from hone.model.quantized.scheme import Scheme
 
 
 class Quantized(NamedTuple):
-    """A quantized linear of a checkpoint."""
+    """A quantized linear or embedding of a checkpoint."""
 
     name: str
     rows: int
@@ -35,9 +35,10 @@ class Quantized(NamedTuple):
 
 
 def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iterator[Quantized]:
-    """Every linear that a `quantization_config` describes. Raises ArtifactError for a config hone cannot run."""
+    """Every linear that a `quantization_config` describes, and the embedding. Raises ArtifactError for a config hone cannot run."""
     parsed = config_of(quantization)
-    linears = [
+    linears = [("model.embed_tokens", config.vocab_size, config.hidden_size)]
+    linears += [
         (name, rows, spec.in_features)
         for index in range(config.num_layers)
         for path, spec in config.linears(index).items()
@@ -63,7 +64,7 @@ def cache_scales(config: ModelConfig, quantization: dict[str, Any]) -> set[str]:
 
 
 class DenseCheckpoint(Checkpoint):
-    """A `Checkpoint` whose quantized linears have a `weight` in the checkpoint's dtype, dequantized when it is read.
+    """A `Checkpoint` whose quantized linears and embedding have a `weight` in the checkpoint's dtype, dequantized when it is read.
 
     Where inputs were multiplied by Hadamard matrices, the weight is: the inputs of the dense linear are not.
     Scales of a KV cache are left out: its keys and values are not rounded.

@@ -116,6 +116,10 @@ class Dequantizing(nn.Module):
         """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
         return self._tile(slice(None), dtype)
 
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights [T, K] in `dtype` of rows `index` int64 [T]; no others are dequantized."""
+        return self._tile(index, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`).
 
@@ -167,18 +171,18 @@ class Dequantizing(nn.Module):
         scheme = self.scheme
         return f"{self.in_features}, {self.out_features}, {scheme.number}, bits={scheme.bits}, {scheme.strategy}"
 
-    def _tile(self, piece: slice, dtype: torch.dtype) -> Tensor:
+    def _tile(self, piece: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of rows `piece`."""
         points = None if self.zero_points is None else self.zero_points[piece]
         scales = scale_values(self._scales(piece), None if self.global_scales is None else self.global_scales[piece])
         return dequantize(self._codes(piece), scales, points, self.width, dtype, self.scheme.number, self.index)
 
-    def _scales(self, piece: slice) -> Tensor:
+    def _scales(self, piece: slice | Tensor) -> Tensor:
         """Scales of rows `piece` in their own dtype; in memory those of one byte are bytes, which `.to(dtype)` leaves alone."""
         scales, kind = self.scales[piece], BYTE_SCALES.get(self.scheme.scales)
         return scales if kind is None else scales.view(kind)
 
-    def _codes(self, piece: slice) -> Tensor:
+    def _codes(self, piece: slice | Tensor) -> Tensor:
         """Codes of rows `piece`, one a byte."""
         codes = self.codes[piece]
         if self.packed:

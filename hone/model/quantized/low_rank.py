@@ -24,7 +24,7 @@ def config(ignored: list[str]) -> dict[str, Any]:
 
 def is_factored(values: dict[str, Any], module: str) -> bool:
     """Whether the checkpoint module `module` is stored as factors under such a config."""
-    return module not in values.get("ignore", ())
+    return module != "model.embed_tokens" and module not in values.get("ignore", ())
 
 
 def read(values: Any, where: str) -> NoReturn:

@@ -20,6 +20,7 @@ from hone.ops.linear.api import cpu_quantized, cpu_unpacked
 from hone.ops.linear.cpu_weights import (
     STORED,
     CpuWeight,
+    block_rows,
     block_weight,
     byte_weight,
     pack_blocks,
@@ -105,6 +106,22 @@ class PackedInt(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
         return formats.dequantize(self._codes(slice(None)), self._scales(), dtype)
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights [T, K] in `dtype` of rows `index` int64 [T]; no others are unpacked, in whichever order codes are stored."""
+        if self.tiled:
+            codes = formats.tiled_rows(self.codes, index, self.scheme.bits)
+            return formats.dequantize(codes, formats.tiled_scales(self.scales, index), dtype)
+        if self.blocked:
+            codes = block_rows(self.codes, index, self.in_features)
+        elif self.halves:
+            half = self.out_features // 2
+            pairs = self.codes[index % half]
+            codes = torch.where((index < half).unsqueeze(-1), (pairs << 4) >> 4, pairs >> 4)
+        else:
+            codes = self.codes[index]
+            codes = codes if self.scheme.bits == 8 else formats.unpack(codes, self.scheme.bits, self.in_features)
+        return formats.dequantize(codes, self.scales[index], dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.

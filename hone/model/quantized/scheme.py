@@ -242,7 +242,7 @@ class InputHadamard(NamedTuple):
 class Quantization:
     """Which modules of a checkpoint are quantized and how.
 
-    `groups` are (targets, scheme) in order; a target is the class 'Linear', a module name, or 're:' and a pattern.
+    `groups` are (targets, scheme) in order; a target is a class, 'Linear' or 'Embedding', a module name, or 're:' and a pattern.
     """
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
@@ -256,8 +256,8 @@ class Quantization:
     """The rounding of the KV cache, if it has scales."""
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of the linear named `module` in the checkpoint; None when it is not quantized."""
-        if any(_matches(target, module) for target in self.ignore):
+        """The scheme of the linear or embedding named `module` in the checkpoint; None when it is not quantized."""
+        if _targeted(self.ignore, module):
             return None
         for targets, scheme in self.groups:
             if _targeted(targets, module):
@@ -273,7 +273,8 @@ class Quantization:
 
 
 def _targeted(targets: tuple[str, ...], module: str) -> bool:
-    return any(target == "Linear" or _matches(target, module) for target in targets)
+    kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+    return any(target == kind or _matches(target, module) for target in targets)
 
 
 def _matches(target: str, module: str) -> bool:

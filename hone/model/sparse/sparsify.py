@@ -108,7 +108,7 @@ def _linears(model: Decoder) -> Iterator[tuple[nn.Module, str, Dense]]:
 
 def _problem(model: Decoder, where: str) -> MachineError | SpecError | ArtifactError | None:
     """Why no linear of `model` can run as 2:4."""
-    device, dtype = model.embedding.device, model.embedding.dtype
+    device, dtype = model.device, model.dtype
     if device.type != "cuda":
         return MachineError(
             f"2:4 products need an NVIDIA GPU, and the device is {device.type}",

@@ -103,10 +103,20 @@ def pack_blocks(codes: Tensor) -> Tensor:
 
 def unpack_blocks(blocks: Tensor, out_features: int, in_features: int) -> Tensor:
     """The codes int8 [out_features, in_features] of `pack_blocks`."""
-    pairs = blocks.transpose(1, 2).unflatten(-1, (32, 2))
+    return _unpacked(blocks.transpose(1, 2)).view(ROWS * len(blocks), -1)[:out_features, :in_features]
+
+
+def block_rows(blocks: Tensor, index: Tensor, in_features: int) -> Tensor:
+    """The codes int8 [T, in_features] of rows `index` int64 [T] of `pack_blocks`."""
+    return _unpacked(blocks[index // ROWS, :, index % ROWS]).flatten(1)[:, :in_features]
+
+
+def _unpacked(octets: Tensor) -> Tensor:
+    """The codes int8 [..., 4, 32] in the bytes [..., 64] of rows of blocks."""
+    pairs = octets.unflatten(-1, (32, 2))
     low, high = pairs[..., 0], pairs[..., 1]
     lifted = torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=-2)
-    return (lifted.view(torch.int8) - 8).view(ROWS * len(blocks), -1)[:out_features, :in_features]
+    return lifted.view(torch.int8) - 8
 
 
 def _wide(values: Tensor | None) -> Tensor | None:

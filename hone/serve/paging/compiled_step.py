@@ -35,7 +35,7 @@ class CompiledStep:
         self._model, self._cache = model, cache
         self.longest = longest
         """Tokens of the longest sequence that there are rotary angles for."""
-        config, dtype = model.config, model.embedding.dtype
+        config, dtype = model.config, model.dtype
         program = self._program = Program(dtype, MOST_ROWS, scratch_bytes(config.layers[0].mixer.head_dim))
         x = program.floats(config.hidden_size)
         self._first = program.widen(torch.empty(1, config.hidden_size, dtype=dtype), x)
@@ -123,7 +123,7 @@ def why_not(model: Decoder, cache: KVCache) -> str | None:
     """Why decode steps of `model` on a CPU run layer by layer; None when they are compiled."""
     if not cpu_isa():
         return "numba (pip install 'hone-llm[serve]') or AVX2 is missing"
-    dtype = model.embedding.dtype
+    dtype = model.dtype
     if cache.kept.view(None) != (None, 0):
         return "the KV policy bounds what tokens attend to"
     if any(layer._forward_pre_hooks for layer in model.layers):  # as those that bring streamed weights

@@ -91,14 +91,14 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
         said = sparsify(model, spec.sparsity, rows=spec.max_num_seqs or AUTO_ROWS, where=str(folder)).said
         note = "; ".join(filter(None, (note, said)))
     model.eval().requires_grad_(False)
-    kept = model.embedding.dtype if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
+    kept = model.dtype if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
     declared = cache_tensors(model.config)
     tensors = [one if index in model.stage_layers else () for index, one in enumerate(declared)]
     longest = spec.max_model_len or model.config.max_seq_len
     memory = Memory.now(device)
     if device.type == "cpu":  # all ranks share it
         memory = memory._replace(free=memory.free / place.world_size)
-    work = work_bytes(model.config.facts(), spec, _name(model.embedding.dtype), str(device))
+    work = work_bytes(model.config.facts(), spec, _name(model.dtype), str(device))
     num_pages = cache_pages(spec, page_bytes(tensors, spec.block_size, _name(kept)), memory, longest, work=work)
     return OpenRank(model, spec, device, tensors, kept, longest, num_pages, note)
 

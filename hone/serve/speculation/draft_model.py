@@ -97,7 +97,7 @@ class DraftRunner:
             cache_tensors(draft.config),
             setting.num_pages,
             setting.block_size,
-            dtype=setting.cache_dtype or draft.embedding.dtype,
+            dtype=setting.cache_dtype or draft.dtype,
             device=setting.device,
             rope_len=setting.max_model_len,
         )
