@@ -50,6 +50,8 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "int4-head": [{"kind": "rtn", "rules": [{"match": "lm_head", "bits": 8}]}],
     "gptq-layout-head": [{"kind": "rtn", "layout": "gptq"}],
     "fp8-head": [{"kind": "fp8"}],
+    "int4-embedding": [{"kind": "rtn", "rules": [{"match": "embed_tokens", "bits": 8}]}],
+    "int4-tied-embedding": [{"kind": "rtn"}],
     "awq-rtn": [{"kind": "awq"}, {"kind": "rtn"}],
     "rotated": [{"kind": "rotation"}, {"kind": "rtn"}],
     "rotated-r4": [{"kind": "rotation", "r4": True}, {"kind": "rtn"}],
@@ -76,8 +78,12 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "w8a8-fp8-kv-fp8": [{"kind": "fp8", "activations": "fp8_token"}, {"kind": "kv_cache"}],
 }
 """Steps of each. Signed: the scales that hone's search chooses too may be negative. nf4 needs vllm-bnb-plugin."""
-HEAD = {"targets": [r"\.layers\.", "lm_head"], "ignore": []}
-"""What is quantized in formats whose name ends with -head."""
+TARGETS = {
+    "-head": {"targets": [r"\.layers\.", "lm_head"], "ignore": []},
+    "-embedding": {"targets": [r"\.layers\.", "lm_head", "embed_tokens"], "ignore": []},
+    "-tied-embedding": {"targets": [r"\.layers\.", "embed_tokens"], "ignore": ["lm_head"]},
+}
+"""What is quantized in formats whose name ends so; the longest ending counts. A tied embedding is the head, too."""
 LEDGER = Path(__file__).with_name("ledger") / "load_in_vllm.jsonl"
 PROMPTS = [
     "Once upon a time there was a little",
@@ -179,7 +185,8 @@ def _exported(name: str, out: Path, arguments: argparse.Namespace) -> Path:
     if not FORMATS[name]:
         return Path(arguments.model)
     text = {"calibration_text": arguments.text, "num_sequences": 32, "check_sequences": 0}
-    spec = Compress.read({"steps": FORMATS[name], **text, **(HEAD if name.endswith("-head") else {})})
+    ending = max((one for one in TARGETS if name.endswith(one)), key=len, default=None)
+    spec = Compress.read({"steps": FORMATS[name], **text, **({} if ending is None else TARGETS[ending])})
     machine = describe(arguments.device).model_dump(mode="json")  # its rates need not be measured: nothing is predicted
     run = Run(device=arguments.device, quiet=True, machine=machine)
     return spec.make(out / f"compress-{name}", {"model": Artifact.read(arguments.model)}, run).folder

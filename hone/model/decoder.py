@@ -124,8 +124,9 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The [V, D] weight of the head (the embedding when tied), for losses that never materialise the logits."""
-        return self.embedding if self.lm_head is None else self.lm_head.weight
+        """The [V, D] weight of the head (the embedding when tied), for losses that never materialise the logits; of codes their values."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.weight if hasattr(head, "weight") else head.dequantize(self.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens int64 [...] -> [..., D]."""

@@ -20,6 +20,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.feed_forwards.swiglu import SwiGLU
 from hone.model.mixers.attention import Attention
 from hone.model.parallel.local import check_split, stage_layers, vocabulary_rows
+from hone.model.quantized.config import linear_of
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
@@ -162,7 +163,7 @@ def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float |
     """Bytes of weights that a decode step reads where they are less than the dense ones; None where they are those."""
     facts = model.config.facts()
     if model.packed:
-        return read_weights(facts, dtype, model.weights_bytes)
+        return read_weights(facts, dtype, model.weights_bytes, _looked_up(model, dtype))
     matrices = sparse_saving(spec, model, dtype)
     return read_weights(facts, dtype, BYTES[dtype] * facts.num_params - matrices * READ_24) if matrices else None
 
@@ -218,12 +219,21 @@ def _growth(
     )
 
 
-def read_weights(facts: ModelFacts, dtype: str, stored: float) -> float | None:
-    """Bytes of quantized weights that a step reads, of `stored` ones; None when they are stored in `dtype`."""
+def read_weights(facts: ModelFacts, dtype: str, stored: float, width: float | None = None) -> float | None:
+    """Bytes of quantized weights that a step reads, of `stored` ones; None when they are stored in `dtype`.
+
+    `width`: bytes of a number of the embedding, of which a step reads a few rows; None: `dtype`'s.
+    """
     if stored >= 0.9 * BYTES[dtype] * facts.num_params:
         return None
-    embedding = 0 if facts.tie_embeddings else BYTES[dtype] * facts.vocab_size * facts.hidden_size
-    return stored - embedding
+    width = BYTES[dtype] if width is None else width
+    return stored - (0 if facts.tie_embeddings else width * facts.vocab_size * facts.hidden_size)
+
+
+def _looked_up(model: CheckpointFacts, dtype: str) -> float:
+    """Bytes of a number of the embedding as `model` stores it, without scales."""
+    stored = None if model.quantization is None else linear_of(model.quantization, "model.embed_tokens")
+    return BYTES[dtype] if stored is None else stored[1]["scheme"].bits / 8
 
 
 def compiles_on(machine: Machine, config: ModelConfig, dtype: str) -> bool:

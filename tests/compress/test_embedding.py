@@ -16,6 +16,7 @@ from hone.compress.gguf.export import export
 from hone.compress.targets import embedding
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
+from hone.model.facts import CheckpointFacts
 from hone.model.hf import load, save
 from hone.model.parallel.reading import LocalCheckpoint
 from hone.model.quantized.dequantizing import Dequantizing
@@ -23,6 +24,8 @@ from hone.model.quantized.embedding import QuantizedEmbedding
 from hone.model.quantized.packed_int import PackedInt
 from hone.parallel.group import Group
 from hone.parallel.place import Place
+from hone.serve import planning
+from hone.serve.spec import EngineSpec
 from tests.compress.conftest import must_serve_what_it_computes
 from tests.compress.test_export_loaders import TOKENS, logits_from, tensors_of
 from tests.compress.test_targets import CONFIG
@@ -262,3 +265,21 @@ def test_the_tied_embedding_of_a_trained_model(shared_data: Path, compress) -> N
 
 def logits_from_rows(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     return loaded(folder, dequantize=True)(tokens).logits
+
+
+def test_a_plan_of_serving_reads_none_of_an_untied_one(family_folder, compress) -> None:
+    """A decode step reads a row a token: the rest of the embedding, as it is stored, does not count."""
+    made = compress(family_folder("qwen2"), INT4, **BOTH)
+    facts = CheckpointFacts.of(made.folder)
+    read = planning._read_bytes(EngineSpec(), facts, "float32")
+    assert read == facts.weights_bytes - facts.config.vocab_size * facts.config.hidden_size / 2
+
+
+def test_a_quantized_teacher_has_the_head_of_its_codes(family_folder, compress) -> None:
+    """Losses without logits multiply the values of the codes, of a tied head and of one of its own."""
+    for options in (BOTH, ALL):
+        made = compress(family_folder("llama"), INT4, **options, name=f"teacher-{len(options)}")
+        model = load(made.folder)
+        x = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert torch.allclose(F.linear(model.head_input(x), model.head_weight), model.head(x), atol=1e-5)

@@ -102,6 +102,7 @@ def test_quantized_weights_are_what_is_stored_of_them():
     assert planning.read_weights(LLAMA_8B, "bfloat16", dense) is None
     embedding = 2 * 128256 * 4096
     assert planning.read_weights(LLAMA_8B, "bfloat16", 5e9) == 5e9 - embedding
+    assert planning.read_weights(LLAMA_8B, "bfloat16", 5e9, 0.5) == 5e9 - embedding / 4
     plain, quantized = (serving(read_bytes=read).step_seconds(decode(1)).value for read in (None, 4e9))
     assert quantized < 0.7 * plain
 

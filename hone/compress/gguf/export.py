@@ -52,7 +52,9 @@ class GGUF(Spec):
         "else q8_0; a dense folder's own dtype.",
     )
     embedding_type: TypeName = Field(
-        "auto", description="Type of embedding and head; auto: q8_0 in a file of quantized types, else as the layers."
+        "auto",
+        description="Type of embedding and head; auto: the codes of quantized ones without loss, else q8_0 in a file of quantized types, "
+        "or as the layers.",
     )
     pre_tokenizer: str = Field(
         "auto",

@@ -156,7 +156,7 @@ def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[s
         n=max(len(outputs), 1),
         note=f"|(W' - W) X| / |W X| over the calibration inputs X (not rounded), mean over matrices{against}"
         if outputs
-        else "not measured: no calibration inputs (give the role data, or calibration_text)",
+        else "not measured: no calibration inputs (give the role data, or calibration_text), or the embedding alone, which has none",
     )
     errors = [row["weight_error"] for row in rows]
     draft.record(
