@@ -150,6 +150,30 @@ def test_saved_again_read_as_floats_and_compressed_again_it_is_the_same_model(
     assert (one - other).norm() <= 0.01 * one.norm()
 
 
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ({"kind": "hqq", "group_size": 32}, 0.15),
+        ({"kind": "rtn", "group_size": 32, "symmetric": False}, 0.15),
+        ({"kind": "nvfp4", "activations": "nvfp4"}, 0.15),
+        ({"kind": "mxfp4"}, 0.2),
+        ({"kind": "mxfp8"}, 0.05),
+        ({"kind": "fp8", "strategy": "tensor"}, 0.05),
+    ],
+)
+def test_every_format_of_compressed_tensors_holds_it(step, error, family_folder, compress, calibration_text) -> None:
+    """Never its inputs, which are tokens, where those of the linears are rounded."""
+    source = family_folder("qwen2")
+    text = {"calibration_text": str(calibration_text)} if step.get("activations") else {}
+    made = compress(source, step, **BOTH, **text)
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    model, before = load(made.folder), load(source).embedding.detach()
+    after = model.embed_tokens.dequantize(torch.float32)
+    assert model.embed_tokens.scheme.activations is None
+    assert 0.001 < (after - before).norm() / before.norm() < error
+    assert torch.equal(model.embed(TOKENS), after[TOKENS])
+
+
 def test_names_of_other_libraries_choose_it(family_folder, compress) -> None:
     """By its class as llm-compressor writes it, and by name."""
     made = compress(family_folder("qwen2"), INT4, **BOTH)

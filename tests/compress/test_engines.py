@@ -110,7 +110,8 @@ def test_the_table_of_vllm_is_that_of_the_ledger() -> None:
     from benchmarks.load_in_vllm import FORMATS, LEDGER
 
     latest = {row["format"]: row for row in map(json.loads, LEDGER.read_text(encoding="utf8").splitlines())}
-    assert latest.keys() == FORMATS.keys()
+    untried = FORMATS.keys() - latest.keys()  # refused: tests/compress/test_embedding.py
+    assert latest.keys() <= FORMATS.keys() and all(name.endswith("-embedding") for name in untried)
     differing = []
     for name, row in latest.items():
         steps = [QUANTIZERS.read(step) for step in FORMATS[name] if step["kind"] in QUANTIZERS.rows]
