@@ -104,14 +104,19 @@ class Mesh:
         Raises MachineError when they are invalid.
         """
         said = {name: environment.get(name.upper()) for name in ("rank", "local_rank", "world_size")}
-        if said["rank"] is None or said["world_size"] is None:
+        if said["rank"] is None and said["world_size"] in (None, "1"):
             return cls()
         try:
             mesh = cls(**{name: int(value) for name, value in said.items() if value is not None})
         except ValueError:
             mesh = cls(-1)
-        if not 0 <= mesh.rank < mesh.world_size:
-            shown = ", ".join(f"{name.upper()}={value}" for name, value in said.items())
+        if mesh.world_size > 1:  # where they meet
+            said |= {name: environment.get(name.upper()) for name in ("master_addr", "master_port")}
+        missing = [name for name, value in said.items() if value is None and name != "local_rank"]
+        if missing or not 0 <= mesh.rank < mesh.world_size:
+            shown = ", ".join(
+                f"{name.upper()}={'(not set)' if value is None else value}" for name, value in said.items()
+            )
             raise MachineError(f"the environment says {shown}", fix="start it with torchrun, or unset these variables")
         return mesh
 
@@ -313,7 +318,12 @@ class Mesh:
         """Joins all ranks in a gloo group, once."""
         if self._group is None:
             if not dist.is_initialized():
-                dist.init_process_group("gloo")
+                # torchrun's store outlives a restart of the ranks, and has the addresses of those that are gone.
+                life = f"hone/life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+                store, rank, world_size = next(dist.rendezvous("env://"))
+                store.set_timeout(dist.distributed_c10d.default_pg_timeout)
+                store = dist.PrefixStore(life, store)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def _meet(self, value: Any = None) -> list[Any]:
@@ -358,7 +368,7 @@ class Mesh:
             if not isinstance(error, HoneError):
                 what = f"rank {self.rank} failed: {type(error).__name__}: {_line(error)}"
                 said = MachineError(what, fix=f"see what rank {self.rank} printed")
-            with suppress(MachineError, RuntimeError):
+            with suppress(MachineError, RuntimeError, ValueError):  # they may not have met yet
                 _store().set(self._mark, str(self.rank))
             self._close(abort=True)
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show

@@ -18,6 +18,14 @@ def provenance() -> dict[str, Any]:
     return {**_source(), "time": now.replace("+00:00", "Z")}
 
 
+def own_version() -> str:
+    """The installed version of hone."""
+    try:
+        return version("hone-llm")
+    except PackageNotFoundError:
+        return "source"
+
+
 @cache
 def _source() -> dict[str, Any]:
     """The part that does not change while the process runs."""
@@ -40,12 +48,8 @@ def _source() -> dict[str, Any]:
         )
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False
-    try:
-        hone = version("hone-llm")
-    except PackageNotFoundError:
-        hone = "source"
     return {
-        "hone": hone,
+        "hone": own_version(),
         "commit": commit or None,
         "dirty": dirty,
         "packages": packages,

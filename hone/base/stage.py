@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from hone.base.figure import human_bytes
 from hone.base.lazy import resolve
 from hone.base.mesh import Mesh
 from hone.base.plan import MEMORY, PEAK, Facts, Machine, Plan, capacity, facts_of
+from hone.base.provenance import own_version
 from hone.base.run import Run
 from hone.base.spec import Spec
 
@@ -123,6 +124,7 @@ class Stage(Spec):
     def _make(self, out: Path, parents: dict[str, Artifact], run: Run) -> Path:
         """`make`, on all ranks of `run.mesh`: rank 0 alone opens and commits. The folder of the artifact."""
         drafts: list[Draft] = []
+        self._agree(out, parents, run)
 
         def begin() -> Any:
             opened = self._begin(out, parents, run)
@@ -141,6 +143,22 @@ class Stage(Spec):
         with drafts[0] as draft:
             self.run(begun, draft, parents, run)
             return run.mesh.from_leader(lambda: draft.commit().folder)
+
+    def _agree(self, out: Path, parents: dict[str, Artifact], run: Run) -> None:
+        """Raises SpecError on all ranks where one was started with another version, spec, input, folder or kind of device."""
+        if run.mesh.world_size == 1:
+            return
+        mine = {"hone": own_version(), "out": str(out.absolute()), "device": run.device.partition(":")[0]}
+        mine |= {f"input {role}": parent.fingerprint for role, parent in parents.items()}
+        mine |= {f"{self.stage}.{name}": value for name, value in _flat(self.model_dump(mode="json"))}
+        first, *others = run.mesh.gather(mine)
+        for rank, theirs in enumerate(others, 1):
+            for name in dict.fromkeys([*first, *theirs]):
+                if first.get(name) != theirs.get(name):
+                    raise SpecError(
+                        f"rank {rank} was started with {name} {theirs.get(name)}, rank 0 with {first.get(name)}",
+                        fix="start the same command, with the same version of hone and the same data, on all machines",
+                    )
 
     def _begin(self, out: Path, parents: dict[str, Artifact], run: Run) -> Artifact | tuple[Plan, Draft]:
         """The artifact in `out` if it is there, else the plan and the draft of making it."""
@@ -202,3 +220,12 @@ def _on(mesh: Mesh, run: Run) -> Run:
     """The circumstances of this rank, when the ranks of `mesh` do the work."""
     machine = run.machine and {**run.machine, "num_ranks": mesh.world_size}
     return replace(run, mesh=mesh, device=mesh.place(run.device), machine=machine)
+
+
+def _flat(values: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a spec, also of nested ones, by their dotted name."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{head}{name}.")
+        else:
+            yield f"{head}{name}", value

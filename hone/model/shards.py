@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hone.base.durable import NO_SPACE, kind_of
+from hone.base.durable import kind_of
 from hone.base.errors import ArtifactError
 from hone.model.folder import read_json
 
@@ -153,16 +154,17 @@ def _write_shard(tensors: dict[str, Tensor], path: Path) -> list[str]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes contiguous tensors as one safetensors file with the permissions of the umask, and `metadata` in its header.
 
-    The library creates files of mode 0600 and raises its own error for a full disk; here that is an OSError.
+    The library creates files of mode 0600 and raises its own error where the disk does not take them; here that is an OSError.
     """
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:
-        for code in NO_SPACE:
-            if f"os error {code}" in str(error):
-                raise OSError(code, os.strerror(code), str(path)) from None
+        found = re.search(r"os error (\d+)", str(error))
+        if found is not None:
+            code = int(found[1])
+            raise OSError(code, os.strerror(code), str(path)) from None
         raise
     path.chmod(mode)
 

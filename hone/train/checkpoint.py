@@ -289,7 +289,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         self.mesh = mesh or Mesh()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._or_error(partial_function(self.folder.mkdir, parents=True, exist_ok=True), self.folder)
         self.largest_bytes = self._bytes() if self.mesh.leads else 0
         """The largest number of bytes that whole checkpoints had on disk at once."""
         self._snapshot = Snapshot() if background else None

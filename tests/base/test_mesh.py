@@ -91,12 +91,17 @@ def test_a_rank_0_that_is_killed_leaves_no_rank_waiting(tmp_path):
 
 def test_the_mesh_is_what_torchrun_says():
     assert Mesh.from_environment({}) == Mesh(0, 0, 1)
-    there = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    there = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
     assert Mesh.from_environment(there) == Mesh(5, 1, 8)
     assert not Mesh.from_environment(there).leads and Mesh().leads
     for wrong in ({"RANK": "8"}, {"WORLD_SIZE": "eight"}):
         with pytest.raises(MachineError, match="the environment says RANK="):
             Mesh.from_environment({**there, **wrong})
+    for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        half = {name: value for name, value in there.items() if name != missing}
+        with pytest.raises(MachineError, match=rf"the environment says .*{missing}=\(not set\)"):
+            Mesh.from_environment(half)
+    assert Mesh.from_environment({"WORLD_SIZE": "1"}) == Mesh()
 
 
 def test_one_process_needs_no_other():

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hone.base.artifact import Artifact
-from hone.base.errors import HoneError
+from hone.base.errors import ArtifactError, HoneError
+from hone.base.mesh import Mesh
 from hone.base.run import Run
+from hone.parallel.axis import Axis
+from hone.parallel.pipeline.executor import Channels
 from hone.train.loop import Trainer
 from hone.train.stage import Train
 
@@ -56,3 +63,140 @@ def _inject(fault: str, at: int) -> None:
         Trainer.step = flipped  # type: ignore[method-assign]
     else:
         Trainer.gradients = wrong  # type: ignore[method-assign]
+
+
+def killed(spec: dict[str, Any], data: str, out: str, op: str, count: int, during: bool = False, rank: int = 1) -> str:
+    """As `tests.train.ranks.made`, of a training in which `rank` kills itself at call number `count` of `op` from step 3 on.
+
+    `op` is a method of `Axis` or `Channels`, 'meeting' (of all ranks, in a step) or 'checkpoint' (a meeting while one is written). `during`: the
+    transfer has begun on this rank.
+    """
+    torch.set_num_threads(1)
+    run = Run(quiet=True)
+    if run.mesh.rank == rank:
+        _kill_at(op, count, during)
+    try:
+        return Train.read(spec).make(out, {"data": Artifact.read(data)}, run).content
+    except HoneError as error:
+        return str(error)
+
+
+def _kill_at(op: str, count: int, during: bool) -> None:
+    step, save, state = Trainer.step, Trainer.save, {"calls": 0, "in": ""}
+
+    def stepping(self: Trainer, batch: Any) -> Any:
+        state["in"] = "step" if self.done >= 2 else ""
+        try:
+            return step(self, batch)
+        finally:
+            state["in"] = ""
+
+    def saving(self: Trainer, *arguments: Any, **more: Any) -> None:
+        state["in"] = "save" if self.done > 2 else ""
+        try:
+            save(self, *arguments, **more)
+        finally:
+            state["in"] = ""
+
+    Trainer.step, Trainer.save = stepping, saving  # type: ignore[method-assign]
+    owners = {
+        "meeting": (Mesh, "_met"),
+        "checkpoint": (Mesh, "_met"),
+        "send": (Channels, "send"),
+        "receive": (Channels, "receive"),
+    }
+    owner, name = owners.get(op, (Axis, op))
+    work, inside = getattr(owner, name), "save" if op == "checkpoint" else "step"
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        state["calls"] += state["in"] == inside
+        due = state["in"] == inside and state["calls"] == count
+        if due and not during:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = work(*arguments, **options)
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, counted)
+
+
+def misused(spec: dict[str, Any], data: str, out: str, mistake: str, rank: int = 1) -> str:
+    """As `tests.train.ranks.made`, of a training in which `rank` makes a `mistake` of `MISTAKES`."""
+    torch.set_num_threads(1)
+    run = Run(quiet=True)
+    parents = {"data": Artifact.read(data)}
+    try:
+        if run.mesh.rank == rank:
+            spec, parents, run = MISTAKES[mistake](spec, parents, run)
+        return Train.read(spec).make(out, parents, run).content
+    except HoneError as error:
+        return str(error)
+
+
+def _other_version(spec: Any, parents: Any, run: Run) -> Any:
+    import hone.base.stage
+
+    hone.base.stage.own_version = lambda: "0.0.9"
+    return spec, parents, run
+
+
+def _full_disk(spec: Any, parents: Any, run: Run) -> Any:
+    """Files of this process end at 60 kB from the second checkpoint on, as on a disk with a quota that is used up."""
+    save = Trainer.save
+
+    def limited(self: Trainer, *arguments: Any, **more: Any) -> None:
+        if self.done > 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        save(self, *arguments, **more)
+
+    Trainer.save = limited  # type: ignore[method-assign]
+    return spec, parents, run
+
+
+def _folder_gone(spec: Any, parents: Any, run: Run) -> Any:
+    """The folder of the checkpoints is no longer there for rank 0, which makes the new one."""
+    save = Trainer.save
+
+    def without(self: Trainer, checkpoints: Any, **more: Any) -> None:
+        if self.done > 1:
+            checkpoints.folder = checkpoints.folder / "gone"
+        save(self, checkpoints, **more)
+
+    Trainer.save = without  # type: ignore[method-assign]
+    return spec, parents, run
+
+
+def _nan(spec: Any, parents: Any, run: Run) -> Any:
+    objective = Trainer._objective
+    Trainer._objective = lambda self, *values: objective(self, *values) * float("nan")  # type: ignore[method-assign]
+    return spec, parents, run
+
+
+def _data_gone(spec: Any, parents: Any, run: Run) -> Any:
+    """The tokens are not there on this machine, though the folder is known."""
+    from hone.data.mix import reading
+
+    def missing(*_: Any) -> Any:
+        raise ArtifactError("tokens/train.bin is missing", fix="copy the data to all machines")
+
+    reading.Sources = missing  # type: ignore[assignment,misc]
+    return spec, parents, run
+
+
+MISTAKES: dict[str, Any] = {
+    "other spec": lambda spec, parents, run: ({**spec, "optimizer": {**spec["optimizer"], "lr": 2e-3}}, parents, run),
+    "other layout": lambda spec, parents, run: ({**spec, "parallelism": {"data_parallel": "zero1"}}, parents, run),
+    "other version": _other_version,
+    "other device": lambda spec, parents, run: (spec, parents, replace(run, device="cuda")),
+    "other data": lambda spec, parents, run: (
+        spec,
+        {"data": Artifact.read(parents["data"].folder.with_name("data-other"))},
+        run,
+    ),
+    "data gone": _data_gone,
+    "full disk": _full_disk,
+    "folder gone": _folder_gone,
+    "nan": _nan,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,28 @@ from hone.train.passes import Counts, Sums
 if TYPE_CHECKING:
     from hone.data.load import Batch
     from hone.train.checkpoint import Checkpoints
-    from hone.train.loop import Trainer
+    from hone.train.update import Update
     from hone.train.watch import Watch
 
 _MIX = 1_000_003
 """Odd, so that in 64 bits a sum of parts depends on their order and loses nothing."""
+
+
+class Trainer(Protocol):
+    """Of the loop's `Trainer`, what is compared."""
+
+    done: int
+    device: torch.device
+    ranks: Any
+    """The loop's `Ranks`."""
+    update: Update
+    rerun: Rerun | None
+
+    def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
+        """Computes and sums the gradients of this rank's part of a batch."""
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Writes the state."""
 
 
 class Print(NamedTuple):
