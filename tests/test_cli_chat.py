@@ -208,6 +208,16 @@ def test_a_terminal_shows_markdown_and_obeys_no_model(monkeypatch):
     assert "\x1b]" not in shown and "\x07" not in shown and "**" not in shown.split("bold <b>")[-1]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_pipe_into_a_terminal_obeys_no_model(terminal: bool, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    screen = Plain()
+    screen.grow("a\x1b[2J")
+    screen.grow("a\x1b[2Jb\n")
+    screen.end("")
+    assert capsys.readouterr().out == ("a[2Jb\n\n" if terminal else "a\x1b[2Jb\n\n")
+
+
 def test_a_terminal_shows_reasoning_once_and_as_it_is():
     from rich.console import Console
 

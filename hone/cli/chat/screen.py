@@ -12,7 +12,10 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 
 class Plain:
-    """Answers as they are on standard output, each ended by a new line; notes on standard error."""
+    """Answers as they are on standard output, each ended by a new line; notes on standard error.
+
+    Where the output is a terminal (and the input none), letters that steer it are taken out.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -27,7 +30,8 @@ class Plain:
 
     def grow(self, text: str, thought: str = "") -> None:
         """Shows what `text` has more than at the last call."""
-        print(text[self._shown :], end="", flush=True)
+        more = text[self._shown :]
+        print(_CONTROLS.sub("", more) if sys.stdout.isatty() else more, end="", flush=True)
         self._shown = len(text)
 
     def end(self, summary: str) -> None:

@@ -95,7 +95,7 @@ def export(
 
     Codes of a quantized folder are stored as they are where the type holds them; other weights are rounded by a search for
     least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
-    of its inputs. In memory are one tensor's codes and a few rows. The file appears when it is whole.
+    of its inputs; it is of no use for codes that stay. In memory are one tensor's codes and a few rows. The file appears when it is whole.
     Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
     that exists (`run.redo` replaces it), FitError when the disk is too small.
     """
@@ -113,6 +113,8 @@ def export(
     name = vocabularies.model_name(checkpoint.folder.resolve().name, tokenizer)
     checkpoint.empty()  # checks names and shapes of all tensors
     parts = list(_sources(checkpoint, spec))
+    matrices = {part.module: part.entry.columns for part in parts if part.entry.columns}
+    _check_importance(importance or {}, matrices, where)
     entries = [part.entry for part in parts]
     notes += [*words.notes, *_notes(checkpoint, parts, spec)]
     metadata = _general(checkpoint, entries, name) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
@@ -127,6 +129,21 @@ def export(
 
         container.write(path, head, entries, contents())
     return Exported(path, size, {entry.name: entry.form.name for entry in entries}, notes)
+
+
+def _check_importance(importance: Mapping[str, Tensor], columns: Mapping[str, int], where: str) -> None:
+    """Raises SpecError for an importance of no matrix, or with another length than its `columns`, by checkpoint module."""
+    for module, values in importance.items():
+        if module not in columns:
+            raise SpecError(
+                f"importance has '{module}', which is no matrix of {where}",
+                fix="name checkpoint modules, such as model.layers.0.mlp.down_proj",
+            )
+        if tuple(values.shape) != (columns[module],):
+            raise SpecError(
+                f"importance of '{module}' has the shape {tuple(values.shape)}, the matrix {columns[module]} columns",
+                fix="give one number for each column",
+            )
 
 
 def _free(out: Path | str, redo: bool) -> Path:

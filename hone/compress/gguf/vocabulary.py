@@ -15,6 +15,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _NEVER = -1e9
 """Score of a token that no merge produces."""
 
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of tokens that end a text."""
+
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
@@ -79,6 +82,11 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, pre_tokenizer: str, where:
         **({} if scores is None else {"tokenizer.ggml.scores": scores}),
     }
     notes += [*found.notes, *_stripped(rules["added_tokens"])]
+    if more := tokenizer.eos_ids[len(_END_KEYS) :]:
+        ends = ", ".join(map(tokenizer.token_text, more))
+        notes.append(
+            f"GGUF names {len(_END_KEYS)} tokens that end a text; llama.cpp ends at {ends} only where it knows their spelling"
+        )
     return Vocabulary(found.metadata | shared | _special(tokenizer, model), notes)
 
 
@@ -233,7 +241,7 @@ def _special(tokenizer: Tokenizer, model: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if tokenizer.bos_id is not None:
         found["bos_token_id"] = tokenizer.bos_id
-    found |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), tokenizer.eos_ids, strict=False))
+    found |= dict(zip(_END_KEYS, tokenizer.eos_ids, strict=False))
     unknown = tokenizer.core.token_to_id(model["unk_token"]) if model.get("unk_token") else None
     if unknown is not None:
         found["unknown_token_id"] = unknown

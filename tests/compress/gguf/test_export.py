@@ -18,6 +18,7 @@ from hone.compress.gguf.export import Exported, export
 from hone.model.decoder import build
 from hone.model.hf import load
 from hone.model.shape import Shape
+from hone.model.tokenizer import load_tokenizer
 
 GPTQ = {"kind": "gptq", "bits": 4, "group_size": 32, "scale": "signed"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -200,12 +201,30 @@ def test_a_dense_folder_keeps_its_dtype_and_large_matrices_come_in_pieces(
     assert set(export(family_folder("llama"), tmp_path / "plain.gguf").types.values()) == {"f32"}
 
 
+def test_ends_that_gguf_has_no_key_for_are_said(family_folder, tmp_path: Path) -> None:
+    folder = changed(family_folder("llama"), tmp_path / "ends", eos_token_id=[5, 6, 7, 8])
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    made = export(folder, tmp_path / "model.gguf")
+    ends = load_tokenizer(folder).eos_ids
+    assert len(ends) > 3 and any(f"ends at {load_tokenizer(folder).token_text(ends[3])}" in one for one in made.notes)
+    kept = [metadata(made.path)[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    assert kept == list(ends[:3])
+    assert not any("end a text" in one for one in export(family_folder("llama"), tmp_path / "one.gguf").notes)
+
+
 def test_importance_reaches_its_module(family_folder, tmp_path: Path) -> None:
     plain = tensors(export(family_folder("qwen2"), tmp_path / "plain.gguf", type="q4_0").path)
     importance = {"model.layers.1.mlp.up_proj": torch.logspace(-4, 2, 64)}
     made = tensors(export(family_folder("qwen2"), tmp_path / "made.gguf", None, importance, type="q4_0").path)
     different = [name for name in made if not np.array_equal(made[name], plain[name])]
     assert different == ["blk.1.ffn_up.weight"]
+    for given, says in (
+        ({"layers.1.feed_forward.up": torch.ones(64)}, "'layers.1.feed_forward.up', which is no matrix"),
+        ({"model.layers.1.self_attn.q_proj": torch.ones(3)}, r"has the shape \(3,\), the matrix 64 columns"),
+        ({"model.norm": torch.ones(64)}, "which is no matrix"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            export(family_folder("qwen2"), tmp_path / "none.gguf", None, given)
 
 
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(family_folder, tmp_path: Path) -> None:
