@@ -24,7 +24,7 @@ TRILLION = [
 
 def test_a_trillion_parameters_on_1024_gpus(tmp_path, capsys):
     """8 data-parallel x 16 pipeline x 8 tensor-parallel ranks: memory, bubble, transfers and MFU of every pipeline rank."""
-    data = write_data(tmp_path / "data", num_documents=16_000)  # more than a batch
+    data = write_data(tmp_path / "data")
     assert main(["train", str(data), "--plan", "--mesh=1024xH200", *TRILLION]) == 0
     said = capsys.readouterr().out
     assert "1024 ranks on NVIDIA H200 SXM, 131.3 GiB of memory" in said and "cores" not in said
