@@ -35,6 +35,7 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.faults.memory import WAYS, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_products
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
@@ -48,7 +49,7 @@ from hone.train.pipeline.notes import notes
 from hone.train.precision import TORCH_NAMES, Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, WAYS, TrainPlan, Work, estimate, out_of_memory, remedies
+from hone.train.work import CHECKPOINTS, TrainPlan, Work, estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

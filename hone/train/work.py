@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY, Plan, Shortage
 from hone.cost.activations.segments import copied_bytes, layer_bytes, recomputed_layers, replayed_layers
@@ -33,26 +32,6 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoint_bytes"
 """The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
-
-WAYS = {
-    MEMORY: ("use a smaller model", "shorten seq_len", "train where more memory is free, or on more ranks"),
-}
-"""Ways out when memory is too small, besides `remedies`."""
-
-
-def remedies(spec: Any) -> list[list[tuple[str, str]]]:
-    """Changes of the training `spec` that may need less memory; see `Stage.remedies`."""
-    batch, now = spec.batch_size, spec.gradient_accumulation_steps
-    return [
-        [("gradient_accumulation_steps", str(count)) for count in range(now + 1, batch + 1) if batch % count == 0],
-        [("activation_checkpointing", kind) for kind in ("memory_budget", "full")],
-        [("optimizer", "adamw_8bit")],
-        [("seq_len", str(spec.seq_len // part)) for part in (2, 4, 8) if spec.seq_len // part >= SHORTEST],
-    ]
-
-
-SHORTEST = 64
-"""Tokens of the shortest sequences that are proposed."""
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
@@ -441,15 +420,6 @@ def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
         segments = pipeline.live(rank, work.segments)
         found.append(replace(work, model=part, update=update, tensor=tensor, segments=segments, pipeline=None))
     return found
-
-
-def out_of_memory(error: BaseException, device: str, step: int) -> FitError | None:
-    """The error for the user when `error` of step `step` is one of torch's several out-of-memory errors; else None."""
-    if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
-        return None
-    return FitError(
-        f"{device} is out of memory at step {step}: {str(error).splitlines()[0]}", fix="; or ".join(WAYS[MEMORY])
-    )
 
 
 def _around_s(work: Work, machine: Machine) -> float:
