@@ -59,6 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2": {"data_parallel": "zero2"},
     "zero3": {"data_parallel": "zero3"},
     "tp": {TP: -1},
+    "zero3-never": {"data_parallel": {"kind": "zero3", "reshard_after_forward": "never"}},
+    "tp-async": {TP: -1, "enable_async_tensor_parallel": True},
     "tp-no-sp": {TP: -1, "enable_sequence_parallel": False},
     "cp-ring": {CP: -1, "data_parallel": "zero2"},
     "cp-all_gather": {CP: -1, "context_parallel": "all_gather", "data_parallel": "zero2"},

@@ -53,7 +53,7 @@ class Read:
 
 
 def starting_models(
-    spec: Training, parents: dict[str, Artifact], data: PackedTokens, device: str, *, in_parts: bool
+    spec: Training, parents: dict[str, Artifact], data: PackedTokens | None, device: str, *, in_parts: bool = False
 ) -> tuple[Decoder, Decoder | None]:
     """(model in float32, teacher in the compute dtype or None) on `device`.
 
@@ -67,7 +67,6 @@ def starting_models(
     from hone.train.precision import compute_dtype
     from hone.train.student import from_teacher
 
-    config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
     copies, reads = spec.init == "teacher", spec.objective.from_teacher
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or copies else None
     if "model" in parents and in_parts:
@@ -79,8 +78,9 @@ def starting_models(
     elif copies:
         assert teacher is not None, "planned without a teacher"
         model = from_teacher(teacher, spec.keep_every)
-    elif in_parts:
-        model = unmade(config, Drawn(config, device, spec.seed))
     else:
-        model = build(config, device=device, seed=spec.seed)
+        assert data is not None, "a new model is one for the tokens of some data"
+        config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
+        drawn = Drawn(config, device, spec.seed)
+        model = unmade(config, drawn) if in_parts else build(config, device=device, seed=spec.seed)
     return model, teacher.to(compute_dtype(spec.precision)) if teacher is not None and reads else None

@@ -118,6 +118,9 @@ class _Own:
     def whole(self, label: str) -> Tensor:
         return self._stored.whole(self._labels[label])
 
+    def cuts(self, label: str) -> list[Any]:
+        return self._stored.cuts(self._labels[label])
+
     def part(self, label: str, *where: Any) -> Tensor:
         return self._stored.part(self._labels[label], *where)
 
