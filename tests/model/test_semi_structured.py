@@ -181,7 +181,7 @@ def test_what_cannot_be_is_one_clear_error(monkeypatch) -> None:
     assert sparsify(untouched, "none") == Sparsified() and type(untouched.layers[0].mixer.qkv) is Dense
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     fake = pruned()
-    monkeypatch.setattr(Decoder, "embedding", property(lambda self: Fake()))
+    monkeypatch.setattr(Decoder, "like", property(lambda self: Fake()))
     with pytest.raises(MachineError, match=r"compute capability 8\.0, and the GPU has 7\.5"):
         sparsify(fake, "2:4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_one_clear_error(monkeypatch) -> None:
 
 
 class Fake:
-    """Stands for a float32 embedding on a GPU."""
+    """Stands for float32 hidden states on a GPU."""
 
     device, dtype = torch.device("cuda"), torch.float32
 
@@ -203,6 +203,6 @@ def test_a_quantized_model_has_no_linears_for_it(monkeypatch, tmp_path) -> None:
     model = hone.load(tmp_path / "made")
     monkeypatch.setattr(Fake, "dtype", torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(Decoder, "embedding", property(lambda self: Fake()))
+    monkeypatch.setattr(Decoder, "like", property(lambda self: Fake()))
     with pytest.raises(ArtifactError, match="no dense linears"):
         sparsify(model, "2:4")
