@@ -37,7 +37,7 @@ from hone.base.mesh import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
 from hone.model.context import Causal
-from hone.model.decoder import Decoder, build
+from hone.model.decoder import Decoder, Drawn, build, unmade
 from hone.ops import linear_cross_entropy
 from hone.train import DATA_PARALLEL
 from hone.train.activation_checkpointing import KeepAll
@@ -112,18 +112,20 @@ def _made(
     name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
 ) -> Callable[[], Any]:
     """A training from random weights; the result does one step of it."""
-    model = build(config, device=device)
     if name not in PEERS.values():
         shared = Parallelism(data_parallel=_technique(name, mesh.world_size))
         ranks = shared.ranks(mesh, device)
+        alone = mesh.world_size == 1
+        model = build(config, device=device) if alone else unmade(config, Drawn(config, device, 0))
         trainer = shared.data_parallel.trainer()(
             model, steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(), precision=arguments.precision, ranks=ranks,
             compile=arguments.compile,
         )  # fmt: skip
         return lambda: trainer.step(batch)
+    whole = build(config, device=device)
     if name == THREADS:
-        return _threads(model, device, arguments, batch) if mesh.leads else lambda: None
-    return _peer(name, model, device, arguments, batch)
+        return _threads(whole, device, arguments, batch) if mesh.leads else lambda: None
+    return _peer(name, whole, device, arguments, batch)
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:

@@ -239,8 +239,8 @@ class Parallelism(Spec):
     ) -> ModelConfig:
         """Writes the model of all ranks, which all call it, into `folder`, in the torch `dtype`. Its config.
 
-        Rank 0 writes it part by part, and holds one file's tensors. Where `dtype` is not that in which it computes, the masters are what is saved: they are
-        rounded once.
+        Rank 0 writes it part by part, and holds the tensors of one file. Where `dtype` is not that in which it computes, the
+        masters are what is saved: they are rounded once.
         """
         import torch
 

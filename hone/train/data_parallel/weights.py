@@ -28,8 +28,9 @@ _AT_ONCE = 2
 class DividedWeights(Weights):
     """`Weights` of a rank in `grid`: a bucket of flat tensors for every layer, one for the embedding, and one for last norm and head.
 
-    `sharded` as in `DataParallel.sharded`, `moves` as in `DataParallel.moves`. Weights in `whole` are held by one rank of each group, never in parts. Those in
-    `copied` are held by all tensor-parallel ranks, over which their gradient is summed too; those `alone` by this one only.
+    `sharded` as in `DataParallel.sharded`, `moves` as in `DataParallel.moves`. Weights in `whole` are held by one rank of each
+    group, never in parts. Those in `copied` are held by all tensor-parallel ranks, over which their gradient is summed too;
+    those `alone` by this one only.
     `masters` and gradients are this rank's: flat pieces [stop - start] of a weight, or the whole weight in its shape.
     """
 
