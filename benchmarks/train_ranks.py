@@ -112,7 +112,7 @@ def _made(
     name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
 ) -> Callable[[], Any]:
     """A training from random weights; the result does one step of it."""
-    if name not in PEERS.values():
+    if name in DATA_PARALLEL or name in VARIANTS:
         shared = Parallelism(data_parallel=_technique(name, mesh.world_size))
         ranks = shared.ranks(mesh, device)
         alone = mesh.world_size == 1
