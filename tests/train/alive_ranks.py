@@ -25,15 +25,23 @@ FILE_BYTES = 100_000
 
 @contextmanager
 def counting(found: dict[str, int], name: str) -> Iterator[None]:
-    """Stores the most bytes that this thread's tensors had at once inside, without those from before."""
+    """Stores the most bytes that tensors had at once inside, without those from before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         yield
-    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
-    now = most = 0
-    for one in sorted(events, key=lambda one: one.start_ns()):
-        now += one.nbytes()
+    waiting, events = list(seen.profiler.kineto_results.experimental_event_tree()), []
+    while waiting:
+        one = waiting.pop()
+        waiting += one.children
+        if hasattr(one.extra_fields, "alloc_size"):
+            events.append((one.start_time_ns, one.extra_fields))
+    events.sort(key=lambda one: one[0])
+    now, most = 0, 0
+    for _, one in events:
+        now += one.alloc_size
         most = max(most, now)
-    found[name] = most
+    # The first does not see what gloo's threads free, the second not what was freed while nobody counted: neither is too small.
+    before = events[0][1].total_allocated - events[0][1].alloc_size if events else 0
+    found[name] = min(most, max((one.total_allocated for _, one in events), default=0) - before)
 
 
 def most_alive(kinds: list[Any], config: dict[str, Any], tokenizer_from: str, out: str) -> list[dict[str, int]]:

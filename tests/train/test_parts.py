@@ -44,7 +44,7 @@ def test_a_rank_has_its_slices_and_two_layers_at_most(config, counted):
             assert found["kept"] < found["drawn"] <= most, kind
             assert found["read"] <= most + FILE_BYTES, kind  # one mapped file
             held = FILE_BYTES + layer if rank == 0 else 0.0  # rank 0 alone holds what goes into a file
-            assert 0 < found["written"] <= held + 4 * layer, kind  # gathered, and gloo's copies
+            assert 0 < found["written"] <= held + 6 * layer < 0.5 * whole, kind  # gathered, and gloo's copies
 
 
 def test_what_is_written_part_by_part_is_what_one_process_draws(config, counted):
