@@ -13,7 +13,7 @@ class Checks(Spec):
     """Checks of a training's numbers by other ranks' or by a second computation.
 
     The idea of Megatron-LM's `rerun_state_machine`, which computes a step again to tell a fault of the hardware from one of the
-    training (github.com/NVIDIA/Megatron-LM). Fleets see about one device in a thousand that does so (arXiv:2102.11245).
+    training (github.com/NVIDIA/Megatron-LM). Large fleets have such devices: Dixit et al. 2021, arXiv:2102.11245.
     """
 
     rerun_interval: int = Field(
