@@ -25,6 +25,7 @@ from hone.model.mixers import MIXERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Ranks, Trainer, validate
+from hone.train.optimizers.adamw import AdamWRule
 from hone.train.parallelism import Parallelism
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
@@ -45,7 +46,7 @@ for _table, _names in (
 for _module in ("hone.data.mix.reading", "hone.train.result", "hone.train.student", "torch.utils.tensorboard"):
     importlib.import_module(_module)
 
-COMPILE = torch.compile
+COMPILE, FUSES = torch.compile, AdamWRule.fuses
 BATCH, SEQ, STEPS = 8, 32, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": STEADY,
@@ -89,6 +90,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         }
     if setting.get("compile"):  # traced and differentiated as inductor's graphs are, without its C++
         torch.compile = partial(COMPILE, backend="aot_eager")
+    AdamWRule.fuses = FUSES if not setting.get("fused") else lambda *_: True  # type: ignore[method-assign]
     model = shared.decoder(model, ranks, SEQ)
     if setting.get("traced"):  # as torch.compile cuts and guards them, without its compiler
         for layer in model.layers:

@@ -127,6 +127,23 @@ def test_in_half_precision_all_techniques_give_the_same_bits(precision, data_fol
 
 
 @pytest.mark.slow
+def test_an_update_in_one_pass_is_the_plain_one(data_folder, tmp_path):
+    """As on a GPU, where AdamW's pass over a weight scales its gradient and writes the rounded weight that others gather."""
+    kinds = [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "masked": True}]
+    kinds.append({"precision": "bf16", "gradient_accumulation_steps": 2})
+    fused = [{**kind, "fused": now} for kind in kinds for now in (False, True)]
+    on_ranks(1, trained, str(data_folder), str(tmp_path), fused)
+    never = {"kind": "zero3", "reshard_after_forward": "never"}
+    settings = [{**one, "data_parallel": how} for how in ("zero1", "zero3", never) for one in fused]
+    on_ranks(2, trained, str(data_folder), str(tmp_path), settings)
+    for num_ranks, count in ((1, len(fused)), (2, len(settings))):
+        for number in range(0, count, 2):
+            plain, ours = (weights_of(tmp_path, number + now, num_ranks)[0] for now in (0, 1))
+            apart = torch.cat([(ours[name].float() - one.float()).abs().flatten() for name, one in plain.items()])
+            wide = fused[number % len(fused)]["precision"] == "fp32"
+            assert apart.mean() <= (1e-7 if wide else 1e-5) and apart.max() <= (2e-6 if wide else 4e-3), number
+
+
 def test_compiled_layers_train_with_gathered_weights(data_folder, tmp_path):
     """The graphs of layers keep weights for their backward pass, whose memory was freed and gathered anew meanwhile."""
     kept = {"kind": "zero3", "reshard_after_forward": "never"}
