@@ -217,6 +217,11 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"steps \(3, 7\)", lambda: ops.round_compensated(X, X[:, :7], torch.eye(3), -8, 7)),
         (r"ratio \(2, 2\)", lambda: ops.round_compensated(X, X, torch.eye(2), -8, 7)),
     ],
+    "fp8_trained_linear": [
+        (r"x \(3, 64\) and weight \(8, 32\) differ in columns", lambda: ops.fp8_trained_linear(X, W[:, :32])),
+        ("recipe is 'rows'", lambda: ops.fp8_trained_linear(X, W, recipe="rows")),
+        ("3 rows, 8 output and 64 input features", lambda: ops.fp8_trained_linear(X, W)),
+    ],
     "adamw_step": [
         ("grad .*int64", lambda: ops.adamw_step(X, X[:, :7].long(), X, X, NUMBERS)),
         ("weight torch.float64", lambda: ops.adamw_step(X.double(), X, X, X, NUMBERS)),
