@@ -66,9 +66,13 @@ class Waits:
 
     def take(self) -> float:
         """The seconds since the last call. Those on a GPU of which it is known: nothing waits here."""
+        return self.later()()
+
+    def later(self) -> Callable[[], float]:
+        """As `take`, of the waits up to now, for when a GPU has come so far."""
         seconds, self._seconds = self._seconds, 0.0
         events, self._events = self._events, []
-        return seconds + sum(first.elapsed_time(last) / 1e3 for first, last in events if last.query())
+        return lambda: seconds + sum(first.elapsed_time(last) / 1e3 for first, last in events if last.query())
 
 
 @dataclass

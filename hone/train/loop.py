@@ -175,7 +175,7 @@ class Trainer:
         if ahead:
             self.update.apply(lr, shrink(means[1], self.max_grad_norm))
         loss, norm, *extras = means.tolist()
-        self.times.met()
+        self.times.ends()
         norm, extra = norm / self.scaler.scale, extras[0] if extras else None
         finite = math.isfinite(norm)
         overflowed = self.scaler.enabled and not finite
@@ -247,9 +247,9 @@ class Trainer:
         losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
         self.times.computed()
         whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
+        self.times.met()
         loss = whole[0].float() / counts.targets
-        extras = whole[2:] / counts.positions
-        return torch.cat([loss.double()[None], whole[1:2].sqrt(), extras])
+        return torch.cat([loss.double()[None], whole[1:2].sqrt(), whole[2:] / counts.positions])
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """Float64 sums [n] of this rank added up over all ranks: here and in `_of_ranks` alone a step's numbers cross them."""

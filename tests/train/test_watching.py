@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from hone.base.mesh import Mesh, Waits
 from hone.base.run import Bar, Run
 from hone.cli import main
 from hone.cost.facts import ModelFacts
+from hone.data.load import PackedTokens
+from hone.model.decoder import build
 from hone.train.live import screen
 from hone.train.live.profiling import Profiler, from_options
 from hone.train.live.rank_times import STEPS, RankTimes, Stragglers, Took
 from hone.train.live.screen import Screen, curve
 from hone.train.loop import Trainer
+from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from hone.train.watch import Watch
 from tests.ranked import together
@@ -59,16 +63,35 @@ def test_own_work_is_what_is_left_of_a_step_without_waits():
     times.computed()
     clock.now += 6  # meets
     times.met()
+    with mesh.waits.around(False):
+        clock.now += 7  # updates before the numbers are read
+    times.ends()
     assert times.own == pytest.approx((1 + 3 + 5, 2 + 4 + 6))
     times.gathered(7, torch.tensor([[3.0, 18.0], times.own], dtype=torch.float64))
     assert times.last.row() == {"step": 7, "busy_s": [3.0, 9.0], "wait_s": [18.0, 12.0]}
     times.gathered(8, torch.zeros(2, 2))  # ranks that have just resumed have none
     assert times.last.step == 7
     alone = RankTimes(Mesh(), torch.device("cpu"), clock)
-    for mark in (alone.begins, alone.arrives, alone.passes, alone.computed, alone.met):
+    for mark in (alone.begins, alone.arrives, alone.passes, alone.computed, alone.met, alone.ends):
         mark()
     alone.gathered(1, torch.ones(1, 2))
     assert alone.last is None and alone.own == (0.0, 0.0)
+
+
+def test_an_update_is_no_wait(data_folder):
+    clock = Clock()
+    data = PackedTokens(data_folder)
+    trainer = Trainer(build(SHAPE.config(data.vocab_size), seed=1), steps=2, schedule=Cosine(warmup=1))
+    trainer.times = RankTimes(Mesh(0, 0, 2), trainer.device, clock)
+    apply = trainer.update.apply
+
+    def slow(*numbers: Any) -> None:
+        apply(*numbers)
+        clock.now += 100
+
+    trainer.update.apply = slow
+    trainer.step(data.batch(0, 2, 32, 0))
+    assert trainer.times.own == (0.0, 0.0) and clock.now == 200
 
 
 def steps_of(seen: Stragglers, busy: list[float], number: int, first: int = 1) -> list[str]:

@@ -34,8 +34,9 @@ class RankTimes:
     """The times of this rank's steps, which the next step's counts carry to the others; with one rank nothing is measured.
 
     A step calls `begins`, reads its sequences, `arrives` at the meeting about its counts, `passes` from there to its forward
-    and backward passes, is `computed`, and has `met` again. On a GPU passes and waits are what lies between events of the
-    stream; they are read in `met`, when the step has waited for the device anyway, so nothing waits for these times.
+    and backward passes, is `computed`, has `met` again, and calls `ends` when its numbers are known, after an update that did not
+    wait for them: that is neither work of this kind nor a wait. On a GPU passes and waits are what lies between events of the
+    stream; they are read in `ends`, when the step has waited for the device anyway, so nothing waits for these times.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -60,17 +61,19 @@ class RankTimes:
 
     def computed(self) -> None:
         self._mark("computed", on_stream=True)
-        if self._measures and not self._on_gpu:
-            self._at["waited"] = self._mesh.waits.take()
+        if self._measures:
+            self._at["waited"] = self._mesh.waits.later()
 
     def met(self) -> None:
+        self._mark("met", on_stream=True)
+
+    def ends(self) -> None:
         if not self._measures:
             return
-        self._mark("met", on_stream=True)
         at, self._at = self._at, {}
         if "arrives" not in at:  # it was not a whole step
             return
-        waited = at["waited"] if "waited" in at else self._mesh.waits.take()
+        waited = at["waited"]()
         read = at["arrives"] - at.get("begins", at["arrives"])
         # Before the first passes of a GPU's step is a mark of the host's clock, too.
         met = at["host passes"] - at["arrives"]
