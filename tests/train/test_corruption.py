@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.parallel.pipeline.weight_gradients import WeightGradients
+from hone.train.faults.rerun import recording
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE, STEADY
@@ -57,6 +60,22 @@ def test_without_a_fault_nothing_is_said_and_no_bit_changes(num_ranks, layout, d
     plain = results(num_ranks, spec(**layout), str(data_folder), str(tmp_path / "plain"))
     checked = results(num_ranks, spec({**CHECKS, "rerun_interval": 1}, **layout), str(data_folder), str(tmp_path / "x"))
     assert checked == plain and "corruption" not in capfd.readouterr().err
+
+
+def test_gradients_that_a_pipeline_computes_later_are_compared_too():
+    torch.manual_seed(0)
+    linear, x, later = torch.nn.Linear(4, 3), torch.randn(5, 4), WeightGradients()
+    parameters = dict(linear.named_parameters())
+    with recording(parameters) as at_once:
+        linear(x).sum().backward()
+    later.defer([linear])
+    with recording(parameters) as found:
+        y = linear(x.requires_grad_()).sum()
+        with later.later((0, 0)):
+            y.backward()
+        assert not found
+        later.compute((0, 0))
+    assert found == at_once and set(found) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("fault", ["own", "other"])

@@ -166,7 +166,9 @@ def recording(parameters: Mapping[str, nn.Parameter]) -> Iterator[Printed]:
     found: Printed = {}
 
     def record(name: str) -> Callable[[Tensor], None]:
-        def take(gradient: Tensor) -> None:
+        def take(gradient: Tensor | None) -> None:
+            if gradient is None:  # a pipeline computes it later, and calls again
+                return
             before = found.get(name, Print(0, 0.0))
             bits = (before.bits * _MIX + bits_of(gradient)) & (2**64 - 1)
             found[name] = Print(bits, before.squared_norm + float(gradient.detach().double().square().sum()))
