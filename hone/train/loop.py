@@ -209,7 +209,7 @@ class Trainer:
         counts = self._counts(batch, read)
         self.times.passes()
         if self.fp8 is not None:
-            self.fp8.cast()
+            self.fp8.cast(self.update.weights)
         total, extras = torch.zeros((), device=self.device), None
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:

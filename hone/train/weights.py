@@ -108,6 +108,9 @@ class Weights:
     def published(self) -> None:
         """To be called after an update, when the masters of all weights are published."""
 
+    def ready(self) -> None:
+        """To be called before weights are read that a pass has not waited for; those that are freed stay so."""
+
     @contextmanager
     def whole(self, path: str, *, wide: bool) -> Iterator[None]:
         """Inside, the weights of the part of the model at `path` ('layers.3', 'norm') are in memory, for it to be saved.

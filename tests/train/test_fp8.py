@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors.torch import load_file
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
+from hone.base.mesh import Mesh
 from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.cost.activations.segments import layer_bytes
@@ -20,10 +24,12 @@ from hone.ops.fp8 import api
 from hone.train.activation_checkpointing.selective import Selective
 from hone.train.activation_checkpointing.uniform import EveryNth
 from hone.train.checkpoint import Checkpoints
+from hone.train.faults.rerun import bits_of, check_replicas
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, in_fp8
 from hone.train.fp8.linears import Fp8Dense
-from hone.train.loop import Trainer, validate
+from hone.train.loop import Ranks, Trainer, validate
 from hone.train.optimizers.adamw import AdamW
+from hone.train.parallelism import Parallelism
 from hone.train.precision import FP8_RECIPES
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
@@ -104,6 +110,27 @@ def test_micro_batches_share_one_cast_of_the_weights(data_folder, monkeypatch):
     )
     for name, wanted in whole.items():
         assert ((parts[name].float() - wanted.float()).norm() / wanted.float().norm()).item() < 0.1, name
+
+
+@pytest.mark.parametrize("reader", ["cast", "replicas"])
+def test_what_reads_weights_between_steps_waits_for_those_on_their_way(reader, data_folder):
+    """On a GPU an update ends before other ranks' weights are there, for which layers wait when they compute."""
+    ranks = Ranks(Mesh(), Parallelism().grid(Mesh(), "cpu"))
+    trainer = make(PackedTokens(data_folder), "fp8", gradient_accumulation_steps=2, ranks=ranks)
+    buckets = [bucket for layer in trainer.update.weights._layers for bucket in layer]
+    wanted = [bits_of(bucket.weights) for bucket in buckets]
+    for bucket in buckets:
+        arrives = partial(bucket.weights.copy_, bucket.weights.clone())
+        bucket._gathering = SimpleNamespace(wait=arrives)
+        bucket.weights.zero_()
+    assert [bits_of(bucket.weights) for bucket in buckets] != wanted
+    if reader == "cast":
+        trainer.fp8.cast(trainer.update.weights)
+        linear = trainer.fp8.linears[0]
+        assert torch.equal(linear.held.codes, api.weight_codes(linear.weight, linear.recipe).codes)
+    else:
+        assert check_replicas(trainer) == ""
+    assert [bits_of(bucket.weights) for bucket in buckets] == wanted
 
 
 @pytest.mark.parametrize("parts", [1, 2])

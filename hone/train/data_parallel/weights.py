@@ -268,6 +268,10 @@ class DividedWeights(Weights):
         # On a GPU a layer waits for its own when it computes; a CPU ends the transfer while the ranks are surely there.
         self._ready(self._first if self._on_gpu else self._buckets)
 
+    def ready(self) -> None:
+        """As `Weights.ready`: on a GPU those of other ranks may still be on their way."""
+        self._ready(self._buckets)
+
     @contextmanager
     def whole(self, path: str, *, wide: bool) -> Iterator[None]:
         """As `Weights.whole`: gathered of all ranks; masters, too, where passes compute with rounded ones."""

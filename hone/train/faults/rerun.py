@@ -245,6 +245,7 @@ def check_replicas(trainer: Trainer) -> str:
     weights, grid = trainer.update.weights, trainer.ranks.grid
     if grid is None:
         return ""
+    weights.ready()
     mine: dict[str, int] = {}
     for name, parameter in weights.parameters.items():
         if parameter.untyped_storage().size():  # not freed

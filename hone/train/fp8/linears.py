@@ -12,6 +12,7 @@ from hone.model.decoder import Decoder
 from hone.model.linear import Dense
 from hone.ops.fp8.api import WeightCodes, fp8_trained_linear, weight_codes
 from hone.train.fp8.fits import in_fp8
+from hone.train.weights import Weights
 
 
 class Fp8Dense(Dense):
@@ -56,8 +57,11 @@ class Fp8Linears:
                     self.linears.append(found)
 
     @torch.no_grad()
-    def cast(self) -> None:
-        """To be called before a step's first pass, with all weights in memory: casts them, if it holds them."""
-        for linear in self.linears if self.holds else ():
+    def cast(self, weights: Weights) -> None:
+        """To be called before a step's first pass, with the model's `weights`: casts them, if it holds them."""
+        if not self.holds:
+            return
+        weights.ready()
+        for linear in self.linears:
             linear.held = None  # frees the codes of the step before
             linear.held = weight_codes(linear.weight, self.recipe)
