@@ -69,7 +69,7 @@ class Watch:
         self._joules, self._spent = joules, joules()
         self._stragglers, self._num_ranks = stragglers, num_ranks
         self._took: Took | None = None
-        self._logged = resume_at * MOST_TIMES // num_ranks
+        self._logged = self._lines_to(resume_at)
         """Lines of ranks' times in timing.jsonl."""
         self._before = time.perf_counter()
         self.rates: list[tuple[int, float]] = []
@@ -78,6 +78,10 @@ class Watch:
     def _open(self, stays: Callable[[dict[str, Any]], bool]) -> None:
         """Opens the logs, with the lines that `stays` accepts."""
         self._steps, self._timing = (_cut_back(path, stays) for path in (self.path, self._timing_path))
+
+    def _lines_to(self, step: int) -> int:
+        """Lines of ranks' times up to `step`."""
+        return step * MOST_TIMES // self._num_ranks
 
     def rewound(self, row: dict[str, Any], tokens: int) -> None:
         """Drops the lines from `row`'s step on, to which the training went back, and writes `row`; `tokens` were read before it.
@@ -90,7 +94,9 @@ class Watch:
         self._timing.close()
         self._open(lambda row: row["step"] <= before or "rewound" in row)
         self._write(self._steps, row)
-        self._tokens = tokens
+        for curves in self._curves:
+            curves.back(before)
+        self._tokens, self._logged = tokens, self._lines_to(before)
         if self._progress is not None:
             self._progress.skip(before - why["from"] + 1)
         self._before = time.perf_counter()

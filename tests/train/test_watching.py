@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hone.cli import main
 from hone.cost.facts import ModelFacts
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
+from hone.train.curves.wandb import WandbCurves
 from hone.train.live import screen
 from hone.train.live.profiling import Profiler, from_options
 from hone.train.live.rank_times import STEPS, RankTimes, Stragglers, Took
@@ -196,6 +198,30 @@ def test_mfu_in_both_conventions_and_joules(tmp_path):
         assert row["mfu"] * row["time_s"] == pytest.approx(3 * halved * 128 / 1e12)
         assert row["mfu_full_attention"] / row["mfu"] == pytest.approx(full / halved)
     assert [row.get("joules_per_token") for row in rows] == [0.02, None, None]
+
+
+def test_after_going_back_the_curves_and_the_times_of_the_ranks_go_on(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sent: list[int] = []
+    run = SimpleNamespace(step=0, log=lambda scalars, step: sent.append(step), finish=lambda exit_code: None)
+    (tmp_path / "log").mkdir()
+    watch = Watch(tmp_path, tmp_path / "log", device="cpu", num_ranks=16, curves=(WandbCurves(run),))
+
+    def steps(first: int, last: int, loss: float) -> None:
+        for step in range(first, last + 1):
+            row = {"step": step, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "tokens": 100 * step}
+            watch.stepped(row, Took(step, [1.0] * 16, [0.0] * 16))
+
+    steps(1, 30, loss=1.0)
+    watch.rewound({"step": 11, "rewound": {"from": 31, "to": 10, "why": "a spike"}}, 1000)
+    steps(11, 33, loss=2.0)
+    watch.close()
+    rows = read_jsonl(tmp_path / "log" / "timing.jsonl")
+    assert [row["step"] for row in rows if "busy_s" in row] == list(range(1, 34))
+    assert sent == list(range(1, 34)), "what was sent stays"
+    events = EventAccumulator(str(tmp_path / "log")).Reload().Scalars("train/loss")
+    assert [(one.step, one.value) for one in events] == [(step, 1.0 + (step > 10)) for step in range(1, 34)]
 
 
 def make(out: str, data: str, profiling: dict | None) -> str:

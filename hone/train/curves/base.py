@@ -11,6 +11,9 @@ class Curves(Protocol):
     def add(self, scalars: dict[str, float], step: int) -> None:
         """Adds a point at `step` to each named curve."""
 
+    def back(self, step: int) -> None:
+        """The training went back to `step`: the points that come next are of the steps after it, again."""
+
     def flush(self) -> None:
         """Makes what was added durable, as far as the writer can."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 
@@ -12,12 +13,18 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         # TensorBoard itself drops events after the step of the resume when it reads the same step again.
-        self._writer = SummaryWriter(str(log), purge_step=resume_at + 1 if resume_at else None)
+        self._open = partial(SummaryWriter, str(log))
+        self._writer = self._open(purge_step=resume_at + 1 if resume_at else None)
 
     def add(self, scalars: dict[str, float], step: int) -> None:
         """As `Curves.add`."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+
+    def back(self, step: int) -> None:
+        """As `Curves.back`; TensorBoard drops the events of the steps that were left, too."""
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
 
     def flush(self) -> None:
         """As `Curves.flush`."""

@@ -91,11 +91,17 @@ class WandbCurves:
         self._run = run
         self._first = run.step
         """The run's next step: points before it were sent by the process that was interrupted, and are not sent again."""
+        self._last = self._first - 1
 
     def add(self, scalars: dict[str, float], step: int) -> None:
         """As `Curves.add`."""
         if step >= self._first:
             self._run.log(scalars, step=step)
+            self._last = step
+
+    def back(self, step: int) -> None:
+        """As `Curves.back`; the steps of a run of wandb only rise: it keeps those that it has, and gets the ones after them."""
+        self._first = self._last + 1
 
     def flush(self) -> None:
         """As `Curves.flush`: a process of wandb writes and sends by itself."""
