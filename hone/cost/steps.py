@@ -118,7 +118,8 @@ def pass_seconds(
         attention += attention_seconds(machine, flops, dtype, train=True)
         attention += again * attention_seconds(machine, flops, dtype) if again else 0.0
     coded = [one for one in products if one[1] in fp8 and not any(size % 16 for size in one[0])]
-    products = [one for one in products if one not in set(coded)]
+    apart = set(coded)
+    products = [one for one in products if one not in apart]
     products += _three(batch_tokens, vocab, hidden, forwards=1) if vocab else []
     twice = replace(facts, layers=tuple(facts.layers[index] for index in (*recomputed, *replayed)))
     parts = {
