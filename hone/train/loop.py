@@ -393,10 +393,10 @@ def fit(
                 watch.evaluated({"step": trainer.done, "val_loss": val_loss, "val_bits_per_byte": bits})
             if early is not None and not last and early.reached(trainer.done, val_loss):
                 trainer.steps, last = trainer.done, True
+        due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
+        guard.stepped(saves=bool(due) or scored or last)  # `after_step` keeps models that were evaluated
         if after_step is not None:
             after_step(trainer, val_loss)
-        due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)
-        guard.stepped(saves=bool(due) or last)
         if checkpoints is not None and due and not last:
             if watch is not None:
                 watch.sync()

@@ -11,8 +11,12 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.data.load import PackedTokens
+from hone.model.decoder import build
 from hone.parallel.pipeline.weight_gradients import WeightGradients
-from hone.train.faults.rerun import recording
+from hone.train.faults.rerun import Guard, recording
+from hone.train.loop import Trainer, fit
+from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE, STEADY
@@ -60,6 +64,16 @@ def test_without_a_fault_nothing_is_said_and_no_bit_changes(num_ranks, layout, d
     plain = results(num_ranks, spec(**layout), str(data_folder), str(tmp_path / "plain"))
     checked = results(num_ranks, spec({**CHECKS, "rerun_interval": 1}, **layout), str(data_folder), str(tmp_path / "x"))
     assert checked == plain and "corruption" not in capfd.readouterr().err
+
+
+def test_weights_are_compared_before_an_evaluated_model_is_kept(data_folder, monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(Guard, "stepped", lambda self, *, saves: seen.append((self.trainer.done, saves)))
+    data = PackedTokens(data_folder)
+    trainer = Trainer(build(SHAPE.config(data.vocab_size), seed=1), steps=3, schedule=Cosine(warmup=1))
+    val, sizes = PackedTokens(data_folder, "val"), {"batch_size": 2, "seq_len": 32, "eval_sequences": 2}
+    fit(trainer, data, val=val, eval_also=(2,), after_step=lambda one, _: seen.append(one.done), **sizes)
+    assert seen == [(1, False), 1, (2, True), 2, (3, True), 3]
 
 
 def test_gradients_that_a_pipeline_computes_later_are_compared_too():

@@ -217,7 +217,7 @@ class Guard:
         return read(self.trainer.ranks.data[0])
 
     def stepped(self, *, saves: bool) -> None:
-        """After a step: compares weights where that is due; with `saves` a checkpoint is about to be written, too."""
+        """After a step: compares weights where that is due; with `saves` a checkpoint or a model is about to be written, too."""
         interval = self.checks.replicas_interval
         if interval and (saves or self.trainer.done % interval == 0):
             said = check_replicas(self.trainer)
