@@ -136,7 +136,7 @@ class Update:
         for name, state in self.states.items():
             if name not in masters:
                 continue
-            copies = self._copies(name) if self.cut_index else frozenset()
+            copies = self.copies(name) if self.cut_index else frozenset()
             tensors |= {f"{key}.{name}": tensor for key, tensor in state.items() if key not in copies}
         tensors["updates"] = torch.tensor(float(self.count))
         return tensors
@@ -152,7 +152,7 @@ class Update:
                 found[f"{key}.{name}"] = part
         return found
 
-    def _copies(self, name: str) -> frozenset[str]:
+    def copies(self, name: str) -> frozenset[str]:
         """The states of `name` that every tensor-parallel rank has whole, though it has a part of the weight."""
         return self._rules[name].whole_states if name in self.cuts else frozenset()
 
@@ -162,7 +162,7 @@ class Update:
             f"{key}.{name}": cut
             for name, cut in self.cuts.items()
             if name in self.weights.masters
-            for key in ("weight", *(key for key in self.states.get(name, ()) if key not in self._copies(name)))
+            for key in ("weight", *(key for key in self.states.get(name, ()) if key not in self.copies(name)))
         }
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class Update:
                 if key in again:
                     part = again[key][start_of_key : start_of_key + count]
                 else:
-                    part = stored.part(label, start_of_key, count, None if key in self._copies(name) else cut)
+                    part = stored.part(label, start_of_key, count, None if key in self.copies(name) else cut)
                 targets[key].view(-1).copy_(part)
         self.weights.publish(list(self.weights.masters))
         self.weights.published()

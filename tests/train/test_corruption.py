@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
 from hone.parallel.pipeline.weight_gradients import WeightGradients
-from hone.train.faults.rerun import Guard, recording
+from hone.train.faults.rerun import Guard, check_replicas, recording
 from hone.train.loop import Trainer, fit
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
@@ -74,6 +76,22 @@ def test_weights_are_compared_before_an_evaluated_model_is_kept(data_folder, mon
     val, sizes = PackedTokens(data_folder, "val"), {"batch_size": 2, "seq_len": 32, "eval_sequences": 2}
     fit(trainer, data, val=val, eval_also=(2,), after_step=lambda one, _: seen.append(one.done), **sizes)
     assert seen == [(1, False), 1, (2, True), 2, (3, True), 3]
+
+
+def test_states_that_tensor_parallel_ranks_have_whole_are_compared():
+    def rank(index: int, row: float, meet: Callable[[dict[str, int]], Any]) -> Any:
+        weights = SimpleNamespace(
+            parameters={}, masters={"w": torch.full((4, 2), index)}, pieces={}, ready=lambda: None
+        )
+        states = {"w": {"row_var": torch.full((8, 1), row), "momentum": torch.full((4, 2), index)}}
+        update = SimpleNamespace(weights=weights, states=states, cuts={"w"}, copies=lambda name: {"row_var"})
+        grid = SimpleNamespace(tp=SimpleNamespace(index=index))
+        return SimpleNamespace(update=update, ranks=SimpleNamespace(grid=grid, mesh=SimpleNamespace(gather=meet)))
+
+    for row, said in ((1.0, ""), (2.0, "ranks 0, 1 have different bits of row_var of w")):
+        first: list[dict[str, int]] = []
+        check_replicas(rank(0, 1.0, lambda mine, first=first: first.append(mine) or first))
+        assert check_replicas(rank(1, row, lambda mine, first=first: [*first, mine])) == said
 
 
 def test_gradients_that_a_pipeline_computes_later_are_compared_too():

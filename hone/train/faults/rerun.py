@@ -254,8 +254,9 @@ def check_replicas(trainer: Trainer) -> str:
         start, stop = weights.pieces.get(name, (0, master.numel()))
         where = f"{name}{_part(trainer, name)}, elements {start} to {stop}"
         mine[f"the master of {where}"] = bits_of(master)
+        copies = trainer.update.copies(name)
         for key, state in trainer.update.states.get(name, {}).items():
-            mine[f"{key} of {where}"] = bits_of(state)
+            mine[f"{key} of {name if key in copies else where}"] = bits_of(state)
     everyone = trainer.ranks.mesh.gather(mine)
     for key in dict.fromkeys(key for one in everyone for key in one):
         held = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
