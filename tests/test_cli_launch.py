@@ -20,7 +20,7 @@ from hone.cli import launch
 from hone.cli.dispatch import VERBS, main
 from tests.train.conftest import SHAPE, write_data
 
-TWO = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+TWO = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def started(code: str, number: int = 3, out: io.StringIO | None = None) -> tuple[int, str]:

@@ -226,7 +226,7 @@ def test_a_disk_without_room_is_said_before_the_work(
 def test_a_disk_that_fills_up_is_a_clear_error_and_can_be_resumed(
     tiny_llama: Path, compress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.compress import stream
+    from hone.compress import shards
 
     calls = []
 
@@ -237,7 +237,7 @@ def test_a_disk_that_fills_up_is_a_clear_error_and_can_be_resumed(
         return write_atomic(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "write_atomic", full)
+        patch.setattr(shards, "write_atomic", full)
         with pytest.raises(FitError, match="no space left"):
             compress(tiny_llama, GPTQ4)
     gc.collect()  # the failed draft holds the folder's lock
