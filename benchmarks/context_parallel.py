@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import ledger
+from benchmarks.ranks import on_ranks
 from hone.base.mesh import Mesh
 from hone.ops import attend
 from hone.parallel.axis import Axis
@@ -39,19 +36,7 @@ LIMIT = "one device / ranks"
 
 def main() -> None:
     """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
-    arguments = _arguments()
-    if arguments.out is not None:
-        _work(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["-m", "benchmarks.context_parallel", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("context_parallel", rows, arguments.device))
+    on_ranks("context_parallel", _arguments(), _work, "context_parallel")
 
 
 def _work(arguments: argparse.Namespace) -> None:

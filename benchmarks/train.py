@@ -47,6 +47,7 @@ from hone.train.work import Work, growth_bytes
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
+    "27m": (Shape(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536), 4096),
     "llama3-1b": (
         Shape(hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
               max_seq_len=8192, rope_theta=5e5, tie_embeddings=True), 128256,

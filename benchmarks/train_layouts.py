@@ -1,7 +1,7 @@
 """Training on several GPUs: every layout checked against one GPU, then timed beside torch's FSDP2 around the same decoder.
 
     python -m benchmarks.train_layouts --ranks 2 --check                                    # losses of every layout, small, float32
-    python -m benchmarks.train_layouts --ranks 2 --shape llama3-8b --layers 12 --compile --layouts zero2 fsdp2 zero1-tp
+    python -m benchmarks.train_layouts --ranks 2 --shape llama3-8b --layers 12 --compile --layouts zero2 fsdp2 tp
     python -m benchmarks.train_layouts --ranks 2 --device cpu --check                       # the same over gloo
 
 One torchrun; layouts take turns, `--steps` steps each a round, the median step counts. Rows say tokens/s a GPU, MFU in both conventions,
@@ -15,9 +15,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,19 +25,16 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 import numpy as np
 import torch
-from torch import nn
 
-from benchmarks import ledger
+from benchmarks.ranks import on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.errors import HoneError
 from hone.base.mesh import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig
-from hone.model.context import Causal
 from hone.model.decoder import Decoder
 from hone.model.shape import Shape
-from hone.ops import linear_cross_entropy
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer
@@ -82,19 +76,7 @@ SMALL = Shape(
 
 def main() -> None:
     """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
-    arguments = _arguments()
-    if arguments.out is not None:
-        _work(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["-m", "benchmarks.train_layouts", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("train", rows, arguments.device))
+    on_ranks("train_layouts", _arguments(), _work)
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -191,7 +173,7 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     batches = [random_batch(draw, vocab, each, arguments.seq_len) for _ in range(2)]
     step: Callable[[Batch], float]
     if peer:
-        step = _fsdp2(model, device, arguments)
+        step = torch_step("fsdp2", model, device, torch.bfloat16, compile=arguments.compile)
     else:
         trainer = _trainer(model, parallelism, mesh, device, arguments.precision, arguments)
         step = lambda batch: trainer.step(batch).loss  # noqa: E731
@@ -273,45 +255,6 @@ def _sizes(
         pipeline=shared.pipeline,
         fp8=fp8_products(arguments.precision),
     )
-
-
-class _Loss(nn.Module):
-    """The mean loss of a decoder, as a module that torch's wrappers take."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.decoder.hidden(tokens, Causal(tokens))
-        return linear_cross_entropy(self.decoder.head_input(x), self.decoder.head_weight, targets)
-
-
-def _fsdp2(model: Decoder, device: str, arguments: argparse.Namespace) -> Callable[[Batch], float]:
-    """A step of torch's FSDP2 with its fused AdamW and clipping, around the same decoder and kernels."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    whole = _Loss(model)
-    grid = DeviceMesh.from_group(torch.distributed.new_group(backend="nccl"), "cuda")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        if arguments.compile:
-            layer.compile(dynamic=False)
-        fully_shard(layer, mesh=grid, mp_policy=policy)
-    fully_shard(whole, mesh=grid, mp_policy=policy)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: Batch) -> float:
-        tokens, targets = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.targets))
-        loss = whole(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
 
 
 def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, float]:

@@ -12,16 +12,13 @@ import argparse
 import gzip
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import ledger
+from benchmarks.ranks import on_ranks
 from hone.base.mesh import Mesh
 from hone.data.load import Batch
 from hone.model.context import Causal
@@ -46,18 +43,7 @@ SEQ_LEN, SEQUENCES, VOCAB, LR = 128, 8, 256, 2e-3
 
 def main() -> None:
     """Starts two ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
-    arguments = _arguments()
-    if arguments.out is not None:
-        _work(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["-m", "benchmarks.train_lossy", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    print(ledger.append("train", rows, "cpu"))
+    on_ranks("train_lossy", _arguments(), _work)
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -126,6 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(ranks=2)
     return parser.parse_args()
 
 

@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ledger
+from benchmarks.ranks import on_ranks
 from benchmarks.train import SHAPES
 from hone.base.mesh import Mesh
 from hone.data.load import Batch
@@ -54,18 +51,7 @@ FORWARD, INPUTS, WEIGHTS = 0.020, 0.024, 0.016
 def main() -> None:
     """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
     arguments = _arguments()
-    if arguments.out is not None:
-        (_injected if arguments.injected else _work)(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["-m", "benchmarks.train_pipeline", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("train", rows, "cpu"))
+    on_ranks("train_pipeline", arguments, _injected if arguments.injected else _work)
 
 
 def _work(arguments: argparse.Namespace) -> None:

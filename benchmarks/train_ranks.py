@@ -3,6 +3,7 @@
     python -m benchmarks.train_ranks [--ranks 2] [--rounds 3]                       # gloo, the small shape, float32
     python -m benchmarks.train_ranks --device cuda --ranks 4 --shape llama3-8b --batch 2 --seq-len 8192 --precision bf16
 
+    OMP_NUM_THREADS=1 python -m benchmarks.train_ranks --shape 27m --batch 4 --seq-len 512 --only ddp    # and --ranks 1 --only zero1: one process
     python -m benchmarks.train_ranks --only ddp threads                             # one process with threads beside a process a replica
 
 One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. Memory is
@@ -17,9 +18,6 @@ import copy
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import ledger
+from benchmarks.ranks import Loss, on_ranks, torch_step
 from benchmarks.train import SHAPES
 from hone.base.mesh import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
-from hone.model.context import Causal
 from hone.model.decoder import Decoder, Drawn, build, unmade
-from hone.ops import linear_cross_entropy
 from hone.train import DATA_PARALLEL
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.optimizers.adamw import AdamW
@@ -56,19 +51,7 @@ PEERS = {"ddp": "torch DDP", "zero3": "torch FSDP2", THREADS: "ddp"}
 
 def main() -> None:
     """Starts the ranks, prints the table, adds it to the ledger; under torchrun does one rank's part."""
-    arguments = _arguments()
-    if arguments.out is not None:
-        _work(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["-m", "benchmarks.train_ranks", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    if not arguments.no_ledger:
-        print(ledger.append("train", rows, arguments.device))
+    on_ranks("train_ranks", _arguments(), _work)
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -125,7 +108,9 @@ def _made(
     whole = build(config, device=device)
     if name == THREADS:
         return _threads(whole, device, arguments, batch) if mesh.leads else lambda: None
-    return _peer(name, whole, device, arguments, batch)
+    dtype = compute_dtype(arguments.precision)
+    step = torch_step("ddp" if name == PEERS["ddp"] else "fsdp2", whole, device, dtype, compile=arguments.compile)
+    return lambda: step(batch)
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
@@ -141,49 +126,6 @@ def _technique(name: str, num_ranks: int) -> Any:
         return DATA_PARALLEL.read(VARIANTS[name])
     lossy = {} if DATA_PARALLEL[name].exact else {"num_workers": num_ranks}
     return DATA_PARALLEL.read({"kind": name, **lossy})
-
-
-class Loss(nn.Module):
-    """The mean loss of a decoder, as a module that torch's wrappers take."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.decoder.hidden(tokens, Causal(tokens))
-        return linear_cross_entropy(self.decoder.head_input(x), self.decoder.head_weight, targets)
-
-
-def _peer(name: str, model: Decoder, device: str, arguments: argparse.Namespace, batch: Batch) -> Callable[[], Any]:
-    """One step of torch's own data parallelism, with its fused AdamW and clipping."""
-    dtype = compute_dtype(arguments.precision)
-    for layer in model.layers if arguments.compile else ():
-        layer.compile(dynamic=False)
-    whole: nn.Module = Loss(model)
-    if name == "torch DDP":
-        whole = nn.parallel.DistributedDataParallel(whole.to(dtype), gradient_as_bucket_view=True)
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        grid = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in model.layers:
-            fully_shard(layer, mesh=grid, mp_policy=policy)
-        fully_shard(whole, mesh=grid, mp_policy=policy)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, fused=device.startswith("cuda"), foreach=None)
-    tokens, targets = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.targets))
-
-    def step() -> float:
-        loss = whole(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
 
 
 def _threads(model: Decoder, device: str, arguments: argparse.Namespace, batch: Batch) -> Callable[[], Any]:

@@ -1,0 +1,92 @@
+"""What the benchmarks of several ranks share: their start under torchrun, and torch's own data parallelism as the peer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks import ledger
+from hone.data.load import Batch
+from hone.model.context import Causal
+from hone.model.decoder import Decoder
+from hone.ops import linear_cross_entropy
+
+
+def on_ranks(
+    module: str, arguments: argparse.Namespace, work: Callable[[argparse.Namespace], Any], ledger_name: str = "train"
+) -> None:
+    """Starts `arguments.ranks` ranks of `benchmarks.MODULE`, prints their table and adds it to the ledger.
+
+    In a rank, where `arguments.out` says where rank 0 writes the rows, it calls `work`.
+    """
+    if arguments.out is not None:
+        work(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command += ["-m", f"benchmarks.{module}", *sys.argv[1:], f"--out={out}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        rows = json.loads(out.read_text())
+    print(ledger.table(rows))
+    if not getattr(arguments, "no_ledger", False):
+        print(ledger.append(ledger_name, rows, getattr(arguments, "device", "cpu")))
+
+
+class Loss(nn.Module):
+    """The mean loss of a decoder, as a module that torch's wrappers take."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.decoder.hidden(tokens, Causal(tokens))
+        return linear_cross_entropy(self.decoder.head_input(x), self.decoder.head_weight, targets)
+
+
+def torch_step(
+    kind: Literal["ddp", "fsdp2"], model: Decoder, device: str, dtype: torch.dtype, *, compile: bool
+) -> Callable[[Batch], float]:
+    """A step of torch's DDP or FSDP2 around `model`, with its fused AdamW and clipping; its result is the loss.
+
+    The default group is gloo's, over which tensors on GPUs would travel through the host: they get a group of NCCL.
+    """
+    kind_of_device = device.partition(":")[0]
+    group = dist.new_group(backend="nccl") if kind_of_device == "cuda" else dist.group.WORLD
+    for layer in model.layers if compile else ():
+        layer.compile(dynamic=False)
+    whole: nn.Module = Loss(model)
+    if kind == "ddp":
+        whole = nn.parallel.DistributedDataParallel(whole.to(dtype), gradient_as_bucket_view=True, process_group=group)
+    else:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        grid = DeviceMesh.from_group(group, kind_of_device)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=grid, mp_policy=policy)
+        fully_shard(whole, mesh=grid, mp_policy=policy)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-4, fused=kind_of_device == "cuda", foreach=None)
+
+    def step(batch: Batch) -> float:
+        tokens, targets = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.targets))
+        loss = whole(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
