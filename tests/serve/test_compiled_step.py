@@ -122,6 +122,7 @@ def test_a_pipelines_later_stage_is_compiled_on_its_own_pages(monkeypatch: pytes
     for by_layer in (False, True):
         declared = cache_tensors(stage.config)
         cache = KVCache([(), *declared[1:]], 4, 8, rope_len=64)
+        cache.wipe([1, 2], 0.25)  # the sequences' first tokens, which nobody wrote
         if by_layer:
             layer_by_layer(monkeypatch)
         context = Paged(cache, batch)
