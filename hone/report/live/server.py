@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
+from hone.report.live.inline import headers_of
 from hone.report.live.reading import Board
 from hone.report.live.view import WIDE, fragment
 from hone.report.page import stylesheet
@@ -103,28 +102,11 @@ def _page(folders: list[Path]) -> tuple[bytes, dict[str, str]]:
     """The page and its headers, which let a browser run its own script and style and nothing else."""
     live = files("hone.report.live")
     names = ", ".join(dict.fromkeys(folder.name or str(folder) for folder in folders))
-    css, js = (
-        stylesheet() + live.joinpath("live.css").read_text(encoding="utf8"),
-        live.joinpath("live.js").read_text(encoding="utf8"),
-    )
-    hashes = {
-        kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for kind, text in (("script", js), ("style", css))
-    }
-    page = live.joinpath("live.html").read_text(encoding="utf8")
+    css = stylesheet() + live.joinpath("live.css").read_text(encoding="utf8")
+    js, page = (live.joinpath(name).read_text(encoding="utf8") for name in ("live.js", "live.html"))
     for name, value in (("TITLE", escape(names)), ("CSS", Markup(css)), ("JS", Markup(js))):
         page = page.replace("{{ " + name + " }}", str(value))
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-    return page.encode(), headers
+    return page.encode(), headers_of(page)
 
 
 def serve(folders: list[Path], sock: socket.socket) -> None:
