@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ranks import on_ranks
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.ops import attend
 from hone.parallel.axis import Axis
 from hone.parallel.context.layout import Layout

@@ -29,7 +29,7 @@ import torch
 from benchmarks.ranks import on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig

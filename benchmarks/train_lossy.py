@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.ranks import on_ranks
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.model.context import Causal
 from hone.model.decoder import build

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.ranks import on_ranks
 from benchmarks.train import SHAPES
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
 from hone.model.context import Causal

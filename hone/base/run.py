@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.base.figure import human_bytes, human_seconds
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 
 
 class Interrupted(KeyboardInterrupt):

@@ -11,9 +11,9 @@ from hone.base.artifact import Artifact, Draft, finished, start
 from hone.base.errors import HoneError, SpecError, did_you_mean
 from hone.base.figure import human_bytes
 from hone.base.lazy import resolve
-from hone.base.mesh import Mesh
 from hone.base.plan import MEMORY, PEAK, Facts, Machine, Plan, capacity, facts_of
 from hone.base.provenance import own_version
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.base.spec import Spec
 

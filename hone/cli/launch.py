@@ -34,7 +34,7 @@ _ORDERLY = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.S
 def check_world(verb: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raises SpecError, on every rank, when torchrun started several ranks of a verb that cannot share its work."""
     from hone.base.errors import SpecError
-    from hone.base.mesh import Mesh
+    from hone.base.ranks import Mesh
 
     if verb in (*SHARED, *PLANNED) or (size := Mesh.from_environment(environment).world_size) == 1:
         return

@@ -16,7 +16,7 @@ def planned_run(text: str, run: Any) -> Any:
     for another text.
     """
     from hone.base.errors import SpecError
-    from hone.base.mesh import Mesh
+    from hone.base.ranks import Mesh
     from hone.cost.roofline import data_sheets
     from hone.measure.machine import Gpu, machine_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.compress.calibration import Calibration
 from hone.compress.statistics import PAIRED, RANGES, STATISTICS
 from hone.model.context import Causal, Context, Packed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.base.durable import write_atomic
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence

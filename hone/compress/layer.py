@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.compress.statistics import STATISTICS
 from hone.model.hf import Checkpoint
 from hone.model.linear_spec import LinearSpec, NormSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hone.base.artifact import Draft
 from hone.base.durable import NO_SPACE, sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.compress.layer import original
 from hone.compress.matrix import Matrix, Quantizer
 from hone.compress.targets import EMBEDDING, HEAD, Linear

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.cost.compress import hessian_block
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hone.base.artifact import Draft
 from hone.base.errors import ArtifactError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.compress.caches.kv_cache import KVCache
 from hone.compress.capture import Flow

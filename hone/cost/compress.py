@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hone.base.figure import Estimate, human_bytes
-from hone.base.mesh import CHUNK
+from hone.base.ranks import CHUNK
 from hone.cost.activations.segments import saved_values
 from hone.cost.facts import ModelFacts
 from hone.cost.files import Disk

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.parallel.axis import Axis
 from hone.parallel.degrees import Degrees
 

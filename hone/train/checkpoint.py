@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.base.durable import sync
 from hone.base.errors import ArtifactError, MachineError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.parallel.cut import Cut
 from hone.train.faults.checksums import damage_of, sealed, unsealed, with_checksums
 

@@ -13,7 +13,7 @@ from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
 from hone.base.figure import human_seconds
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.base.spec import Circumstance, Quiet, Spec
 from hone.train.continuation.keep import Keep

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import IGNORE, Batch, Feed, PackedTokens
 from hone.data.mix.sources import Joined
 from hone.measure.compilers import keep_kernels_apart

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from hone.base.mesh import Mesh
+    from hone.base.ranks import Mesh
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid

@@ -1,13 +1,13 @@
-"""Child processes of test_mesh: what each rank of a mesh computes with its collectives."""
+"""Child processes of test_ranks: what each rank of a mesh computes with its collectives."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from hone.base import mesh as meshes
+from hone.base import ranks as meshes
 from hone.base.errors import HoneError, SpecError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from tests.ranked import together
 
 

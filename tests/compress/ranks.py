@@ -16,7 +16,7 @@ import hone.cost.compress
 import hone.model.tokenizer  # noqa: F401
 from hone.base.artifact import Artifact
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.compress import shards, stream
 from hone.compress.stage import Compress

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.compress.capture import share
 from hone.compress.stage import Compress
 from hone.cost.compress import Work, spread

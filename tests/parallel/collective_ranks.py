@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.parallel.axis import Axis
 from hone.parallel.collectives import halving, hierarchical, pairs, ring, tree
 from hone.parallel.degrees import Degrees

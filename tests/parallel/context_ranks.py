@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.model.context import Causal, Packed
 from hone.parallel.axis import Axis
 from hone.parallel.context.all_gather import all_gather

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.parallel.pipeline.executor import Channels, Executor
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.table import Op, Table

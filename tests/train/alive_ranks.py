@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.model.config import ModelConfig
 from hone.model.decoder import Drawn, unmade
 from hone.model.hf import Checkpoint

@@ -12,7 +12,7 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.parallel.axis import Axis
 from hone.parallel.pipeline.executor import Channels

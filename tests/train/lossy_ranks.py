@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.train import DATA_PARALLEL
 from hone.train.data_parallel.flat import Flat
 from hone.train.parallelism import Parallelism

@@ -16,7 +16,7 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.errors import HoneError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.data.load import PackedTokens
 from hone.model.decoder import Drawn, build, unmade

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.base.errors import ArtifactError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.train.checkpoint import Checkpoints, opened, verified
 from hone.train.faults.checksums import CRC, damage_of, sealed, unsealed
 from tests.ranked import together

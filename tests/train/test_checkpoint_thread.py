@@ -13,8 +13,8 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.errors import HoneError, MachineError
-from hone.base.mesh import Mesh
 from hone.base.plan import facts_of
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.measure.machine import describe
 from hone.model.hf import load

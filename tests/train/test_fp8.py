@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
-from hone.base.mesh import Mesh
 from hone.base.plan import facts_of
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.cost.activations.segments import layer_bytes
 from hone.data.load import PackedTokens

@@ -11,8 +11,8 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
-from hone.base.mesh import Mesh
 from hone.base.plan import facts_of
+from hone.base.ranks import Mesh
 from hone.data.load import PackedTokens
 from hone.measure.machine import describe
 from hone.train.stage import Train

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.cost.facts import ModelFacts
 from hone.cost.replicas import Divided
 from hone.data.load import PackedTokens

@@ -16,7 +16,7 @@ from rich.console import Console
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import FitError, SpecError
-from hone.base.mesh import Mesh, Waits
+from hone.base.ranks import Mesh, Waits
 from hone.base.run import Bar, Run
 from hone.cli import main
 from hone.cost.facts import ModelFacts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import PackedTokens
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.travel import Travel

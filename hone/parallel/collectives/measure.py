@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.measure.calibration import CollectiveTime
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.collectives import halving, ring, tree

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hone.base.mesh import Lost, Mesh
+from hone.base.ranks import Lost, Mesh
 from hone.parallel.pipeline.check import validate
 from hone.parallel.pipeline.table import Op, Result, Table, receiver
 from hone.parallel.pipeline.weight_gradients import WeightGradients

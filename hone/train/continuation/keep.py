@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from hone.base.artifact import Draft
 from hone.base.durable import read_jsonl, write_atomic
 from hone.base.errors import SpecError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.spec import Spec
 from hone.model.facts import POSITION_FILE, TRAINING_STATE, Position
 

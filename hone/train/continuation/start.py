@@ -18,7 +18,7 @@ from hone.model.facts import TRAINING_STATE, CheckpointFacts, Position, Trained
 from hone.train.schedules.base import Schedule, span
 
 if TYPE_CHECKING:
-    from hone.base.mesh import Mesh
+    from hone.base.ranks import Mesh
     from hone.train.checkpoint import Stored
     from hone.train.loop import Trainer
 

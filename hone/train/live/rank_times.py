@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.base.figure import human_seconds
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 
 
 class Took(NamedTuple):

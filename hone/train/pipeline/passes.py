@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder

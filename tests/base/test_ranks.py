@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hone.base.errors import MachineError
-from hone.base.mesh import Mesh
+from hone.base.ranks import Mesh
 from hone.base.run import Run
 from tests.forking import forking
 
