@@ -20,7 +20,7 @@ from hone.parallel.axis import Axis
 
 @torch.compiler.disable
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-    """`regions.gathered(x) @ weight.T + bias`: every rank's tokens x [B, S / n, D], in order, times weight [N, D]: [B, S, N]."""
+    """`regions.gathered(x) @ weight.T + bias`: every rank's tokens x [B, S / n, D] times weight [N, D]: [B, S, N]."""
     return _GatheredLinear.apply(x, weight, bias, axis)  # type: ignore[no-any-return]
 
 
@@ -30,18 +30,17 @@ def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis)
     return _ScatteredLinear.apply(x, weight, bias, axis)  # type: ignore[no-any-return]
 
 
-def arriving(part: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its `part`) of every rank, this one's first; the next one travels while the caller works with one."""
-    held = part.contiguous()
+def arriving(part: Tensor, axis: Axis, every: Tensor) -> Iterator[int]:
+    """Fills `every` [n, *part.shape] with every rank's `part`: yields each rank when it is there, this one first; the next one travels while the caller works."""
+    every[axis.index] = part
     for step in range(axis.size):
-        following, transfer = held, None
+        rank, before = (axis.index - step) % axis.size, (axis.index - step - 1) % axis.size
+        transfer = None
         if step < axis.size - 1:
-            following = torch.empty_like(held)
-            transfer = axis.rotate(following.view(-1), held.view(-1))
-        yield (axis.index - step) % axis.size, held
+            transfer = axis.rotate(every[before].view(-1), every[rank].view(-1))
+        yield rank
         if transfer is not None:
             transfer.wait()
-        held = following
 
 
 def summed_on_the_way(make: Callable[[int], Tensor], axis: Axis) -> Tensor:
@@ -60,25 +59,26 @@ def summed_on_the_way(make: Callable[[int], Tensor], axis: Axis) -> Tensor:
     return part
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
+    """x [B, S, D] @ weight [N, D].T + bias, written `into` [B, S, N] without a copy."""
+    x, into = x.flatten(0, 1), into.view(-1, into.shape[-1])
+    torch.mm(x, weight.T, out=into) if bias is None else torch.addmm(bias, x, weight.T, out=into)
+
+
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        count, keeps = x.shape[1], weight.requires_grad
-        y = x.new_empty(x.shape[0], axis.size * count, len(weight))
-        whole = x.new_empty(x.shape[0], axis.size * count, x.shape[2]) if keeps else None
-        for rank, part in arriving(x, axis):
-            here = slice(rank * count, (rank + 1) * count)
-            y[:, here] = F.linear(part, weight, bias)
-            if whole is not None:
-                whole[:, here] = part
+        y, whole = x.new_empty(axis.size, *x.shape[:2], len(weight)), x.new_empty(axis.size, *x.shape)
+        for rank in arriving(x, axis, whole):
+            _product(whole[rank], weight, bias, y[rank])
         ctx.axis, ctx.biased = axis, bias is not None
-        ctx.save_for_backward(whole, weight)
-        return y
+        ctx.save_for_backward(whole if weight.requires_grad else None, weight)
+        return y.view(x.shape[0], -1, len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         whole, weight = ctx.saved_tensors
-        parts, own = gradient.chunk(ctx.axis.size, 1), None
+        parts, own = _parts(gradient, ctx.axis), None
         if ctx.needs_input_grad[0]:
             own = summed_on_the_way(lambda rank: parts[rank] @ weight, ctx.axis)
         return own, *_of_weight(ctx, gradient, whole), None
@@ -89,24 +89,26 @@ class _ScatteredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
         ctx.axis, ctx.biased = axis, bias is not None
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        parts = x.chunk(axis.size, 1)
+        parts = _parts(x, axis)
         return summed_on_the_way(lambda rank: F.linear(parts[rank], weight, bias), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        count = gradient.shape[1]
-        of_x = gradient.new_empty(gradient.shape[0], ctx.axis.size * count, weight.shape[1])
-        whole = gradient.new_empty(gradient.shape[0], ctx.axis.size * count, gradient.shape[2])
-        for rank, part in arriving(gradient, ctx.axis):
-            here = slice(rank * count, (rank + 1) * count)
-            of_x[:, here] = part @ weight
-            whole[:, here] = part
-        return of_x, *_of_weight(ctx, whole, x), None
+        of_x = gradient.new_empty(ctx.axis.size, *gradient.shape[:2], weight.shape[1])
+        whole = gradient.new_empty(ctx.axis.size, *gradient.shape)
+        for rank in arriving(gradient, ctx.axis, whole):
+            _product(whole[rank], weight.T, None, of_x[rank])
+        return of_x.view(gradient.shape[0], -1, weight.shape[1]), *_of_weight(ctx, whole, x), None
+
+
+def _parts(x: Tensor, axis: Axis) -> Tensor:
+    """x [B, S, D] by the rank whose tokens they are: [n, B, S / n, D]."""
+    return x.reshape(axis.size, x.shape[0], -1, x.shape[2])
 
 
 def _of_weight(ctx: Any, gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias, of the output's `gradient` and the input of all tokens."""
-    flat = gradient.flatten(0, 1)
-    of_weight = flat.T @ x.flatten(0, 1) if x is not None and ctx.needs_input_grad[1] else None
+    flat = gradient.flatten(0, -2)
+    of_weight = flat.T @ x.flatten(0, -2) if x is not None and ctx.needs_input_grad[1] else None
     return of_weight, flat.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None

@@ -1,7 +1,8 @@
 """Pairs of collectives of tensor parallelism, each the gradient of the other: Megatron's f and g, and those of its sequence parallelism.
 
 Shoeybi et al. 2019, arXiv:1909.08053 (f, g); Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism).
-They are kept out of torch.compile, which compiles what is between them.
+They are kept out of torch.compile, which compiles what is between them. With sequence parallelism a rank's tokens are the next B S / n of
+all sequences, one sequence after the other: a gathered tensor needs no copy then. Norms and residuals, which compute with them, know no positions.
 Legend: B sequences, S tokens, D width, n ranks of the axis.
 """
 
@@ -29,7 +30,7 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 @torch.compiler.disable
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's tokens x [B, S / n, D], in order: [B, S, D]. Its gradient is summed, and each rank gets its tokens' part."""
+    """Every rank's tokens x [B, S / n, D]: all, [B, S, D]. Its gradient is summed, and each rank gets its tokens' part."""
     return x if axis.size == 1 else _Gathered.apply(x, axis)  # type: ignore[no-any-return]
 
 
@@ -89,15 +90,15 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _gather(x: Tensor, axis: Axis) -> Tensor:
-    parts = x.new_empty(axis.size, *x.shape)
-    _done(axis.all_gather(parts.view(-1), x.contiguous().view(-1)))
-    return parts.movedim(0, 1).flatten(1, 2)
+    whole = x.new_empty(x.shape[0], axis.size * x.shape[1], *x.shape[2:])
+    _done(axis.all_gather(whole.view(-1), x.contiguous().view(-1)))
+    return whole
 
 
 def _scatter(x: Tensor, axis: Axis) -> Tensor:
-    # The tokens of each rank are to lie together; a copy also because the sum may overwrite it.
-    parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).clone(memory_format=torch.contiguous_format)
-    own = x.new_empty(parts.shape[1:])
+    # On a CPU the sum overwrites what it is given.
+    parts = x.contiguous() if x.is_cuda else x.clone(memory_format=torch.contiguous_format)
+    own = x.new_empty(x.shape[0], x.shape[1] // axis.size, *x.shape[2:])
     _done(axis.reduce_scatter(own.view(-1), parts.view(-1)))
     return own
 

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hone.ops.loss.api import add_product, kernel_chunk_tokens, summed_wide
+from hone.ops.loss.rows import row_gradients_, row_sums
 from hone.parallel.axis import Axis
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once."""
+"""Tokens whose logits exist at once on a CPU."""
 
 
 class Teacher(NamedTuple):
@@ -35,18 +37,20 @@ def vocabulary_cross_entropy(
     *,
     ignore_index: int = -100,
     softcap: float | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     teacher: Teacher | None = None,
 ) -> Tensor:
     """The loss in nats summed over the valid targets: a float32 scalar, equal on every rank of `axis`.
 
     This rank has rows `first` to `first + V` of the head. The gradient of `x_TD` is this rank's part: the sum over the ranks
-    is the whole (`regions.copied`). The largest logit and the sum of exponentials are those of all ranks: a loss that takes
-    its own rows' sum for the whole is off by about log n. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    is the whole (`regions.copied`). The sum of exponentials is that of all ranks: a loss that takes its own rows' sum for the
+    whole is off by about log n. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
     With a `teacher` it is alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of that: both softmaxes are over
     all ranks' rows, whose largest logits and sums are exchanged together.
     """
+    if chunk_tokens is None:
+        chunk_tokens = kernel_chunk_tokens(len(x_TD)) if x_TD.is_cuda else CHUNK_TOKENS
     return _Loss.apply(x_TD, weight_VD, targets_T, axis, first, ignore_index, softcap, chunk_tokens, teacher)  # type: ignore[no-any-return]
 
 
@@ -61,28 +65,30 @@ class _Loss(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x.device)
         x_gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        weight_gradient = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        weight_gradient = None
+        if ctx.needs_input_grad[1]:
+            summed = wide if not x.is_cuda or summed_wide(len(x), chunk) else weight.dtype
+            weight_gradient = torch.zeros_like(weight, dtype=summed)
         for begin in range(0, len(x), chunk):
             part, wanted = x[begin : begin + chunk], targets[begin : begin + chunk]
-            logits = _capped((part @ weight.T).to(wide), softcap)
+            logits = part @ weight.T
+            if softcap is not None or teacher is not None or not x.is_cuda:  # kernels widen what they read
+                logits = _capped(logits.to(wide), softcap)
             place, valid = wanted - first, wanted != ignored
-            own = valid & (place >= 0) & (place < len(weight))
-            place = torch.where(own, place, 0)[:, None]
+            slope = None if softcap is None else 1 - (logits / softcap).square()
             if teacher is None:
-                losses, slope = _text(logits, place, own, axis)
+                losses, gradient = _text(logits, place, valid, axis)
             else:
                 theirs = (teacher.hidden[begin : begin + chunk] @ teacher.weight.T).to(wide)
-                losses, slope = _distilled(logits, _capped(theirs, teacher.softcap), place, own, axis, teacher)
+                losses, gradient = _distilled(logits, _capped(theirs, teacher.softcap), place, valid, axis, teacher)
             total += (losses * valid).sum()
-            if x_gradient is None and weight_gradient is None:
-                continue
-            slope *= valid[:, None]
-            if softcap is not None:
-                slope *= 1 - (logits / softcap) ** 2
+            if slope is not None:
+                gradient *= slope
+            gradient = gradient.to(x.dtype)
             if x_gradient is not None:
-                x_gradient[begin : begin + chunk] = slope.to(x.dtype) @ weight
+                torch.mm(gradient, weight, out=x_gradient[begin : begin + chunk])
             if weight_gradient is not None:
-                weight_gradient += slope.to(x.dtype).T @ part
+                add_product(weight_gradient, gradient.T, part, first=False)
         ctx.save_for_backward(x_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
         return total
 
@@ -92,23 +98,22 @@ class _Loss(torch.autograd.Function):
         return (*found, None, None, None, None, None, None, None)
 
 
-def _text(logits: Tensor, place: Tensor, own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """(losses [T], their gradient by this rank's logits [T, V]); `place` [T, 1] is the target's column where `own` [T]."""
-    largest = logits.amax(-1)
-    _done(axis.all_reduce(largest, largest=True))
-    chosen = (logits.gather(1, place)[:, 0] - largest).masked_fill(~own, 0)
-    slope = (logits - largest[:, None]).exp_()
-    sums = torch.stack([slope.sum(-1), chosen])
-    _done(axis.all_reduce(sums))
-    slope.div_(sums[0][:, None]).scatter_add_(1, place, -own[:, None].to(slope.dtype))
-    return sums[0].log() - sums[1], slope
+def _text(logits: Tensor, place: Tensor, valid: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """(losses [T], their gradient by this rank's logits [T, V], in their place); `place` [T] is the target's column, here or elsewhere."""
+    own = row_sums(logits, place)
+    every = own.new_empty(axis.size, *own.shape)
+    _done(axis.all_gather(every.view(-1), own.view(-1)))
+    log_sum, chosen = every[:, 0].logsumexp(0), every[:, 1].sum(0)
+    return log_sum - chosen, row_gradients_(logits, place, log_sum, valid)
 
 
 def _distilled(
-    student: Tensor, theirs: Tensor, place: Tensor, own: Tensor, axis: Axis, teacher: Teacher
+    student: Tensor, theirs: Tensor, place: Tensor, valid: Tensor, axis: Axis, teacher: Teacher
 ) -> tuple[Tensor, Tensor]:
-    """`_text` with a teacher's logits [T, V]: two exchanges of a few numbers a token, as without."""
+    """`_text` with a teacher's logits [T, V]: two exchanges of a few numbers a token, where one is enough without."""
     alpha, temperature = teacher.alpha, teacher.temperature
+    own = valid & (place >= 0) & (place < student.shape[1])
+    place = torch.where(own, place, 0)[:, None]
     largest = torch.stack([student.amax(-1), theirs.amax(-1)])
     _done(axis.all_reduce(largest, largest=True))
     student, theirs = student - largest[0][:, None], theirs - largest[1][:, None]
@@ -122,7 +127,8 @@ def _distilled(
     losses = alpha * temperature**2 * divergence + (1 - alpha) * (sums[2].log() - sums[4])
     slope = (soft / sums[0][:, None]).sub_(wanted.div_(sums[1][:, None])).mul_(alpha * temperature)
     slope.addcdiv_(plain, sums[2][:, None].expand_as(plain), value=1 - alpha)
-    return losses, slope.scatter_add_(1, place, (alpha - 1) * own[:, None].to(slope.dtype))
+    slope.scatter_add_(1, place, (alpha - 1) * own[:, None].to(slope.dtype))
+    return losses, slope.mul_(valid[:, None])
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

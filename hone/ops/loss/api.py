@@ -163,6 +163,11 @@ def kernel_chunk_tokens(num_tokens: int) -> int:
     return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
 
+def summed_wide(num_tokens: int, chunk_tokens: int) -> bool:
+    """Whether the products of so many chunks are added up in float32."""
+    return num_tokens > MOST_ROUNDINGS * chunk_tokens
+
+
 def _loss(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +205,7 @@ def _loss(
     logits = _logits(chunk_tokens, vocab_size, x)
     teacher_logits = logits if teacher_weight is None else _logits(chunk_tokens, vocab_size, x)
     summed = grad_weight
-    if wants_weight and num_tokens > MOST_ROUNDINGS * chunk_tokens and grad_weight.dtype != torch.float32:
+    if wants_weight and summed_wide(num_tokens, chunk_tokens) and grad_weight.dtype != torch.float32:
         summed = torch.empty(grad_weight.shape, dtype=torch.float32, device=x.device)
     for begin in range(0, num_tokens, chunk_tokens):
         part = slice(begin, min(begin + chunk_tokens, num_tokens))
@@ -215,7 +220,7 @@ def _loss(
         if wants_x:
             torch.mm(chunk, weight, out=grad_x[part])
         if wants_weight:
-            _add_product(summed, chunk.T, x[part], first=begin == 0)
+            add_product(summed, chunk.T, x[part], first=begin == 0)
     if summed is not grad_weight:
         grad_weight.copy_(summed)
     return losses.sum(), grad_x, grad_weight.zero_() if wants_weight and not num_tokens else grad_weight
@@ -248,8 +253,8 @@ def _logits(chunk_tokens: int, vocab_size: int, x: Tensor) -> Tensor:
     return torch.empty(chunk_tokens, -(-vocab_size // 64) * 64, dtype=x.dtype, device=x.device)[:, :vocab_size]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """total (+)= left @ right, summed in total's dtype inside the product."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total (+)= left @ right, on a GPU summed in total's dtype inside the product."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
     elif total.is_cuda:

@@ -69,6 +69,51 @@ def cross_entropy_rows(
 
 
 @triton.jit
+def log_sum_rows(
+    logits,  # [R, V]
+    places,  # int64 [R], the target's column; outside [0, V) it is another device's
+    sums,  # float32 [2, R]
+    logits_stride,
+    num_rows,
+    num_values,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """sums[0, r] = log(sum(exp(row r))), sums[1, r] = its logit at places[r], or 0."""
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * logits_stride
+    place = tl.load(places + number)
+    log_sum, _ = _log_sum_exp(row, num_values, False, BLOCK, STAGES)
+    chosen = tl.load(row + place, mask=(place >= 0) & (place < num_values), other=0.0).to(tl.float32)
+    tl.store(sums + number, log_sum)
+    tl.store(sums + num_rows + number, chosen)
+
+
+@triton.jit
+def gradient_rows(
+    logits,  # [R, V], overwritten by the gradients
+    places,  # as in log_sum_rows
+    log_sums,  # float32 [R], of all devices' columns
+    valid,  # bool [R]; rows without get zeros
+    logits_stride,
+    num_values,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """logits[r] = softmax of row r over all devices' columns, less one at places[r]."""
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * logits_stride
+    if tl.load(valid + number) == 0:
+        _zero(row, num_values, BLOCK)
+        return
+    log_sum = tl.load(log_sums + number)
+    place = tl.load(places + number)
+    _grads(
+        row, row, place, num_values, log_sum, log_sum, log_sum, 1.0, 0.0, 1.0, 0.0, 1.0, False, BLOCK, STAGES
+    )  # fmt: skip
+
+
+@triton.jit
 def _zero(row, num_values, BLOCK: tl.constexpr):
     for begin in range(0, num_values, BLOCK):
         at = begin + tl.arange(0, BLOCK)

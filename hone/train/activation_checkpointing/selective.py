@@ -54,7 +54,10 @@ def contexts(layers: Sequence[Any]) -> Callable[[], Any]:
     down = getattr(getattr(last.feed_forward, "down", None), "weight", None) if getattr(last, "usual", False) else None
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation.name().split(".")[0] not in SAVED:
+        name, _, overload = operation.name().partition(".")
+        if (
+            name not in SAVED or overload == "out"
+        ):  # what is written into another tensor cannot be kept: that changes later
             return CheckpointPolicy.PREFER_RECOMPUTE
         if down is not None and any(isinstance(one, Tensor) and one.data_ptr() == down.data_ptr() for one in args):
             return CheckpointPolicy.PREFER_RECOMPUTE

@@ -7,6 +7,7 @@ import torch
 
 from hone.ops import linear_cross_entropy
 from hone.ops.loss.reference import Teacher
+from hone.ops.loss.rows import row_gradients_, row_sums
 from tests.ops.agree import agree, graded
 
 
@@ -48,3 +49,21 @@ def test_loss_in_a_graph() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for ours, plain in zip(*(graded(way(x, weight), x, weight) for way in (compiled, run)), strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+def test_rows_that_devices_share_by_columns() -> None:
+    logits, targets = 3 * torch.randn(13, 77), torch.randint(0, 77, (13,))
+    valid = torch.ones(13, dtype=torch.bool)
+    valid[3] = False
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+    (losses * valid).sum().backward()
+    for backend in ("triton", "reference"):
+        parts = [logits[:, :40].clone(), logits[:, 40:].clone()]
+        sums = torch.stack([row_sums(part, targets - 40 * i, backend=backend) for i, part in enumerate(parts)])
+        log_sum, chosen = sums[:, 0].logsumexp(0), sums[:, 1].sum(0)
+        torch.testing.assert_close((log_sum - chosen).double(), losses, rtol=0, atol=1e-5)
+        slopes = [
+            row_gradients_(part, targets - 40 * i, log_sum, valid, backend=backend) for i, part in enumerate(parts)
+        ]
+        torch.testing.assert_close(torch.cat(slopes, 1).double(), exact.grad, rtol=0, atol=1e-6)
