@@ -41,7 +41,7 @@ class Divided:
     """A training on `num_ranks` ranks, in groups of `num_shards` that each hold all state together.
 
     `sharded` names what a rank of a group holds a part of: 'optimizer' (with float32 masters), 'gradients', 'weights'.
-    Sums are of float32 gradients. Rajbhandari et al. 2019, arXiv:1910.02054, section 5 and 7.
+    Sums are in float32; what is summed are float32 gradients, or those of one backward pass in its dtype. Rajbhandari et al. 2019, arXiv:1910.02054, section 5 and 7.
     """
 
     num_ranks: int = 1
@@ -120,6 +120,8 @@ class Divided:
                 size = _coded(self.gradient_bits) * params
                 found.append(Message("all_to_all", near, size, passes))
                 found.append(Message("all_to_all", shards // near, size / near, passes, near))
+            elif width < 4 and passes == micro_batches:  # each of one backward pass: it travels in its own dtype
+                found.append(Message("all_to_all", shards, width * params, passes))
             else:
                 found.append(Message("reduce_scatter", shards, 4 * params, passes))
             if self.low_rank:

@@ -82,7 +82,7 @@ def test_data_parallel_ranks_send_what_the_closed_forms_say(moved, data):
             {"reduce_scatter": reduced, "all_gather": 4 * share * (ends + 2 * layers)},
             {"reduce_scatter": 2 * reduced, "all_gather": 4 * share * (ends + 4 * layers)},
             {"reduce_scatter": 2 * reduced, "all_gather": 4 * share * (ends + 2 * layers)},
-            {"reduce_scatter": reduced, "all_gather": 2 * share * (ends + 2 * layers)},
+            {"all_to_all": 2 * params * share, "all_gather": 2 * share * (ends + 2 * layers)},
             {"all_to_all": four * share * params, "all_gather": share * (4 * ends + 2 * coded * layers)},
         ],
         4: [

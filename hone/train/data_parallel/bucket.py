@@ -18,7 +18,8 @@ class Bucket:
     """`parameters` become views of one flat tensor in `dtype`; `master` is this rank's slice of it in float32.
 
     `shares_gradients`: the gradient of every backward pass is summed over the group at once, and only this rank's slice is
-    kept. Otherwise the whole float32 gradient of a step is, and summed after its last pass. `frees`: the weights are in
+    kept. Otherwise the whole float32 gradient of a step is, and summed after its last pass. A gradient of one pass travels in `dtype`,
+    in which the pass computed it, and is summed in float32. `frees`: the weights are in
     memory between `gather` and `free` only. `travel` is their way inside the group, `summing` adds up what the groups have.
     """
 
@@ -67,6 +68,10 @@ class Bucket:
         self.missing: set[str] = set()
         """Weights whose gradient the backward pass under way has not computed yet."""
         self._gradient: Tensor | None = None
+        self._passes = 0
+        """Backward passes of the step up to now."""
+        self._travels = torch.float32
+        """The dtype of the gradient of the pass under way, until it is summed; the same on all ranks."""
         self._summed: set[str] = set()
         """Weights that have a value in `_gradient`."""
         self._rounded: set[str] = set()
@@ -78,11 +83,24 @@ class Bucket:
 
     # The gradient
 
+    def begin(self, last: bool) -> None:
+        """Before a backward pass; `last`: it is the last one of the step."""
+        self.missing = set(self.parameters)
+        self._passes += 1
+        one = self.shares_gradients or (last and self._passes == 1)
+        apart = one and self.copies.shard.size > 1 and not self._travel.moves.gradient_bits
+        self._travels = self.weights.dtype if apart else torch.float32
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of one weight in one backward pass."""
         if self._gradient is None:
-            self._gradient = torch.empty(self.flat.size, device=gradient.device)
-        widen(self.flat.view(self._gradient, name), gradient.contiguous(), add=name in self._summed)
+            self._gradient = torch.empty(self.flat.size, dtype=self._travels, device=gradient.device)
+        view = self.flat.view(self._gradient, name)
+        if view.dtype == gradient.dtype and name not in self._summed:
+            view.copy_(gradient)
+        else:
+            assert view.dtype == torch.float32, f"{name} has two gradients in one pass"
+            widen(view, gradient.contiguous(), add=name in self._summed)
         self._summed.add(name)
         self.missing.discard(name)
 
@@ -90,9 +108,9 @@ class Bucket:
         """Starts the sum over the group, after the last pass or with `shares_gradients` after each."""
         if not (last or self.shares_gradients):
             return
-        device = self.weights.device
-        whole = torch.zeros(self.flat.size, device=device) if self._gradient is None else self._filled(self._gradient)
-        self._flying = self._travel.reduce(whole)
+        if self._gradient is None:
+            self._gradient = torch.empty(self.flat.size, dtype=self._travels, device=self.weights.device)
+        self._flying = self._travel.reduce(self._filled(self._gradient))
 
     def _filled(self, gradient: Tensor) -> Tensor:
         """`gradient` with zeros where no weight has written: a GPU fills them alone, not the whole before."""
@@ -113,6 +131,7 @@ class Bucket:
         self._gradient = None
         self._summed.clear()
         if last:
+            self._passes = 0
             name = next(iter(self.parameters))
             self._adding = self._summing.start(self.copies.replicate, self.flat, self.part, name)
 
@@ -125,6 +144,7 @@ class Bucket:
     def drop(self) -> None:
         """Forgets the gradient."""
         self._gradient = self.part = self._flying = self._adding = None
+        self._passes = 0
         self._summed.clear()
 
     def squared_norm(self) -> Tensor:

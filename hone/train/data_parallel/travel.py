@@ -71,7 +71,7 @@ class Travel:
         return _Decoding(self.shard.all_gather(room.view(-1), own), room, weights, self.moves.weight_bits)
 
     def reduce(self, whole: Tensor) -> Reducing:
-        """Starts the sum of every rank's float32 `whole` [ranks * N], which may be overwritten."""
+        """Starts the sum of every rank's `whole` [ranks * N], which may be overwritten; all ranks' have one dtype."""
         return Reducing(self, whole)
 
 
@@ -87,7 +87,11 @@ class _Decoding:
 
 
 class Reducing:
-    """A sum under way, of which each rank gets its slice."""
+    """A sum under way, of which each rank gets its slice, in float32.
+
+    A gradient of 16 bits travels as it is, and each rank adds up what comes for it in float32, in the order of the ranks: the sum of
+    the widened gradients for half of their bytes. One of float32 is summed by the backend.
+    """
 
     def __init__(self, travel: Travel, whole: Tensor) -> None:
         self._travel, axis = travel, travel.shard
@@ -95,6 +99,8 @@ class Reducing:
         self._moving: Transfer | None = None
         if axis.size == 1:
             self._part = whole
+        elif whole.dtype != torch.float32:
+            self._start(axis, whole)
         elif not bits:
             self._part = whole.new_empty(len(whole) // axis.size)
             self._moving = axis.reduce_scatter(self._part, whole)
@@ -112,7 +118,9 @@ class Reducing:
         """This rank's slice of the sum, float32 [N]; every rank asks in the same order."""
         bits, outer = self._travel.moves.gradient_bits, self._travel.outer
         self._wait()
-        if bits and self._travel.shard.size > 1:
+        if self._part.dtype in (torch.bfloat16, torch.float16):
+            self._part = torch.sum(self._part.view(self._travel.shard.size, -1), 0, dtype=torch.float32)
+        elif bits and self._travel.shard.size > 1:
             self._part = decoded(self._part, bits).sum(0)
             if outer is not None:
                 self._start(outer, encoded(self._part, bits))

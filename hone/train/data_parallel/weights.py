@@ -178,7 +178,7 @@ class DividedWeights(Weights):
         """Before a backward pass; `last`: it is the last one of the step."""
         self._last, self._backward = last, True
         for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+            bucket.begin(last)
         # All ranks start the sums in this order: the last layer's gradient comes first.
         self._waiting = deque(reversed(self._buckets))
 

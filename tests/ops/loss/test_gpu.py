@@ -11,6 +11,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops import linear_cross_entropy, rms_norm
 from hone.ops.loss.reference import Teacher
+from hone.ops.loss.rows import row_gradients_, row_sums
 from tests.ops.gpu_case import DTYPES, error, graded
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +55,27 @@ def test_loss(dtype: torch.dtype, tokens: int, width: int, vocab: int, options: 
     for one, two, truth in zip(*found, exact, strict=True):
         assert torch.equal(one, two)
         assert error(one, truth) < close
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_devices_share_by_columns(dtype: torch.dtype) -> None:
+    logits, targets = (
+        (4 * torch.randn(300, 5003, device="cuda")).to(dtype),
+        torch.randint(0, 5003, (300,), device="cuda"),
+    )
+    valid = torch.rand(300, device="cuda") < 0.8
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+    (losses * valid).sum().backward()
+    parts = [logits[:, :2001].clone(), logits[:, 2001:].clone()]
+    places = [targets, targets - 2001]
+    sums = torch.stack([row_sums(*one, backend="triton") for one in zip(parts, places, strict=True)])
+    log_sum, chosen = sums[:, 0].logsumexp(0), sums[:, 1].sum(0)
+    found = [row_gradients_(*one, log_sum, valid, backend="triton") for one in zip(parts, places, strict=True)]
+    assert error(log_sum - chosen, losses) < 1e-5
+    assert (
+        error(torch.cat(found, 1), exact.grad) < {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+    )
 
 
 def test_loss_memory_is_an_eighth_and_gradients_are_not_copied() -> None:
