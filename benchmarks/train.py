@@ -4,6 +4,7 @@
     python -m benchmarks.train --device cuda --shape llama3-8b    # random weights and tokens; needs one GPU of 140 GB
     python -m benchmarks.train --device cuda --compared           # the same with torch's attention and loss, then with hone.ops
     python -m benchmarks.train --device cuda --shape llama3-1b
+    python -m benchmarks.train --device cuda --peer --shape llama3-1b --batch-size 1 --seq-len 8192   # against transformers, compiled
     python -m benchmarks.train --activation-checkpointing                          # what each costs and saves, on a CPU
 
 Random tokens are made here; nothing is downloaded and no tokenizer is needed.
@@ -68,50 +69,73 @@ def random_batch(draw: np.random.Generator, vocab: int, rows: int, seq_len: int)
     return Batch(tokens, targets, np.zeros((rows, seq_len), np.int32))
 
 
-def against_transformers(shape: str, rows: int, seq_len: int, repeats: int) -> list[dict[str, Any]]:
-    """hone's step and the peer's on the same batches in turn; both with fused AdamW, clipping, and the loss read out."""
+def against_transformers(
+    shape: str, device: str, rows: int, seq_len: int, repeats: int, *, compiled: bool
+) -> list[dict[str, Any]]:
+    """hone's step and the peer's on the same batches in turn; both with fused AdamW, clipping, and the loss read out.
+
+    On a GPU in bf16 over float32 masters: hone's precision bf16, torch's autocast.
+    """
     import transformers
 
     from hone.model.hf import save
 
     sizes, vocab = SHAPES[shape]
-    model = build(sizes.config(vocab))
+    on_gpu = device.startswith("cuda")
+    model = random_decoder(sizes.config(vocab), device) if on_gpu else build(sizes.config(vocab))
     with tempfile.TemporaryDirectory() as folder:
         save(model, folder)
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
     num_params = model.config.num_params
     flat = Cosine(warmup=0, floor=1.0)
-    trainer = Trainer(model, steps=10**6, schedule=flat, optimizer=AdamW(weight_decay=0.0))
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    precision = "bf16" if on_gpu else "fp32"
+    trainer = Trainer(
+        model,
+        steps=10**6,
+        schedule=flat,
+        optimizer=AdamW(lr=1e-4, weight_decay=0.0),
+        precision=precision,
+        compile=compiled,
+    )
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    forward = torch.compile(peer) if compiled else peer
     draw = np.random.default_rng(0)
     ours, theirs, gap = [], [], 0.0
     for repeat in range(repeats + 3):
         batch = random_batch(draw, vocab, rows, seq_len)
-        begun = time.perf_counter()
+        begun = _now(device)
         loss = trainer.step(batch).loss
-        between = time.perf_counter()
-        tokens = torch.from_numpy(batch.tokens)
-        peer_loss = peer(input_ids=tokens, labels=tokens).loss
+        between = _now(device)
+        tokens = torch.from_numpy(batch.tokens).to(device)
+        with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
+            peer_loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
         peer_loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         gap = max(gap, abs(peer_loss.item() - loss))
-        ended = time.perf_counter()
+        ended = _now(device)
         if repeat >= 3:
             ours.append(between - begun)
             theirs.append(ended - between)
-    assert gap < 1e-3, f"the two loops disagree by {gap} nats: they do not train the same model"
+    assert gap < (0.05 if on_gpu else 1e-3), f"the two loops disagree by {gap} nats: they do not train the same model"
     mine, other = (rows * seq_len / statistics.median(times) for times in (ours, theirs))
     spread = (max(ours) - min(ours)) / 2 / statistics.median(ours) * mine
     return [
         {
-            "figure": f"training step, {num_params / 1e6:.1f} M parameters, fp32, {rows} x {seq_len}",
+            "figure": f"training step, {num_params / 1e6:.1f} M parameters, {precision}, {rows} x {seq_len}{', compiled' * compiled}",
             "value": mine, "unit": "tokens/s", "n": len(ours), "spread": spread,
             "peer": "transformers model in a PyTorch loop", "peer_value": other, "ratio": mine / other,
             "note": f"{torch.get_num_threads()} threads, interleaved, medians; losses agree to {gap:.1e}",
         }
     ]  # fmt: skip
+
+
+def _now(device: str) -> float:
+    """Seconds, after all that was started on a GPU has ended."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def random_decoder(config: ModelConfig, device: str) -> Decoder:
@@ -371,12 +395,14 @@ def main() -> None:
         help="compare the policies of activation checkpointing instead",
     )
     parser.add_argument("--compared", action="store_true", help="on a GPU: torch's attention and loss against hone.ops")
+    parser.add_argument("--peer", action="store_true", help="on a GPU: against the compiled transformers model")
     parser.add_argument("--no-ledger", action="store_true", help="print only")
     chosen = parser.parse_args()
     if chosen.activation_checkpointing:
         rows = checkpointings()
-    elif chosen.device == "cpu":
-        rows = against_transformers(chosen.shape or "tiny", chosen.batch_size, chosen.seq_len, chosen.repeats)
+    elif chosen.device == "cpu" or chosen.peer:
+        sizes = chosen.batch_size, chosen.seq_len, chosen.repeats
+        rows = against_transformers(chosen.shape or "tiny", chosen.device, *sizes, compiled=chosen.device != "cpu")
     else:
         shape = chosen.shape or "llama3-8b"
         rows = on_gpu(shape, chosen.device, min(chosen.repeats, 8), COMPARED if chosen.compared else CELLS[shape])
