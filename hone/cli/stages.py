@@ -61,7 +61,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
         scored = verb == "eval" and len(words) == 3
         if scored:
             _scored(words[2], inputs, changes)
-        if len(words) > 1 or MAIN_ROLE[verb] not in inputs:
+        if len(words) > 1 or all(name.partition(".")[0] != MAIN_ROLE[verb] for name in inputs):
             inputs[MAIN_ROLE[verb]] = need(words[:2] if scored else words, MAIN_ROLE[verb].upper())
     foreign = [name for name in changes if name in (*CIRCUMSTANCES, "work")]
     if foreign:

@@ -1,0 +1,150 @@
+"""The reference training: its recipe plans from any folders, its page is of the run in the ledger, and what the page computes of a join."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import reference_page, reference_run
+from hone.base.artifact import Artifact
+from hone.base.plan import facts_of
+from hone.base.run import Run
+from hone.base.spec import read_yaml
+from hone.cli import main
+from hone.measure.machine import describe
+from hone.model.shape import Shape
+from hone.recipe import Recipe
+from hone.train.stage import Train
+from tests.train.conftest import write_data
+
+RECIPE = reference_run.RECIPE
+
+
+def planned(folder, changes):
+    """The rows of the recipe's plan, by name."""
+    rows = Recipe.load(RECIPE).override(changes).plan(folder / "work", Run(quiet=True))
+    return {row.name: row for row in rows}
+
+
+@pytest.mark.slow
+def test_it_plans_from_folders_of_text_and_says_which_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = planned(tmp_path, {})
+    assert (
+        "texts/books" in str(rows["data-tokenizer"].problem) and rows["data-code"].state == "waits for data-tokenizer"
+    )
+    for source in ("books", "code"):
+        (tmp_path / "mine" / source).mkdir(parents=True)
+        for number in range(30):
+            said = f"def add_{number}(a, b):\n    return a + b + {number}\n" * 3
+            text = (
+                said
+                if source == "code"
+                else f"Chapter {number}. It was the best of times, it was the worst of times. " * 40
+            )
+            (tmp_path / "mine" / source / f"{number}.{'py' if source == 'code' else 'txt'}").write_text(text)
+    places = {f"data-{one}.source": f"mine/{one}" for one in ("books", "code")}
+    rows = planned(tmp_path, {**places, "data-tokenizer.source": "[mine/books, mine/code]"})
+    assert {name: str(row.problem) for name, row in rows.items() if row.problem is not None} == {}
+    assert rows["data-books"].state == "waits for data-tokenizer", "it takes the tokenizer that no plan has made yet"
+
+
+@pytest.mark.slow
+def test_its_training_is_of_about_a_hundred_million_weights(tmp_path):
+    (stage,) = (one for one in read_yaml(RECIPE)["stages"] if one["stage"] == "train")
+    assert 95e6 < Shape.read(stage["model"]).config(16384).num_params < 105e6
+    spec = reference_run.spec_of(argparse.Namespace(small=False, set=["steps=20", "batch_size=4", "seq_len=128"]))
+    assert spec["optimizer"] == stage["optimizer"] and spec["batch_size"] == 4
+    facts = {f"data.{one}": facts_of(Artifact.read(write_data(tmp_path / one))) for one in ("books", "code")}
+    for ranks, parallelism in reference_run.LAYOUTS.values():
+        machine = describe().model_copy(update={"num_ranks": ranks})
+        plan = Train.read({**spec, "parallelism": parallelism}).plan(facts, machine)
+        assert plan.estimates["time_s"].value > 0 and plan.steps == 20
+
+
+def test_a_training_of_several_data_alone_is_read_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for source in ("books", "code"):
+        write_data(tmp_path / source)
+    words = [
+        "train",
+        "--from.data.books=books",
+        "--from.data.code=code",
+        "--steps=2",
+        "--seq_len=32",
+        "--plan",
+        "--mesh=2xH100",
+    ]
+    assert main(words) == 0, "".join(capsys.readouterr())
+    assert main(["train", "--steps=2", "--plan"]) == 2
+    assert "needs DATA" in "".join(capsys.readouterr())
+
+
+def result(jump: float = 0.0) -> dict:
+    """A run whose loss falls by 0.001 a step with a wave of 0.02, and by `jump` more after step 100; no figure of any machine."""
+    loss = lambda step: 5 - 0.001 * step + 0.02 * ((step * 7919) % 13 / 6 - 1) + (jump if step > 100 else 0)  # noqa: E731
+    rows = [{"step": step, "loss": loss(step), "lr": 0.003, "tokens": 64 * step} for step in range(1, 201)]
+    rows += [{"step": 200, "val_loss": 4.9, "val_bits_per_byte": 1.9}]
+    first = [{"step": step, "loss": loss(step) - jump, "lr": 0.003, "tokens": 64 * step} for step in range(1, 111)]
+    told = {
+        "time_s": {"value": 20.0, "unit": "s", "formula": "f"},
+        "memory_growth_bytes": {"value": 2.0**30, "unit": "B", "formula": "f"},
+    }
+    pace = {
+        "steps": 50,
+        "tokens_per_s": 700.0,
+        "time_s": 0.09,
+        "memory_bytes": 2**30,
+        "mfu": 0.4,
+        "joules_per_token": 0.1,
+    }
+    data = {
+        "steps": [{"documents_in": 9, "documents_out": 8}],
+        "splits": {"train": {"tokens": 10, "bytes": 30}, "val": {"tokens": 2, "bytes": 6}},
+    }
+    one = {"bits_per_byte": 1.5, "perplexity": 20.0, "bigram_perplexity": 90.0}
+    return {
+        "small": True, "recipe": {"batch_size": 8, "seq_len": 8}, "steps": 200, "steps_wanted": 300, "join": 100, "overlap": 10,
+        "machine": {"gpus": [], "cpu": "a processor", "torch": "2"}, "made": {"commit": "0123456789"}, "calibrated": True,
+        "layouts": ["zero2", "tensor parallel"], "layouts_failed": [], "predicted": {"zero2": told, "tensor parallel": told},
+        "first": {"code": None, "pace": pace, "rows": first}, "second": {"code": 0, "pace": pace, "rows": rows},
+        "figures": [{"name": "num_params", "value": 102e6, "unit": "parameters"}],
+        "evals": [{"step": "end", "books": one, "code": one}], "data": {"books": data, "code": data},
+    }  # fmt: skip
+
+
+def test_a_jump_over_the_join_is_told_from_the_noise_of_the_loss():
+    change, spread, more, places = reference_page.jump(result())
+    assert change == pytest.approx(-0.02, abs=0.01) and more > 20 and places > 100
+    assert reference_page.overlap(result())[0] == (101, *[result()["second"]["rows"][100]["loss"]] * 2)
+    change, spread, more, places = reference_page.jump(result(jump=0.5))
+    assert change == pytest.approx(0.48, abs=0.01) and change > 10 * spread and more == 0
+    assert max(abs(one - other) for _, one, other in reference_page.overlap(result(jump=0.5))) == pytest.approx(0.5)
+
+
+def test_the_page_and_its_picture_are_written_from_a_result(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result()))
+    kept, page, picture = (tmp_path / name for name in ("kept.json", "page.md", "picture.svg"))
+    reference_page.write(path, kept, page, picture)
+    text = page.read_text()
+    assert (
+        "200 of 200 steps" in text
+        and "| zero2 | 50 | 700 | 640 | 40.0% |" in text
+        and "no figure of it means anything" in text
+    )
+    assert "102 M weights" in text and "tensor parallel" in picture.read_text()
+    assert reference_page.page(json.loads(kept.read_text())) == text, "what is kept gives the same page"
+    path.write_text(json.dumps({"small": True}))
+    with pytest.raises(SystemExit, match="did not come so far"):
+        reference_page.write(path, kept, page, picture)
+
+
+def test_the_page_is_that_of_the_kept_run():
+    found = reference_page.newest()
+    assert reference_page.PAGE.read_text(encoding="utf8") == reference_page.page(found), (
+        "run python -m benchmarks.reference_page"
+    )
+    assert reference_page.PICTURE.exists() == (found is not None) and not (found and found["small"])
