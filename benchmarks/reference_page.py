@@ -206,25 +206,24 @@ def _speed(result: dict[str, Any]) -> str:
     lines = ["Medians over the steps of each part; memory and energy are of rank 0's GPU. Predicted: `hone train --plan` on the same machine, "
              + ("calibrated." if result["calibrated"] else "not calibrated: bounds, not predictions."), "",
              "| layout | steps | tokens/s | predicted | MFU | memory | predicted | J a token |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    tokens = result["recipe"]["batch_size"] * result["recipe"]["seq_len"]
     for part, name in zip(("first", "second"), result["layouts"], strict=True):
         found, told = result[part]["pace"], result["predicted"][name]
         if not found:
             continue
-        seconds = told["time_s"]["value"] / result["steps"]
+        rate = told["tokens_per_s"]["value"]
         mfu = found.get("mfu")
         memory = told.get("memory_growth_bytes") or told.get("peak_memory_bytes")
         cells = [
             name,
             found["steps"],
             f"{found['tokens_per_s']:,.0f}",
-            f"{tokens / seconds:,.0f}",
+            f"{rate:,.0f}",
             f"{mfu:.1%}" if mfu else "",
         ]
         cells += [f"{found['memory_bytes'] / 2**30:.1f} GiB", f"{memory['value'] / 2**30:.1f} GiB" if memory else ""]
         cells += [f"{found['joules_per_token']:.2g}" if found.get("joules_per_token") else ""]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    lines += ["", "Predicted tokens/s are those of the whole stage (evaluations, checkpoints and the start too), the measured ones of its steps alone. MFU is relative to "
+    lines += ["", "Tokens/s are those of steps alone, without evaluations, checkpoints and starts. MFU is relative to "
               "the matmul rate that was measured when the machine was calibrated" + (f"; the data sheet says {sheet / 1e12:.0f} TFLOP/s." if sheet else ".")]  # fmt: skip
     figures = [one for one in result.get("figures", []) if one["name"] in ("time_s", "energy_j", "peak_memory_bytes")]
     rows = [f"| {one['name']} | {one['value']:.4g} {one['unit']} | {one['estimate']['value']:.4g} |"
