@@ -5,7 +5,8 @@
     python -m benchmarks.train_layouts --ranks 2 --device cpu --check                       # the same over gloo
 
 One torchrun; layouts take turns, `--steps` steps each a round, the median step counts. Rows say tokens/s a GPU, MFU in both conventions,
-the peak of memory, what was predicted, and from a trace how much of the communication ran beside products (`--trace`).
+the peak of memory, what was predicted, and from a trace of several steps, without the first and the last, how much of the communication
+ran beside products (`--trace`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.passes import share
-from hone.train.precision import TORCH_NAMES
+from hone.train.precision import FP8_RECIPES, TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 from hone.train.work import Work, growth_bytes, step_seconds
 
@@ -69,6 +70,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3-cp": {CP: 2, "data_parallel": "zero3"},
 }  # fmt: skip
 """Parallelism by name; -1: all ranks. Those with a degree of 2 need four."""
+TRACED = 4
+"""Steps of a trace, of which the first and the last do not count."""
 SMALL = Shape(
     hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, max_seq_len=512
 )
@@ -95,7 +98,28 @@ def _work(arguments: argparse.Namespace) -> None:
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
     if mesh.leads:
+        _compare(rows)
         arguments.out.write_text(json.dumps(rows))
+
+
+def _compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints what was predicted beside what was measured."""
+    print(
+        f"\n{'layout':<14} {'tokens/s a GPU':>14} {'predicted':>10} {'time pred/meas':>14} {'GiB':>6} {'predicted':>9} {'hidden':>7}"
+    )
+    for row in rows:
+        if "predicted" not in row:
+            continue
+        name, memory = (
+            row["technique"].partition("/")[2],
+            (row["peak_bytes"] / 2**30, row["predicted_peak_bytes"] / 2**30),
+        )
+        hidden = f"{row['hidden']:.0%}" if row.get("hidden") is not None else "-"
+        print(
+            f"{name:<14} {row['value']:>14,.0f} {row['predicted']:>10,.0f} {row['value'] / row['predicted']:>14.3f} "
+            f"{memory[0]:>6.1f} {memory[1]:>9.1f} {hidden:>7}",
+            flush=True,
+        )
 
 
 def _those_of(num_ranks: int) -> list[str]:
@@ -224,7 +248,9 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
         }
         note += f"; predicted {predicted:.4g} s and {grown / 2**30:.1f} GiB, {peak / 2**30:.1f} measured"
     if hidden is not None:
-        note += f"; {hidden:.0%} of the communication beside computation, GPU busy {busy:.1%} of the step"
+        note += f"; {hidden:.0%} of the communication beside computation, GPU busy {busy:.1%} of the time, of {TRACED - 2} steps between "
+        note += "others"
+        row["hidden"] = hidden
     print(f"{name}: {rate:,.0f} tokens/s a GPU, {note}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
     print(f"  seconds of the steps: {' '.join(f'{one:.4f}' for one in times)}", flush=True)
     return [{**row, "note": note}]
@@ -254,21 +280,21 @@ def _sizes(
         tensor=shared.tensor,
         pipeline=shared.pipeline,
         fp8=fp8_products(arguments.precision),
+        fp8_recipe=FP8_RECIPES.get(arguments.precision, ""),
     )
 
 
 def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, float]:
-    """(share of the seconds of communication kernels beside computing ones, share of the step in which the GPU computes), from a trace."""
+    """`steady` of a trace of TRACED steps one after the other."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] if kept else [ProfilerActivity.CUDA]
     ) as found:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
-        step()
+        for _ in range(TRACED):
+            step()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - begun
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(kept))
@@ -276,11 +302,33 @@ def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, f
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             intervals["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    moving, computing = _union(intervals[True]), _union(intervals[False])
-    both = _union([*intervals[True], *intervals[False]])
-    total = _length(moving)
-    beside = total + _length(computing) - _length(both)
-    return (beside / total if total else None), _length(computing) / 1e6 / seconds
+    return steady(intervals[True], intervals[False], TRACED)
+
+
+def steady(
+    moving: Sequence[tuple[float, float]], computing: Sequence[tuple[float, float]], count: int
+) -> tuple[float | None, float]:
+    """(share of the seconds of communication kernels beside computing ones, share of the time in which the GPU computes).
+
+    Of `count` steps one after the other the time of the first and of the last is left out: what a step leaves under way, such as
+    gathers of new weights, passes beside the next one, as in a training, and the last one has no next.
+    """
+    every = [*moving, *computing]
+    if not every:
+        return None, 0.0
+    first, last = min(start for start, _ in every), max(end for _, end in every)
+    period = (last - first) / count
+    window = first + period, last - period
+    moved, computed, both = (_union(_cut(one, *window)) for one in (moving, computing, every))
+    total = _length(moved)
+    beside = total + _length(computed) - _length(both)
+    return (beside / total if total else None), _length(computed) / (window[1] - window[0])
+
+
+def _cut(intervals: Sequence[tuple[float, float]], first: float, last: float) -> list[tuple[float, float]]:
+    """The parts of `intervals` between both times."""
+    cut = ((max(start, first), min(end, last)) for start, end in intervals)
+    return [(start, end) for start, end in cut if start < end]
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -312,8 +360,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--activation-checkpointing", default='"none"', help="as JSON")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--trace", action="store_true", help="one more step under torch's profiler")
-    parser.add_argument("--trace-folder", type=Path, help="keeps rank 0's trace of it")
+    parser.add_argument("--trace", action="store_true", help="a few more steps under torch's profiler")
+    parser.add_argument("--trace-folder", type=Path, help="keeps rank 0's trace of them")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

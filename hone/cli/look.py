@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hone.cli.options import at_most, circumstances, dtypes_on, list_fields, need, only
+from hone.cli.options import at_most, circumstances, dtypes_on, kernels_of, list_fields, need, only
 
 _ABOUT = {
     "show": "RECIPE.yaml | SERVE.yaml | FOLDER\n\nPrints a recipe with every field (a valid recipe), a file of `hone serve --config` "
@@ -153,7 +153,10 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     run = circumstances(options)
     with run.mesh.together():
         run = replace(run, device=run.mesh.place(run.device))  # each rank its own GPU
-        measured = run.mesh.from_leader(lambda: calibrate_all(run.device, dtypes_on(run.device), fresh=True))
+        kernels = kernels_of(run.device)
+        measured = run.mesh.from_leader(
+            lambda: calibrate_all(run.device, dtypes_on(run.device), fresh=True, kernels=kernels)
+        )
         if run.mesh.world_size > 1 and measured is not None:
             measured = _with_collectives(run, measured)
     if run.mesh.leads and measured is not None:
@@ -166,11 +169,11 @@ def _with_collectives(run: Any, calibration: Any) -> Any:
     """`calibration` with what collectives take between the ranks; rank 0 stores it."""
     from hone.measure.calibration import keep_calibration
     from hone.measure.machine import describe, identity
-    from hone.parallel.collectives.measure import measure
+    from hone.parallel.collectives.measure import measure, measure_beside
 
-    rows = measure(run.mesh, run.device)
+    rows, beside = measure(run.mesh, run.device), measure_beside(run.mesh, run.device)
     others = tuple(one for one in calibration.collectives if one.ranks not in {row.ranks for row in rows})
-    found = calibration.model_copy(update={"collectives": (*others, *rows)})
+    found = calibration.model_copy(update={"collectives": (*others, *rows), "beside": beside})
     if run.mesh.leads:
         keep_calibration(identity(describe(run.device)), found)
     return found

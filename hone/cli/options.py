@@ -188,6 +188,15 @@ def dtypes_on(device: str) -> tuple[str, ...]:
     return ("float32",) if device == "cpu" else ("bfloat16", "float32")
 
 
+def kernels_of(device: str) -> Any:
+    """The kernels that a calibration of `device` measures; None on a CPU, whose trainings run torch's operations."""
+    if device == "cpu":
+        return None
+    from hone.ops.probes import training_probes
+
+    return training_probes
+
+
 def calibrated(run: Any, needed: Callable[[], bool] = lambda: True) -> Any:
     """Adds this machine's calibration (measured once, then stored) to `run`, so that estimates are predictions, not bounds.
 
@@ -207,13 +216,15 @@ def _calibrated_machine(run: Any, needed: Callable[[], bool]) -> Any:
     sweep(here())  # of a killed process
     machine = machine_of(run)
     known = machine.calibration.dtypes if machine.calibration is not None else ()
+    if machine.calibration is not None and run.device != "cpu":  # else a benchmark measured it, without kernels
+        known = tuple(machine.calibration.with_kernels)
     wanted = [dtype for dtype in dtypes_on(run.device) if dtype not in known]
     if not wanted or not needed():
         return machine
     run.say("measuring the speed of this machine (once, a few seconds)")  # the first import of torch takes long, too
     with run.progress("measuring", None), warnings.catch_warnings():
         warnings.simplefilter("ignore", Disturbed)  # said with what is predicted
-        measured = calibrate_all(run.device, wanted, machine.calibration)
+        measured = calibrate_all(run.device, wanted, machine.calibration, kernels=kernels_of(run.device))
     if run.device != "cpu":
         run.say("kernels are compiled on their first use here: 10 to 20 s a kind of stage, once, which no plan counts")
     return machine.model_copy(update={"calibration": measured})

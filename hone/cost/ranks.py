@@ -15,6 +15,7 @@ from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
 from hone.measure.calibration import CollectiveTime
+from hone.measure.machine import Machine
 
 LINK_BYTES_PER_S = {"cuda": 3e11, "cpu": 1e9}
 """Bytes/s that a rank receives: two thirds of an H100's or H200's NVLink (450 GB/s each way), and gloo over a machine's own sockets."""
@@ -37,6 +38,11 @@ def link_bytes_per_s(device: str, span: int) -> float:
     if device.startswith("cuda") and span > HOST_GPUS:
         return NETWORK_BYTES_PER_S
     return LINK_BYTES_PER_S["cuda" if device.startswith("cuda") else "cpu"]
+
+
+BESIDE = 0.15
+"""Of transfers beside products, the part of their seconds by which these take longer, where it was not measured: NCCL's
+collectives take some 16 to 24 of a GPU's 132 multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,24 @@ class Transfers:
         (size, before), (larger, after) = points[place - 1 : place + 1]
         return before + (num_bytes - size) / (larger - size) * (after - before)
 
+    def knows(self, ops: Iterable[str], ranks: int) -> bool:
+        """Whether all of `ops` between neighbours were measured on so many ranks."""
+        return all((op, ranks) in self._table for op in ops)
+
     @property
     def said(self) -> str:
         """Where the seconds are from, for a formula."""
         if not self.assumed:
             return "measured by hone calibrate"
         return "link rates are not calibrated"
+
+
+def beside_seconds(machine: Machine, computed: float, moved: float, waits: float) -> tuple[float, str]:
+    """Seconds of a step on a GPU that computes for `computed` and moves for `moved`, `waits` of them beside nothing; and what a
+    formula says of it. Those that pass beside work slow it (`Calibration.beside`)."""
+    calibration, waits = machine.calibration, min(waits, moved)
+    measured = None if calibration is None else calibration.beside
+    slowed = (BESIDE if measured is None else measured) * min(moved - waits, computed)
+    said = f", {waits:.3g} s beside nothing, products {slowed:.3g} s longer"
+    said += f" (assumed {BESIDE:.0%} of the transfers)" if measured is None else ""
+    return max(computed + slowed, moved - waits) + waits, said

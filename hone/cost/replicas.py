@@ -107,6 +107,21 @@ class Divided:
         messages = self.messages(facts, BYTES[dtype], micro_batches)
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in messages)
 
+    def exposed_s(self, facts: ModelFacts, dtype: str, device: str, times: Transfers) -> float:
+        """Of `step_s`, the seconds that no work of a step is left to pass beside, where sums and gathers pass beside passes.
+
+        The gradient of the embedding comes last, and the next step begins with its new weights; where weights are gathered
+        for each pass, so does the first layer with its own. What ranks exchange every so many steps passes beside nothing.
+        """
+        if self.every:
+            return self.step_s(facts, dtype, 1, device, times)
+        found, last = self.messages(facts, BYTES[dtype], 1), facts.num_layers
+        each = len(found) // max(facts.num_layers + len(_ends(facts)), 1)
+        waits = found[last * each : (last + 1) * each] if facts.vocab_size else []
+        if self.of("weights") > 1:
+            waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
+        return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)
+
     def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
         shards, groups = self.num_shards, self.num_ranks // self.num_shards

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def matmul_seconds(
         moved = width * (rate.m * rate.n + rate.m * rate.k + rate.n * rate.k)
         roof_s = max(2.0 * rate.m * rate.n * rate.k / peak, moved / read)
         near.append((gap, roof_s * rate.flops_per_s / (2.0 * rate.m * rate.n * rate.k)))
-    return max(flops / peak, num_bytes / read) / _weighted(near)
+    return max(flops / (peak * lasting(machine, dtype)), num_bytes / read) / _weighted(near)
 
 
 def copy_rate(calibration: Calibration, num_bytes: float) -> float:
@@ -114,16 +115,63 @@ def copy_rate(calibration: Calibration, num_bytes: float) -> float:
     return _weighted(near)
 
 
-def attention_seconds(machine: Machine, flops: float, dtype: str, *, train: bool = False) -> float:
+def attention_seconds(
+    machine: Machine, flops: float, dtype: str, *, train: bool = False, seq_len: int | None = None
+) -> float:
     """Causal attention of `flops` forward FLOPs (visible pairs only); with `train` its backward pass too.
 
-    Without a calibration the data-sheet rate, with 3.5 times the FLOPs for training (FlashAttention-2, arXiv:2307.08691).
+    At the rate of sequences of `seq_len` (None: the longest calibrated), on a GPU as it lasts. Without a calibration the
+    data-sheet rate, with 3.5 times the FLOPs for training (FlashAttention-2, arXiv:2307.08691).
     """
     calibration = machine.calibration
-    for rate in calibration.attentions if calibration is not None else ():
-        if rate.dtype == dtype:
-            return flops / (rate.train_flops_per_s if train else rate.forward_flops_per_s)
-    return flops * (3.5 if train else 1.0) / speed_of_light(machine, dtype)[0]
+    rates = [rate for rate in calibration.attentions if rate.dtype == dtype] if calibration is not None else []
+    if not rates:
+        return flops * (3.5 if train else 1.0) / speed_of_light(machine, dtype)[0]
+    points = sorted((one.seq_len, one.train_flops_per_s if train else one.forward_flops_per_s) for one in rates)
+    return flops / (_between(points, seq_len or points[-1][0]) * lasting(machine, dtype))
+
+
+def lasting(machine: Machine, dtype: str) -> float:
+    """The rate of arithmetic in a step, as a fraction of the calibrated rates of calls on their own: a GPU's power is limited."""
+    return machine.calibration.sustained.get(dtype, 1.0) if machine.calibration is not None else 1.0
+
+
+def _between(points: list[tuple[int, float]], size: float) -> float:
+    """The rate at `size` between two of `points` in ascending order, linear in logarithms; outside the nearest one's."""
+    sizes = [point[0] for point in points]
+    place = bisect_right(sizes, size)
+    if place in (0, len(points)):
+        return points[max(place - 1, 0)][1]
+    (smaller, before), (larger, after) = points[place - 1 : place + 1]
+    share = math.log(size / smaller) / math.log(larger / smaller)
+    return before ** (1 - share) * after**share
+
+
+def linear_seconds(
+    machine: Machine, shape: tuple[int, int, int], recipe: str, *, held: bool, trained: bool
+) -> float | None:
+    """Seconds of an fp8 linear on [m, k] with [n, k] weights, with all its casts: forward, or `trained` with the backward pass.
+
+    `held`: the weight's codes are there. None where `recipe` was not calibrated.
+    """
+    calibration, passes = machine.calibration, "trained" if trained else "forward"
+    rates = [] if calibration is None else calibration.fp8
+    near = []
+    for rate in rates:
+        if (rate.recipe, rate.held, rate.passes) == (recipe, held, passes):
+            gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
+            near.append((math.sqrt(sum(gap * gap for gap in gaps)), rate.flops_per_s))
+    if not near:
+        return None
+    return (6.0 if trained else 2.0) * math.prod(shape) / (_weighted(near) * lasting(machine, "float8"))
+
+
+def kernel_rate(machine: Machine, kernel: str, dtype: str, num_bytes: float) -> float | None:
+    """Bytes/s of one of a training's kernels, else of a copy of `num_bytes`; None without a calibration."""
+    calibration = machine.calibration
+    if calibration is None:
+        return None
+    return calibration.kernel_bytes_per_s(kernel, dtype) or copy_rate(calibration, num_bytes)
 
 
 def _weighted(near: list[tuple[float, float]]) -> float:

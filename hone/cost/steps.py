@@ -9,7 +9,7 @@ from dataclasses import replace
 from hone.base.figure import Estimate
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
-from hone.cost.roofline import attention_seconds, matmul_seconds, seconds
+from hone.cost.roofline import attention_seconds, kernel_rate, linear_seconds, matmul_seconds, seconds
 from hone.cost.update import UpdateCost, adamw, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
@@ -58,7 +58,7 @@ def forward_seconds(
     flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in facts.layers)
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
-        "attention": attention_seconds(machine, flops, dtype),
+        "attention": attention_seconds(machine, flops, dtype, seq_len=seq_len),
         "element-wise": traffic_seconds(machine, facts, tokens, dtype, backward=False),
     }
     starts = len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS
@@ -77,18 +77,32 @@ def train_step_seconds(
     replayed: Collection[int] = (),
     update: UpdateCost | None = None,
     fp8: Collection[Layout] = (),
+    recipe: str = "rowwise",
+    held: bool = False,
+    loss_chunk: int | None = None,
+    divided_loss: bool = False,
+    piece_len: int | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
     Each layer runs forward once more for every time that it is in `recomputed`; of those in `replayed` all but matmuls and
     attention does, while torch looks at every operation. `update` is the optimizer's (default: AdamW's).
-    `fp8`: the products of layers' linears that are of fp8 codes.
+    `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
+    `loss_chunk`: the tokens whose logits exist at once (None: all). `divided_loss`: ranks have parts of the vocabulary. `piece_len`: the
+    length of the parts in which attention is computed (None: whole sequences).
     """
-    again = {"recomputed": recomputed, "replayed": replayed, "fp8": fp8}
-    once = pass_seconds(facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, **again)
+    once = pass_seconds(
+        facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
+        replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk, divided_loss=divided_loss,
+        piece_len=piece_len,
+    )  # fmt: skip
     last = update_seconds(update or adamw(facts), facts, machine, dtype)
     value = micro_batches * once.value + last.value
     formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
+    if fp8 and held:  # read for the scales, read for both codes, written
+        weights = sum(layer.matmul_params for layer in facts.layers)
+        cast = seconds(machine, num_bytes=(2 * BYTES[dtype] + 2) * weights, dtype=dtype).value
+        value, formula = value + cast, f"{formula} + codes of weights {cast:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
 
 
@@ -102,40 +116,51 @@ def pass_seconds(
     recomputed: Collection[int] = (),
     replayed: Collection[int] = (),
     fp8: Collection[Layout] = (),
+    recipe: str = "rowwise",
+    held: bool = False,
+    loss_chunk: int | None = None,
+    divided_loss: bool = False,
+    piece_len: int | None = None,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
 
-    `fp8`: the products of layers' linears that are of fp8 codes, which are cast before.
+    `fp8`: the products of layers' linears that are of fp8 codes, which are cast before, as in `train_step_seconds`.
     """
     vocab, hidden = facts.vocab_size, facts.hidden_size
     products: list[Product] = []
+    linears: list[tuple[tuple[int, int, int], int]] = []
     attention, times = 0.0, Counter(recomputed)
     for index, layer in enumerate(facts.layers):
         again = times[index]
         for out_features, in_features in layer.matmuls:
-            products += _three(batch_tokens, out_features, in_features, forwards=1 + again)
+            shape = batch_tokens, out_features, in_features
+            if fp8 and not any(size % 16 for size in shape):
+                linears.append((shape, again))
+            else:
+                products += _three(*shape, forwards=1 + again)
         flops = layer.mixing.mixing_flops(seq_len) * batch_tokens
-        attention += attention_seconds(machine, flops, dtype, train=True)
-        attention += again * attention_seconds(machine, flops, dtype) if again else 0.0
-    coded = [one for one in products if one[1] in fp8 and not any(size % 16 for size in one[0])]
-    apart = set(coded)
-    products = [one for one in products if one not in apart]
-    products += _three(batch_tokens, vocab, hidden, forwards=1) if vocab else []
+        attention += attention_seconds(machine, flops, dtype, train=True, seq_len=piece_len or seq_len)
+        attention += again * attention_seconds(machine, flops, dtype, seq_len=piece_len or seq_len) if again else 0.0
+    coded, instead = fp8_seconds(machine, linears, dtype, fp8, recipe, held=held) if linears else ({}, [])
+    products += instead
+    chunk = min(loss_chunk or batch_tokens, batch_tokens)
+    for rows in _chunks(batch_tokens, chunk) if vocab else ():
+        products += _three(rows, vocab, hidden, forwards=1)
     twice = replace(facts, layers=tuple(facts.layers[index] for index in (*recomputed, *replayed)))
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
-        **(fp8_seconds(machine, coded, dtype) if coded else {}),
+        **coded,
         "attention": attention,
         "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False, kept=True)
         + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False, kept=True)
         + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True, kept=True),
-        "loss": loss_seconds(machine, batch_tokens, vocab, train=True)
-        # The head's gradient is summed, scaled, and added to the embedding's.
-        + (seconds(machine, num_bytes=10 * 4 * vocab * hidden, op_bytes=8 * vocab * hidden).value if vocab else 0.0),
+        "loss": _divided_loss_seconds(facts, machine, batch_tokens, chunk, dtype)
+        if divided_loss and machine.device.startswith("cuda")
+        else loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype) + _head_seconds(facts, machine, dtype),
     }
     starts = (
         len(products)
-        + FP8_OPS * len(coded)
+        + FP8_OPS * 3 * len(linears)
         + FORWARD_OPS * len(recomputed)
         + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
     )
@@ -143,18 +168,49 @@ def pass_seconds(
     return sum_up(machine, parts, starts, dtype)
 
 
-def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool) -> float:
+def _chunks(tokens: int, chunk: int) -> list[int]:
+    """Sizes of the parts of `tokens`."""
+    return [min(chunk, tokens - begin) for begin in range(0, tokens, chunk)]
+
+
+def _head_seconds(facts: ModelFacts, machine: Machine, dtype: str) -> float:
+    """Seconds of passes over the gradient of the head: on a CPU it is summed, scaled, and added to the embedding's.
+
+    On a GPU it is scaled in its own dtype, and the embedding's starts as zeros; a tied one is the sum of both.
+    """
+    numbers = facts.vocab_size * facts.hidden_size
+    if not numbers:
+        return 0.0
+    if machine.device.startswith("cuda"):
+        passes = 2 + 1 + (3 if facts.tie_embeddings else 0)
+        return seconds(machine, num_bytes=passes * BYTES[dtype] * numbers, dtype=dtype).value
+    return seconds(machine, num_bytes=10 * 4 * numbers, op_bytes=8 * numbers).value
+
+
+def _divided_loss_seconds(facts: ModelFacts, machine: Machine, tokens: int, chunk: int, dtype: str) -> float:
+    """The same, and the passes over logits, where each rank has a part of the vocabulary: in plain torch, whose logits are float32
+    (`hone.parallel.vocabulary`): they are widened, and read for the largest, the difference, the exponential, the sum, the quotient,
+    the mask, and rounded for each of the two gradients. Each chunk's gradient of the head is added to a float32 one."""
+    width, numbers = BYTES[dtype], facts.vocab_size * facts.hidden_size
+    logits = (width + 4) + 4 + 8 + 8 + 4 + 8 + 8 + 2 * (4 + width)
+    head = (2 * width + 8) * len(_chunks(tokens, chunk)) + 4 + (4 + width) + 2 * width + width
+    moved = logits * float(tokens) * facts.vocab_size + head * numbers
+    return seconds(machine, num_bytes=moved, dtype=dtype).value
+
+
+def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool, dtype: str = "float32") -> float:
     """Cross entropy over given logits; with `train` also their gradient, which overwrites them.
 
-    One exponential and 4 float32 values moved per logit; the gradient needs another exponential and 8 more. That is the
-    work in plain torch, a bound for the GPU's kernel, which moves 3 values of the logits' dtype. Logits come in chunks: of
-    4 MiB, which stay in a CPU's cache, on a GPU larger than its cache.
+    In plain torch one exponential and 4 float32 values moved per logit; the gradient needs another exponential and 8 more.
+    Logits come in chunks of 4 MiB, which stay in a CPU's cache. A GPU's kernel reads a row of logits twice and overwrites it; its
+    exponentials pass beside that.
     """
     count = float(tokens) * vocab_size
     if not count:
         return 0.0
-    chunk = (512 if machine.device.startswith("cuda") else 4) << 20
-    moved = seconds(machine, num_bytes=4 * count * (12 if train else 4), op_bytes=min(8 * count, 2 * chunk)).value
+    if machine.device.startswith("cuda"):
+        return seconds(machine, num_bytes=BYTES[dtype] * count * (3 if train else 2), dtype=dtype).value
+    moved = seconds(machine, num_bytes=4 * count * (12 if train else 4), op_bytes=min(8 * count, 8 << 20)).value
     calibration = machine.calibration
     return moved + (count * (2 if train else 1) / calibration.exp_per_s if calibration is not None else 0.0)
 
@@ -181,29 +237,51 @@ def product_seconds(machine: Machine, products: Iterable[Product], dtype: str) -
     return total
 
 
-def fp8_seconds(machine: Machine, products: Sequence[Product], dtype: str) -> dict[str, float]:
-    """Seconds of products of fp8 codes, and of the casts of their factors from `dtype`.
+def fp8_seconds(
+    machine: Machine,
+    linears: Sequence[tuple[tuple[int, int, int], int]],
+    dtype: str,
+    fp8: Collection[Layout],
+    recipe: str,
+    *,
+    held: bool,
+) -> tuple[dict[str, float], list[Product]]:
+    """Seconds of `linears`, ((rows, outputs, inputs), how often it runs forward once more), and of the casts of their factors.
 
-    At the rates calibrated for float8, else at FP8_GAIN times those of `dtype`. A CPU multiplies decoded float32 numbers.
-    Casts read twice, for the scales and for the codes: x and the gradient write two codes, which serve two products; the
-    weight is read for its scales once.
+    Beside them the products that are in none of these seconds. At the rates calibrated for linears of `recipe`, casts included; else
+    the products in `fp8` at FP8_GAIN times the rates of `dtype`, and the others as they are. A CPU multiplies decoded float32 numbers.
     """
-    calibration, on_gpu = machine.calibration, machine.device.startswith("cuda")
-    if not on_gpu:
-        took, said = product_seconds(machine, products, "float32"), "of float32"
-    elif calibration is not None and "float8" in calibration.dtypes:
-        took, said = product_seconds(machine, products, "float8"), "calibrated"
-    else:
-        took = product_seconds(machine, products, dtype) / FP8_GAIN
+    known: dict[tuple[tuple[int, int, int], bool], float | None] = {}
+    for shape, _ in linears:
+        for trained in (True, False):
+            if (shape, trained) not in known:
+                known[shape, trained] = linear_seconds(machine, shape, recipe, held=held, trained=trained)
+    if machine.device.startswith("cuda") and None not in known.values():
+        took = sum((known[shape, True] or 0.0) + again * (known[shape, False] or 0.0) for shape, again in linears)
+        return {f"{len(linears)} fp8 linears ({recipe}, calibrated)": took}, []
+    every = [one for (shape, again) in linears for one in _three(*shape, forwards=1 + again)]
+    coded = [one for one in every if one[1] in fp8]
+    if machine.device.startswith("cuda"):
+        took = product_seconds(machine, coded, dtype) / FP8_GAIN
         said = f"assumed {FP8_GAIN:g} times as fast as {dtype}"
-    width, cast = BYTES[dtype], 0.0
+    else:
+        took, said = product_seconds(machine, coded, "float32"), "of float32"
+    cast = _cast_bytes(coded, BYTES[dtype], held=held)
+    moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(coded), 1), dtype=dtype).value
+    parts = {f"{len(coded)} fp8 products ({said})": took, "casts": moved}
+    return parts, [one for one in every if one[1] not in fp8]
+
+
+def _cast_bytes(products: Iterable[Product], width: int, *, held: bool) -> float:
+    """Bytes moved by the casts: x and the gradient are read twice, for the scales and for the codes, and write two codes, which
+    serve two products; the weight is read for its scales once, and not at all where its codes are `held`."""
+    cast = 0.0
     for (m, n, k), layout in products:
         if layout == "forward":  # x [m, k] both ways, the weight [n, k]
-            cast += (2 * width + 2) * m * k + (2 * width + 1) * n * k
+            cast += (2 * width + 2) * m * k + (0 if held else (2 * width + 1) * n * k)
         elif layout == "input_gradient":  # the gradient [m, k] both ways, the weight [n, k] transposed
-            cast += (2 * width + 2) * m * k + (width + 1) * n * k
-    moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(products), 1), dtype=dtype).value
-    return {f"{len(products)} fp8 products ({said})": took, "casts": moved}
+            cast += (2 * width + 2) * m * k + (0 if held else (width + 1) * n * k)
+    return cast
 
 
 def traffic_seconds(
@@ -212,19 +290,22 @@ def traffic_seconds(
     """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write per token.
 
     `kept`: each operation writes new memory, as in a training, which keeps what the backward pass reads. Otherwise
-    the layers reuse the memory of the ones before, which a cache may hold.
+    the layers reuse the memory of the ones before, which a cache may hold. A training's kernels on a GPU read their inputs once.
     """
+    on_gpu, calibration = machine.device.startswith("cuda"), machine.calibration
+    if on_gpu and kept and calibration is not None:
+        found = fused_values(facts, backward=backward)
+        moved = {kernel: BYTES[dtype] * tokens * values for kernel, values in found.items()}
+        return sum(size / (kernel_rate(machine, kernel, dtype, size) or 1.0) for kernel, size in moved.items() if size)
     widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
     num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
     op_bytes = num_bytes if kept else BYTES[dtype] * tokens * widest
-    moved = seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
-    calibration = machine.calibration
-    if calibration is None or machine.device.startswith("cuda"):  # a GPU's exponentials overlap its traffic
-        return moved
+    moved_s = seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
+    if calibration is None or on_gpu:  # a GPU's exponentials overlap its traffic
+        return moved_s
     gates = tokens * sum(layer.intermediate_size for layer in facts.layers)
-    return (
-        moved + gates * (2 if backward else 1) / calibration.exp_per_s
-    )  # the gate's sigmoid; again for the backward pass
+    # the gate's sigmoid; again for the backward pass
+    return moved_s + gates * (2 if backward else 1) / calibration.exp_per_s
 
 
 def moved_values(facts: ModelFacts, *, backward: bool) -> float:
@@ -241,6 +322,22 @@ def moved_values(facts: ModelFacts, *, backward: bool) -> float:
         else:
             total += 16 * hidden + 6 * turned + 6 * inner
     return total
+
+
+def fused_values(facts: ModelFacts, *, backward: bool) -> dict[str, float]:
+    """The same in a training by the kernels of hone.ops, by kernel ('' for torch's own operations), each of which passes over its memory once.
+
+    Forward: the first norm of a layer reads and writes, the second also adds the residual (4), and so does the layer's end (3); a
+    rotation and a gate read and write. Backward: a norm reads its input and what flows to its result and writes a gradient, the
+    second reads what flows to its sum, too; the gate reads its three factors and writes two gradients; sums of what flows to
+    a layer's input (3), and the gradients of queries, keys and values are concatenated (2).
+    """
+    hidden, layers = facts.hidden_size * facts.num_layers, facts.layers
+    turned, inner = sum(one.widths.turned for one in layers), sum(one.intermediate_size for one in layers)
+    joined = sum(one.widths.projected for one in layers)
+    if backward:
+        return {"rms_norm": 7.0 * hidden, "rope": 2.0 * turned, "swiglu": 5.0 * inner, "": 3.0 * hidden + 2.0 * joined}
+    return {"rms_norm": 6.0 * hidden, "rope": 2.0 * turned, "swiglu": 3.0 * inner, "": 3.0 * hidden}
 
 
 def sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:

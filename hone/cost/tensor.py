@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
-from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
+from hone.cost.ranks import MESSAGE_S, Transfers, link_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,14 @@ class Tensor:
     """Whether transfers of a layer are made in parts beside its products."""
 
     def step_s(
-        self, hidden_size: int, tokens: int, recomputed: int, micro_batches: int, dtype: str, device: str
+        self,
+        hidden_size: int,
+        tokens: int,
+        recomputed: int,
+        micro_batches: int,
+        dtype: str,
+        device: str,
+        times: Transfers | None = None,
     ) -> float:
         """Seconds of the transfers of a step, of `micro_batches` of `tokens` each; `recomputed` layers run forward twice.
 
@@ -33,14 +40,21 @@ class Tensor:
             return 0.0
         layers = 2 * 2 * self.facts.num_layers + 2 * recomputed
         sums = layers + 2  # the embedding forward, the head backward
-        return micro_batches * sums * self._sum_s(hidden_size, tokens, dtype, device)
+        return micro_batches * sums * self._sum_s(hidden_size, tokens, dtype, device, times)
 
     def forward_s(self, num_layers: int, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
         """Seconds of the transfers of a forward pass alone, a teacher's."""
         return 0.0 if self.degree == 1 else (2 * num_layers + 1) * self._sum_s(hidden_size, tokens, dtype, device)
 
-    def _sum_s(self, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
-        """A ring moves 2 (n - 1) / n of a message to sum it, or half to sum it in parts and half to gather it."""
+    def _sum_s(self, hidden_size: int, tokens: int, dtype: str, device: str, times: Transfers | None = None) -> float:
+        """A ring moves 2 (n - 1) / n of a message to sum it, or half to sum it in parts and half to gather it.
+
+        At the rates of `times` where collectives of so many ranks were measured."""
+        ops = ("reduce_scatter", "all_gather") if self.sequence else ("all_reduce",)
+        if times is not None and times.knows(ops, self.degree):
+            return sum(times.seconds(op, self.degree, BYTES[dtype] * tokens * hidden_size) for op in ops)
+        if times is not None:
+            times.assumed.update(f"{op} on {self.degree} ranks" for op in ops)
         moved = 2 * (self.degree - 1) / self.degree * BYTES[dtype] * tokens * hidden_size
         starts = 2 if self.sequence else 1
         return moved / link_bytes_per_s(device, self.degree) + starts * MESSAGE_S[_kind(device)]

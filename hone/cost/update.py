@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hone.base.figure import Estimate
+from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
-from hone.cost.roofline import matmul_seconds, seconds
+from hone.cost.roofline import kernel_rate, matmul_seconds, seconds
 from hone.measure.machine import Machine
 
 AROUND_BYTES = 12
@@ -21,6 +22,13 @@ FUSED_BYTES = 4
 
 FUSED_ROUND_BYTES = 2
 """...and the new weight written in half precision."""
+
+
+HALF_GRADIENT_BYTES = 2
+"""Bytes that each read of a gradient in half precision saves."""
+
+WIDENED_BYTES, ADDED_BYTES = 6, 10
+"""Bytes moved per weight to copy such a gradient into a float32 one, and to add it to one."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class UpdateCost:
     """Whether the step's pass over memory also scales gradients and rounds weights."""
     share: float = 1.0
     """The part of the weights that a rank updates."""
+    widened: int = 0
+    """Passes of a step whose half-precision gradients are added up in float32 ones; 0: the step reads them as they are. Of fused steps."""
     whole_state_bytes: float = 0.0
     """Of `state_bytes`, what every tensor-parallel rank has whole."""
 
@@ -75,9 +85,11 @@ def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype:
     """Seconds of one update of a rank's share, with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
     around, half = (FUSED_BYTES, FUSED_ROUND_BYTES) if cost.fused else (AROUND_BYTES, WIDEN_BYTES)
     moved = cost.share * (cost.moved_bytes + facts.num_params * (around + (half if dtype != "float32" else 0)))
-    traffic = seconds(
-        machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=cost.op_bytes or 4 * facts.num_params, dtype=dtype
-    )
+    whole = 4 * facts.num_params
+    if cost.fused and (rate := kernel_rate(machine, "adamw", dtype, cost.op_bytes or whole)) is not None:
+        traffic = _fused(cost, facts, machine, dtype, moved, rate)
+    else:
+        traffic = seconds(machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=cost.op_bytes or whole, dtype=dtype)
     value, formula = traffic.value, f"update {traffic.value:.3g} s"
     if cost.matmuls:
         width = 4 if cost.matmul_dtype == "float32" else 2
@@ -88,3 +100,17 @@ def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype:
         products *= cost.num_repeats * cost.share
         value, formula = value + products, f"{formula} + its matmuls {products:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=traffic.bound)
+
+
+def _fused(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str, moved: float, rate: float) -> Estimate:
+    """Seconds of an update in one pass of `moved` bytes, if gradients are float32, and of the sums of its passes' gradients."""
+    half, sums = BYTES[dtype] == 2, 0.0
+    if half and not cost.widened:
+        moved -= cost.share * 2 * HALF_GRADIENT_BYTES * facts.num_params
+    elif half:
+        size = facts.num_params * (WIDENED_BYTES + ADDED_BYTES * (cost.widened - 1))
+        sums = size / (kernel_rate(machine, "widen", dtype, size) or rate)
+    started = seconds(machine, num_ops=cost.num_ops, dtype=dtype)
+    value = max(moved / rate, started.value) + sums
+    formula = f"{moved:.3g} B at {rate / 1e9:,.0f} GB/s, sums of gradients {sums:.3g} s"
+    return Estimate(value=value, unit="s", formula=formula, bound=started.bound)

@@ -9,15 +9,13 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hone.base.durable import write_atomic
 from hone.base.lazy import lazy
 from hone.measure.calibration import (
-    AttentionRate,
     Bandwidth,
     Calibration,
     Layout,
@@ -31,12 +29,22 @@ from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
 from hone.measure.memory import give_back, resident_bytes
 from hone.measure.scratch import here, scratch
+from hone.measure.timer import Probe, Timer
+from hone.measure.training import (
+    Kernels,
+    attention,
+    attention_rates,
+    gpu_attention,
+    kernel_rates,
+    linear_rates,
+    sustained,
+)
 from hone.measure.warm import warm_up
 
 torch = lazy("torch")
 
-BUDGET_S = 4.0
-"""Most seconds of measuring; on a slow machine there are fewer repetitions, not fewer points."""
+BUDGET_S, GPU_BUDGET_S = 4.0, 12.0
+"""Most seconds of measuring a dtype; on a slow machine there are fewer repetitions, not fewer points. A GPU has more points."""
 
 ROUNDS = 3
 """Number of measurements of every point, interleaved with the others, so that a short disturbance affects few of them."""
@@ -63,7 +71,6 @@ _GPU_GRADIENT_SHAPES = [
     (m, n, k) for m in (2048, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
 ]
 _ATTENTION = (4, 8, 256, 32)
-_GPU_ATTENTION = (2, 32, 2048, 128)
 _COLD_BYTES, _WIDE_COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 27, 1 << 28
 """Bytes that the operands of successive calls are spread over: few rows multiply a model's weights, which the last cache
 may hold; many rows are activations of a long pass, which no cache holds."""
@@ -72,8 +79,6 @@ _GATHER_BYTES = (1 << 18, 1 << 21, 1 << 24, 1 << 26)
 _PAGE_BYTES = 4096
 _READ_BYTES, _GPU_READ_BYTES = 1 << 28, 1 << 30
 _FILE_BYTES = 1 << 25
-_GPU_TRY_S = 1e-3
-"""Seconds of a try on a GPU: so many calls that the wait for the last of them (10 us) is negligible."""
 
 _LARGE_PROCESS = 1 << 30
 """Bytes from which a process holds more than torch: a notebook with a model in it says nothing of a command's, so what was measured before stays."""
@@ -83,20 +88,24 @@ class Disturbed(UserWarning):
     """Rates were measured beside other work."""
 
 
-def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = False) -> Calibration:
+def calibrate(
+    device: str = "cpu", dtype: str | None = None, *, fresh: bool = False, kernels: Kernels | None = None
+) -> Calibration:
     """Rates of `device` for `dtype`, measured in about 5 s on two cores, then stored in the user's cache folder.
 
-    `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. Returns the stored rates unless `fresh`; rates of other
-    dtypes measured earlier stay. Of several processes at once one measures, and the others wait for its rates. Rates
+    `dtype` defaults to float32 on a CPU and bfloat16 on a GPU. On a GPU the `kernels` of a training are measured, too. Returns the
+    stored rates unless `fresh`, or they lack these; rates of other dtypes measured earlier stay. Of several processes at once one measures, and the others wait for its rates. Rates
     measured beside other work are stored too, marked as such (`Calibration.busy`), but never in the place of better ones.
     """
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     machine = describe(device)
     who = identity(machine)
+    kernels = kernels if device.startswith("cuda") else None
 
     def stored() -> Calibration | None:
         kept = read_calibration(who)
-        return kept if kept is not None and dtype in kept.dtypes and not fresh else None
+        whole = kept is not None and dtype in kept.dtypes and (kernels is None or dtype in kept.with_kernels)
+        return kept if whole and not fresh else None
 
     found = stored()
     if found is not None:
@@ -104,14 +113,14 @@ def calibrate(device: str = "cpu", dtype: str | None = None, *, fresh: bool = Fa
     with locked(who):
         found = stored()  # another process may have measured it in between
         if found is None:
-            found = _measured(machine, dtype, read_calibration(who))
+            found = _measured(machine, dtype, read_calibration(who), kernels)
         elif found.doubt:
             warnings.warn(found.doubt, Disturbed, stacklevel=2)
         describe.cache_clear()
     return found
 
 
-def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibration:
+def _measured(machine: Machine, dtype: str, kept: Calibration | None, kernels: Kernels | None) -> Calibration:
     """The rates of `machine` for `dtype`, measured now; they are stored with those in `kept` unless these are better."""
     timer = Timer(machine.device)
     warm_up(machine.device)
@@ -120,11 +129,14 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibra
     threads = 1 if timer.cuda else torch.get_num_threads()
     before, meter = processor_load(), Meter(machine.device)
     probes = _probes(timer, dtype)
+    probes |= kernels(machine.device, dtype) if kernels is not None else {}
     with scratch(here()) as folder:
         probes |= _disk(folder)
         meter.start()
         begun = time.perf_counter()
         seconds = rounds(timer, probes)
+        best = {name: min(each) for name, each in seconds.items()}
+        lasting = sustained(timer, dtype, probes, best) if timer.cuda else {}
         joules, took = meter.joules(), time.perf_counter() - begun
         meter.stop()
     after = processor_load()
@@ -132,7 +144,8 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibra
     calibration = _rates(machine, dtype, threads, kept, timer.cuda, probes, seconds)
     busy = {name: why for name, why in (kept.busy if kept else {}).items() if name != dtype}
     busy |= {dtype: disturbed} if disturbed else {}
-    more = {"watts": joules / took if joules else None, "busy": busy, "process_bytes": process_bytes}
+    more: dict[str, Any] = {"watts": joules / took if joules else None, "busy": busy, "process_bytes": process_bytes}
+    more["sustained"] = {**(kept.sustained if kept else {}), **lasting}
     calibration = calibration.model_copy(update=more)
     if not disturbed:
         keep_calibration(identity(machine), calibration)
@@ -153,12 +166,17 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None) -> Calibra
 
 
 def calibrate_all(
-    device: str, dtypes: Iterable[str], known: Calibration | None = None, *, fresh: bool = False
+    device: str,
+    dtypes: Iterable[str],
+    known: Calibration | None = None,
+    *,
+    fresh: bool = False,
+    kernels: Kernels | None = None,
 ) -> Calibration | None:
     """`calibrate` for each of `dtypes`, joined with `known`: where the user's cache cannot be written, no later call finds
     what an earlier one measured."""
     for dtype in dtypes:
-        known = calibrate(device, dtype, fresh=fresh).joined(known)
+        known = calibrate(device, dtype, fresh=fresh, kernels=kernels).joined(known)
     return known
 
 
@@ -173,62 +191,15 @@ def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashab
     return ""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Work to be timed for about `budget_s` in all, `inner` calls at a time; `amount` is the FLOPs, bytes or values of a call."""
-
-    work: Callable[[], object]
-    amount: float
-    budget_s: float
-    inner: int = 1
-    wants_grad: bool = False
-
-
-class Timer:
-    """Seconds of a call on one device, the median of several tries: what long work gets, not the best case."""
-
-    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.device = device
-        self.cuda = device.startswith("cuda")
-        self.clock = clock
-
-    def typical(self, probe: Probe, budget_s: float) -> float:
-        """Median seconds of one call among tries that together take about `budget_s`; one try is made in any case."""
-        inner = max(probe.inner, self._calls(probe)) if self.cuda else probe.inner
-        tries, begun = [], self.clock()
-        while True:
-            before = self.clock()
-            for _ in range(inner):
-                probe.work()
-            self.wait()
-            now = self.clock()
-            tries.append((now - before) / inner)
-            if now - begun >= budget_s:
-                return statistics.median(tries)
-
-    def _calls(self, probe: Probe) -> int:
-        """Number of calls of `work` for a try of `_GPU_TRY_S`; loads the kernels."""
-        probe.work()
-        self.wait()
-        before = self.clock()
-        probe.work()
-        self.wait()
-        return min(200, math.ceil(_GPU_TRY_S / max(self.clock() - before, 1e-9)))
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-
-
 def rounds(timer: Timer, probes: Mapping[Hashable, Probe]) -> dict[Hashable, list[float]]:
     """Seconds of every probe in each of ROUNDS rounds over all of them, after one warm-up call each.
 
-    There are fewer rounds where they take more than BUDGET_S, on a busy or very slow machine.
+    There are fewer rounds where they take more than the budget, on a busy or very slow machine.
     """
     seconds: dict[Hashable, list[float]] = {name: [] for name in probes}
     begun = timer.clock()
     for turn in range(ROUNDS):
-        if turn and timer.clock() - begun > BUDGET_S:
+        if turn and timer.clock() - begun > (GPU_BUDGET_S if timer.cuda else BUDGET_S):
             break
         for name, probe in probes.items():
             with torch.set_grad_enabled(probe.wants_grad):
@@ -269,9 +240,8 @@ def _rates(
         for name in best
         if name[0] in ("forward", "input_gradient", "weight_gradient")
     )
-    attention = AttentionRate(
-        dtype=dtype, forward_flops_per_s=rate("attention"), train_flops_per_s=rate("attention, trained")
-    )
+    names = list(best)
+    coded = linear_rates(rate, names)
     copies, gathers = ([name for name in best if name[0] == kind] for kind in ("copy", "gather"))
     # A disk has no best case to wait for: its cache is full or empty, and others write too.
     durable_s, disk_bytes_per_s = (kept.durable_s, kept.disk_bytes_per_s) if kept else (None, None)
@@ -285,13 +255,16 @@ def _rates(
         read_bytes_per_s=rate("read"),
         copies=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in copies),
         matmuls=(*_others(kept.matmuls if kept else (), dtype), *matmuls),
-        attentions=(*_others(kept.attentions if kept else (), dtype), attention),
+        attentions=(*_others(kept.attentions if kept else (), dtype), *attention_rates(dtype, rate, names)),
+        kernels=(*_others(kept.kernels if kept else (), dtype), *kernel_rates(dtype, rate, names)),
+        fp8=coded or (kept.fp8 if kept else ()),
         gathers=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in gathers),
         host_bytes_per_s=rate("to host") if cuda else None,
         pinned_bytes_per_s=rate("from host") if cuda else None,
         durable_s=durable_s,
         disk_bytes_per_s=disk_bytes_per_s,
         collectives=kept.collectives if kept else (),
+        beside=kept.beside if kept else None,
         op_s=op_s,
         exp_per_s=rate("softmax"),
     )
@@ -316,7 +289,12 @@ def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
     probes: dict[Any, Probe] = {"op": Probe(lambda: small + 1.0, 1, 0.1, inner=200)}
     for name in names:
         probes[name] = _matmul(timer, numbers, name, share_s)
-    probes |= _attention(timer, dtype)
+    batch, heads, seq_len, head_dim = _ATTENTION
+    probes |= (
+        gpu_attention(timer.device, dtype)
+        if timer.cuda
+        else attention(timer.device, dtype, (batch, seq_len, heads, head_dim))
+    )
     bytes_ = numbers.flat.view(torch.float32)
     for size in _COPY_BYTES:
         source, target = bytes_[: size // 8], bytes_[-(size // 8) :]
@@ -426,24 +404,3 @@ def _matmul(timer: Timer, numbers: _Numbers, name: tuple[Layout, int, int, int],
         budget_s,
         inner=min(copies, 8) if not timer.cuda else copies,
     )
-
-
-def _attention(timer: Timer, dtype: str) -> dict[str, Probe]:
-    batch, heads, seq_len, head_dim = _GPU_ATTENTION if timer.cuda else _ATTENTION
-    shape = (3, batch, seq_len, heads, head_dim)
-    # The layout of a decoder: heads adjacent in memory.
-    qkv = torch.randn(shape, device=timer.device).to(getattr(torch, dtype)).transpose(2, 3)
-    flops = 4.0 * batch * heads * head_dim * seq_len * (seq_len + 1) / 2
-
-    def forward() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-
-    def train() -> object:
-        q, k, v = (part.detach().requires_grad_() for part in qkv)
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(mixed, (q, k, v), mixed.detach())
-
-    return {
-        "attention": Probe(forward, flops, 0.1),
-        "attention, trained": Probe(train, flops, 0.15, wants_grad=True),
-    }

@@ -19,11 +19,11 @@ from hone.base.durable import write_atomic
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 7
+_METHOD = 8
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
 5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU.
-7: also the memory of a process."""
+7: also the memory of a process. 8: attention by length, and on a GPU the kernels of a training and what it sustains."""
 
 
 class MatmulRate(BaseModel):
@@ -45,6 +45,7 @@ class AttentionRate(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: str
+    seq_len: int = Field(256, description="Tokens of a sequence.")
     forward_flops_per_s: PositiveFloat
     train_flops_per_s: PositiveFloat = Field(
         description="Forward FLOPs over the time of forward and backward together."
@@ -58,6 +59,32 @@ class Bandwidth(BaseModel):
 
     num_bytes: int
     bytes_per_s: PositiveFloat
+
+
+class KernelRate(BaseModel):
+    """Bytes per second (read plus written) of a kernel of hone's that passes over memory once, forward and backward."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str = Field(description="'rms_norm', 'swiglu', 'rope', 'adamw' or 'widen'.")
+    dtype: str
+    bytes_per_s: PositiveFloat
+
+
+class LinearRate(BaseModel):
+    """Rate of a linear layer of fp8 products with all its casts, on `m` rows with `n` output and `k` input features."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: str = Field(description="One of hone.ops.fp8.recipes.")
+    held: bool = Field(description="Whether the codes of the weight are there already.")
+    passes: Literal["forward", "trained"] = Field(
+        description="The forward pass (2 m n k FLOPs), or with the backward pass (6)."
+    )
+    m: int
+    n: int
+    k: int
+    flops_per_s: PositiveFloat
 
 
 class CollectiveTime(BaseModel):
@@ -83,7 +110,7 @@ class Calibration(BaseModel):
     read_bytes_per_s: PositiveFloat = Field(description="Reading a buffer far larger than the caches.")
     copies: tuple[Bandwidth, ...] = Field(description="Copy bandwidth by size: small buffers stay in a cache.")
     matmuls: tuple[MatmulRate, ...] = Field(description="Matrix product rate by shape and dtype.")
-    attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by dtype.")
+    attentions: tuple[AttentionRate, ...] = Field(description="Attention rate by dtype and length.")
     op_s: PositiveFloat = Field(description="Seconds to start one small operation (dispatch, allocation).")
     exp_per_s: PositiveFloat = Field(description="Elements per second of a softmax over long rows.")
     gathers: tuple[Bandwidth, ...] = Field(
@@ -99,6 +126,15 @@ class Calibration(BaseModel):
     )
     disk_bytes_per_s: PositiveFloat | None = Field(None, description="Writing a large file until it is on that disk.")
     collectives: tuple[CollectiveTime, ...] = Field((), description="Seconds of collectives, measured under torchrun.")
+    beside: float | None = Field(
+        None,
+        description="Of transfers that pass beside products, the part of their seconds by which these take longer; None: not measured.",
+    )
+    kernels: tuple[KernelRate, ...] = Field((), description="Bandwidth of the kernels of a training on a GPU.")
+    fp8: tuple[LinearRate, ...] = Field((), description="Rates of fp8 linears on a GPU that has such products.")
+    sustained: Mapping[str, float] = Field(
+        {}, description="By dtype the rate of arithmetic in work that lasts seconds, over that of a call on its own."
+    )
     process_bytes: int | None = Field(
         None,
         description="Resident memory of a process that has imported torch and started its threads; None: not known.",
@@ -113,6 +149,15 @@ class Calibration(BaseModel):
         """Dtypes with matmul rates."""
         return tuple(dict.fromkeys(rate.dtype for rate in self.matmuls))
 
+    @property
+    def with_kernels(self) -> frozenset[str]:
+        """Dtypes with the rates of a training's kernels."""
+        return frozenset(rate.dtype for rate in self.kernels)
+
+    def kernel_bytes_per_s(self, kernel: str, dtype: str) -> float | None:
+        """The bandwidth of `kernel`; None when it was not measured for `dtype`."""
+        return next((one.bytes_per_s for one in self.kernels if (one.kernel, one.dtype) == (kernel, dtype)), None)
+
     def joined(self, other: Calibration | None) -> Calibration:
         """These rates, and those of `other` for dtypes that these lack."""
         if other is None:
@@ -121,6 +166,9 @@ class Calibration(BaseModel):
         attentions = tuple(rate for rate in other.attentions if rate.dtype not in self.dtypes)
         more: dict[str, Any] = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
         more["collectives"] = self.collectives or other.collectives
+        more["beside"] = other.beside if self.beside is None else self.beside
+        more["kernels"] = (*(rate for rate in other.kernels if rate.dtype not in self.with_kernels), *self.kernels)
+        more["fp8"], more["sustained"] = self.fp8 or other.fp8, {**other.sustained, **self.sustained}
         more["busy"] = {**{name: why for name, why in other.busy.items() if name not in self.dtypes}, **self.busy}
         return self.model_copy(update=more)
 
@@ -149,8 +197,16 @@ class Calibration(BaseModel):
             shape += "" if rate.layout == "forward" else f" ({rate.layout.replace('_', ' ')})"
             rows.append((shape, f"{rate.flops_per_s / 1e9:,.1f} GFLOP/s"))
         for rate in self.attentions:
-            rows.append((f"{rate.dtype} attention", f"{rate.forward_flops_per_s / 1e9:,.1f} GFLOP/s"))
-            rows.append((f"{rate.dtype} attention, trained", f"{rate.train_flops_per_s / 1e9:,.1f} GFLOP/s"))
+            of = f"{rate.dtype} attention over {rate.seq_len:,} tokens"
+            rows.append((of, f"{rate.forward_flops_per_s / 1e9:,.1f} GFLOP/s"))
+            rows.append((f"{of}, trained", f"{rate.train_flops_per_s / 1e9:,.1f} GFLOP/s"))
+        for coded in self.fp8:
+            what = f"fp8 {coded.recipe} linear {coded.m} x {coded.n} x {coded.k}, {coded.passes}{', held' * coded.held}"
+            rows.append((what, f"{coded.flops_per_s / 1e9:,.1f} GFLOP/s"))
+        for kernel in self.kernels:
+            rows.append((f"{kernel.dtype} {kernel.kernel}", f"{kernel.bytes_per_s / 1e9:,.1f} GB/s"))
+        for dtype, share in self.sustained.items():
+            rows.append((f"{dtype} arithmetic that lasts", f"{share:.1%} of these rates"))
         rows.append(("start of a small operation", f"{self.op_s * 1e6:.1f} us"))
         rows.append(("softmax", f"{self.exp_per_s / 1e6:,.0f} M elements/s"))
         for gather in self.gathers:
@@ -165,6 +221,8 @@ class Calibration(BaseModel):
         for one in self.collectives:
             what = f"{one.op} on {one.ranks} ranks, {one.algorithm}, {_binary(one.num_bytes)}"
             rows.append((what, f"{one.seconds * 1e6:,.0f} us"))
+        if self.beside is not None:
+            rows.append(("products beside transfers", f"{self.beside:.0%} of the transfers' seconds longer"))
         if self.process_bytes is not None:
             rows.append(("memory of a process with torch", f"{self.process_bytes >> 20} MiB"))
         if self.watts is not None:

@@ -46,7 +46,7 @@ from hone.train.objectives.next_token import NextToken
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import notes
-from hone.train.precision import TORCH_NAMES, Precision, saved_dtype
+from hone.train.precision import FP8_RECIPES, TORCH_NAMES, Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
 from hone.train.work import CHECKPOINTS, TrainPlan, Work, estimate
@@ -337,6 +337,7 @@ class Train(Prolonged):
             offload=self.parallelism.offload,
             pipeline=shared.pipeline,
             fp8=fp8_products(self.precision),
+            fp8_recipe=FP8_RECIPES.get(self.precision, ""),
         )
 
     def _trainer(

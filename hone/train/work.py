@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.base.figure import Estimate, human_bytes
-from hone.base.plan import DISK, MEMORY, Plan, Shortage
+from hone.base.plan import DISK, MEMORY
 from hone.cost.activations.segments import copied_bytes, layer_bytes, recomputed_layers, replayed_layers
 from hone.cost.facts import ModelFacts
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
-from hone.cost.ranks import Transfers
+from hone.cost.ranks import Transfers, beside_seconds
 from hone.cost.replicas import Divided
 from hone.cost.steps import forward_seconds, product_seconds, train_step_seconds
 from hone.cost.tensor import Tensor
@@ -23,15 +23,14 @@ from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import Segment, live_layers
 from hone.train.context_parallel.base import ContextParallel, Sizes
 from hone.train.continuation.keep import STATE_BYTES
-from hone.train.continuation.start import Start
+from hone.train.continuation.plan import CHECKPOINTS as CHECKPOINTS
+from hone.train.continuation.plan import TrainPlan as TrainPlan
+from hone.train.objectives.chunk import loss_chunk
 from hone.train.offload.techniques import HOST_BYTES_PER_S, MOST_BYTES_PER_S, Offload, Resident
 from hone.train.pipeline.cost import Pipelined
 
 if TYPE_CHECKING:
     from hone.data.load import Packing
-
-CHECKPOINTS = "checkpoint_bytes"
-"""The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
@@ -84,6 +83,19 @@ class Work:
     """Models that stay in it."""
     fp8: frozenset[Layout] = frozenset()
     """The products of the layers' linears that are of fp8 codes."""
+    fp8_recipe: str = "rowwise"
+    """How they are coded."""
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the codes of the layers' weights are computed once a step."""
+        return bool(self.fp8) and self.gradient_accumulation_steps > 1 and self.divided.of("weights") == 1
+
+    @property
+    def passes_widened(self) -> int:
+        """Passes of a step whose gradients are added up in float32: those of several, or of weights that ranks share."""
+        shares = self.divided.num_ranks > 1 or self.tensor.degree > 1 or self.pipeline is not None
+        return self.gradient_accumulation_steps if shares or self.gradient_accumulation_steps > 1 else 0
 
     @property
     def part(self) -> ModelFacts:
@@ -124,6 +136,17 @@ class Work:
         return Sizes.of(self.part, self.micro_batch_tokens, self.seq_len, self.context_degree, BYTES[self.dtype])
 
     @property
+    def piece_len(self) -> int:
+        """Tokens of a sequence that attention computes with at once: those of one rank where keys travel from rank to rank."""
+        around = self.context is not None and self.context.overlaps
+        return self.seq_len // self.context_degree if around else self.seq_len
+
+    def loss_chunk(self, device: str) -> int:
+        """Tokens whose logits exist at once."""
+        divided = self.tensor.degree > 1
+        return loss_chunk(self.micro_batch_tokens, self.part.vocab_size, device, divided=divided)
+
+    @property
     def keeps_codes(self) -> bool:
         """Whether linears keep their input for the backward pass as fp8 codes."""
         return "weight_gradient" in self.fp8
@@ -132,36 +155,6 @@ class Work:
     def recomputed(self) -> list[int]:
         """The layers that run forward once more, each as often as it does."""
         return recomputed_layers(self.segments)
-
-
-class TrainPlan(Plan):
-    """A plan with the number of steps; checkpoints need disk beside the finished folder."""
-
-    steps: int
-    """Of the schedule: with those that were done before `start`."""
-    segments: Any = ()
-    """The layers' activation checkpointing, as it was chosen."""
-    start: Any = Start()
-    """Where it starts."""
-    schedule: Any = None
-    """The schedule, as it goes on from `start`."""
-    repeats: tuple[str, ...] = ()
-    """Of `notes`, those on data that are read again and again, which the run says too."""
-
-    def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
-        """As `Plan.shortages`, including the checkpoints."""
-        found = super().shortages(capacity)
-        if CHECKPOINTS in self.estimates and DISK in capacity and all(one.name != DISK for one in found):
-            kept, folder = self.estimates[CHECKPOINTS], self.estimates[DISK]
-            if kept.value + folder.value > capacity[DISK]:
-                formula = f"checkpoints {kept.formula} + the finished folder {human_bytes(folder.value)}"
-                ways = (
-                    "lower checkpoint.keep_latest_k",
-                    "raise checkpoint.interval above steps",
-                    "write to another disk: --out or --work",
-                )
-                found.append(Shortage(DISK, kept.value + folder.value, capacity[DISK], formula, ways))
-        return found
 
 
 def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
@@ -249,8 +242,9 @@ def counts(work: Work) -> dict[str, Estimate]:
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
     inside, share = inside_s(work, machine), 1 / work.divided.of("optimizer")
+    how = {"share": share, "widened": work.passes_widened}
     if work.pipeline is not None:
-        pipeline = replace(work.pipeline, updates=tuple(replace(one, share=share) for one in work.pipeline.updates))
+        pipeline = replace(work.pipeline, updates=tuple(replace(one, **how) for one in work.pipeline.updates))
         step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0
     else:
         step = train_step_seconds(
@@ -262,8 +256,13 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             micro_batches=work.gradient_accumulation_steps,
             recomputed=work.recomputed,
             replayed=replayed_layers(work.segments),
-            update=replace(work.update, share=share),
+            update=replace(work.update, **how),
             fp8=work.fp8,
+            recipe=work.fp8_recipe,
+            held=work.holds_codes,
+            loss_chunk=work.loss_chunk(machine.device),
+            divided_loss=work.tensor.degree > 1,
+            piece_len=work.piece_len,
         )
     copied = _copies_s(work, step.value, machine)
     if copied:
@@ -271,12 +270,13 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
         step = step.model_copy(update={"value": step.value + copied, "formula": formula})
     elsewhere = work.offload.update_s(work.part, work.update, work.dtype, machine)
     if elsewhere is not None:
-        here = update_seconds(work.update, work.part, machine, work.dtype).value
+        here = update_seconds(replace(work.update, **how), work.part, machine, work.dtype).value
         formula = f"{step.formula}, on the host {elsewhere:.3g} s instead (its memory's rate is assumed)"
         step = step.model_copy(update={"value": step.value - here + elsewhere, "formula": formula})
     if inside:
         beside = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
-        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s{beside} (link rates are not calibrated)"
+        said = transfers_inside(work, machine).said
+        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s{beside} ({said})"
         step = step.model_copy(update={"value": step.value + inside, "formula": formula})
     if work.divided.num_ranks > 1:
         step = with_transfers(step, work, machine)
@@ -305,9 +305,17 @@ def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
     return 4 * moved / min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
 
 
+def transfers_inside(work: Work, machine: Machine) -> Transfers:
+    """The collectives of the ranks that compute a layer together, with those asked for so far."""
+    times = Transfers(machine.device, machine.calibration.collectives if machine.calibration else ())
+    work.tensor.step_s(*_transfers(work, machine), times)
+    return times
+
+
 def inside_s(work: Work, machine: Machine) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
-    return work.tensor.step_s(*_transfers(work, machine)) - hidden_s(work, machine)
+    times = Transfers(machine.device, machine.calibration.collectives if machine.calibration else ())
+    return work.tensor.step_s(*_transfers(work, machine), times) - hidden_s(work, machine)
 
 
 def hidden_s(work: Work, machine: Machine) -> float:
@@ -336,25 +344,27 @@ def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
         dtype=work.dtype,
         recomputed=work.recomputed,
         inside=inside_s(work, machine),
+        loss_chunk=work.loss_chunk(machine.device),
     )
 
 
 def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
-    """`step` with the transfers between ranks: on a GPU beside the work, except for what they take longer and for those
-    of context parallelism that a layer waits for."""
+    """`step` with the transfers between ranks: on a GPU beside the work, which they slow, except for what they take longer, for
+    those that nothing is left to pass beside, and for those of context parallelism that a layer waits for."""
     device = machine.device
     times = Transfers(device, machine.calibration.collectives if machine.calibration else (), work.tensor.degree)
     moved = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
-    exposed, told = 0.0, ""
+    waits, told = work.divided.exposed_s(work.part, work.dtype, device, times), ""
     if work.context_degree > 1 and work.context is not None:
         passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)
         shared = work.context.step_s(work.context_sizes, passes, repeated, device)
         times.assumed.add(work.context.kind)
         told = f", of which {work.context.kind} {shared:.3g} s"
-        moved, exposed = moved + shared, 0.0 if work.context.overlaps else shared
+        moved, waits = moved + shared, waits + (0.0 if work.context.overlaps else shared)
     value, how = step.value + moved, "+"
     if device.startswith("cuda"):
-        value, how = max(step.value, moved - exposed) + exposed, "beside"
+        value, said = beside_seconds(machine, step.value, moved, waits)
+        how, told = "beside", told + said
     formula = f"({step.formula}) {how} transfers {moved:.3g} s{told} ({times.said})"
     return step.model_copy(update={"value": value, "formula": formula})
 
@@ -363,9 +373,6 @@ def growth_bytes(work: Work, device: str) -> Estimate:
     """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most."""
     if work.pipeline is not None:
         return max((growth_bytes(one, device) for one in by_rank(work, work.pipeline)), key=lambda found: found.value)
-    from hone.ops.loss.api import kernel_chunk_tokens
-    from hone.ops.loss.reference import default_chunk_tokens
-
     tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
     attends_in_parts = work.context is not None and work.context.zigzag  # and stores no mask
     growth = train_bytes(
@@ -378,13 +385,13 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         wide=work.tensor.degree > 1,
         packed=work.packed and (work.context_degree == 1 or not attends_in_parts),
         segments=work.segments,
-        loss_chunk=kernel_chunk_tokens(tokens) if on_gpu else default_chunk_tokens("cpu", max(work.part.vocab_size, 1)),
+        loss_chunk=loss_chunk(tokens, work.part.vocab_size, device, divided=False),
         kernels=on_gpu,
         device=device,
         divided=work.divided,
         fp8=work.keeps_codes,
     )
-    if work.fp8 and work.gradient_accumulation_steps > 1 and work.divided.of("weights") == 1:
+    if work.holds_codes:
         held = 2 * sum(one.matmul_params for one in work.part.layers)
         said = f"{growth.formula} + fp8 codes of the layers' weights {human_bytes(held)}"
         growth = growth.model_copy(update={"value": growth.value + held, "formula": said})

@@ -32,10 +32,9 @@ def row(area: str, figure: str) -> dict[str, Any]:
 
 
 def h200() -> Machine:
-    """As `hone calibrate` would find it: cuBLAS's and cuDNN's rates where the ledger has them, else its roofline."""
+    """As `hone calibrate` would find it: cuBLAS's and hone's rates where the ledger has them, else its roofline."""
     read, copy = 1e12 * row("ops", "ceiling read")["value"], 1e12 * row("ops", "ceiling copy")["value"]
     peak = 1e12 * row("ops", "ceiling bf16 GEMM 8192")["value"]
-    forward, backward = (1e12 * row("ops", f"attend {way} d128 causal s2048")["peer_value"] for way in ("fwd", "bwd"))
     matmuls = [_matmul("forward", shape, peak, read) for shape in micro._GPU_SHAPES]
     for layout in ("input_gradient", "weight_gradient"):
         matmuls += [_matmul(layout, shape, peak, read) for shape in micro._GPU_GRADIENT_SHAPES]
@@ -43,15 +42,23 @@ def h200() -> Machine:
         device=GPU.name, threads=1, torch="2.11.0", read_bytes_per_s=read, op_s=OP_S, exp_per_s=read / 8,
         copies=tuple(Bandwidth(num_bytes=size, bytes_per_s=copy) for size in micro._COPY_BYTES),
         matmuls=tuple(matmuls),
-        # The backward pass has 2.5 times the FLOPs.
-        attentions=(AttentionRate(
-            dtype="bfloat16", forward_flops_per_s=forward, train_flops_per_s=1 / (1 / forward + 2.5 / backward)
-        ),),
+        attentions=tuple(map(attention, (2048, 8192, 16384))),
     )  # fmt: skip
     return Machine(
         cpu="cpu", num_cores=16, num_threads=16, ram_bytes=1 << 37, gpus=(GPU,), os="Linux", python="3.12",
         torch="2.11.0", device="cuda", calibration=calibration,
     )  # fmt: skip
+
+
+def attention(seq_len: int) -> AttentionRate:
+    """Of hone's kernels; the backward pass has 2.5 times the FLOPs."""
+    forward, backward = (1e12 * row("ops", f"attend {way} d128 causal s{seq_len}")["value"] for way in ("fwd", "bwd"))
+    return AttentionRate(
+        dtype="bfloat16",
+        seq_len=seq_len,
+        forward_flops_per_s=forward,
+        train_flops_per_s=1 / (1 / forward + 2.5 / backward),
+    )
 
 
 def _matmul(layout: str, shape: tuple[int, int, int], peak: float, read: float) -> MatmulRate:

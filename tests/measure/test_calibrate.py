@@ -254,7 +254,7 @@ def test_what_decides_the_rates_is_in_the_name_of_their_file(monkeypatch):
 
 def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
     names = {"op": 1.0, ("forward", 1, 64, 64): 100.0, ("copy", 8): 8.0, "read": 10.0, "softmax": 10.0}
-    names |= {"attention": 10.0, "attention, trained": 10.0, "small file": 1.0, "large file": 1.0}
+    names |= {("attention", 32): 10.0, ("attention, trained", 32): 10.0, "small file": 1.0, "large file": 1.0}
     names |= {"to host": 1.0, "from host": 4.0}
     probes = {name: micro.Probe(lambda: None, amount, 0) for name, amount in names.items()}
     seconds = {name: [3.0, 2.0] for name in names} | {"op": [1.0], ("forward", 1, 64, 64): [5.0], ("copy", 8): [8.0]}

@@ -38,7 +38,9 @@ def test_a_calibration_of_a_gpu_stays_below_its_data_sheet_and_is_not_all_launch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(micro, "disturbance", lambda *_: "")
     describe.cache_clear()
-    found = micro.calibrate("cuda", fresh=True)
+    from hone.ops.probes import training_probes
+
+    found = micro.calibrate("cuda", fresh=True, kernels=training_probes)
     print("\n".join("  ".join(row) for row in found.table()))
     peak, read, source = speed_of_light(describe("cuda"), "bfloat16")
     describe.cache_clear()
@@ -52,3 +54,10 @@ def test_a_calibration_of_a_gpu_stays_below_its_data_sheet_and_is_not_all_launch
     for rate in found.matmuls:
         if rate.m <= 16 and rate.n * rate.k >= 4096 * 14336:  # streams the weight
             assert read / 3 < 2 * rate.n * rate.k / (2 * rate.m * rate.n * rate.k / rate.flops_per_s) < read
+    assert [one.seq_len for one in found.attentions] == [512, 2048, 8192, 32768]
+    for one in found.attentions:
+        assert peak / 20 < one.train_flops_per_s < one.forward_flops_per_s < peak
+    assert found.with_kernels == {"bfloat16"} and all(read / 4 < one.bytes_per_s < 1.1 * read for one in found.kernels)
+    assert all(0.6 < share <= 1.0 for share in found.sustained.values()) and "bfloat16" in found.sustained
+    large = [one for one in found.fp8 if one.m == 16384 and one.n == 14336 and one.recipe == "rowwise"]
+    assert len(large) == 4 and all(peak / 2 < one.flops_per_s < 2 * peak for one in large)

@@ -17,6 +17,9 @@ from hone.parallel.collectives import halving, ring, tree
 SIZES = {"cpu": tuple(4 << 10 + 2 * step for step in range(7)), "cuda": tuple(4 << 10 + 2 * step for step in range(9))}
 """Bytes of the tensor: 4 KiB to 16 MiB on CPUs, to 256 MiB on GPUs."""
 
+_BESIDE_BYTES, _BESIDE_S = 256 << 20, 0.3
+"""Bytes of a sum that passes beside products, and seconds of each of their measurements."""
+
 _TRIES = (3, 20)
 """Least and most tries of a collective."""
 
@@ -45,6 +48,46 @@ def measure(
                     x.fill_(1.0)
             ranks = ranks // 2 if ranks % 2 == 0 else 1
     return rows
+
+
+def measure_beside(mesh: Mesh, device: str) -> float | None:
+    """Of sums that pass beside matrix products, the part of their seconds by which both together take longer than the products.
+
+    0: neither slows the other; 1: they might as well take turns. On GPUs they share multiprocessors, memory and power. None on
+    CPUs, where nothing is planned to pass beside products. Every rank of `mesh` calls it inside `mesh.together`.
+    """
+    if not device.startswith("cuda"):
+        return None
+    size, count = 8192, 8
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    product = torch.empty_like(left)
+    with mesh.transfers():
+        line = list(range(mesh.world_size))
+        axis = Axis(line, mesh.rank, mesh.group([line], device), mesh.broken)
+        whole = [torch.ones(_BESIDE_BYTES // 4 // len(line) * len(line), device=device) for _ in range(2)]
+        part = [one[: len(one) // len(line)].clone() for one in whole]
+
+        def move() -> None:
+            moving = [axis.reduce_scatter(part[turn % 2], whole[turn % 2]) for turn in range(count)]
+            for one in moving:
+                _wait(one)
+
+        def multiply(times: int) -> None:
+            for _ in range(times):
+                torch.mm(left, right, out=product)
+
+        def both() -> None:
+            moving = [axis.reduce_scatter(part[turn % 2], whole[turn % 2]) for turn in range(count)]
+            multiply(times)
+            for one in moving:
+                _wait(one)
+
+        moved = _typical(mesh, device, move, _BESIDE_S)
+        once = _typical(mesh, device, lambda: multiply(4), _BESIDE_S) / 4
+        times = max(4, round(2 * moved / once))  # twice as long, as a step's products beside its sums
+        alone = _typical(mesh, device, lambda: multiply(times), _BESIDE_S)
+        together = _typical(mesh, device, both, _BESIDE_S)
+    return min(max((together - alone) / moved, 0.0), 1.0)
 
 
 def _works(axis: Axis, x: Tensor) -> dict[tuple[str, str], Callable[[], object]]:

@@ -54,12 +54,23 @@ class Pipelined:
         dtype: str,
         recomputed: Sequence[int],
         inside: float = 0.0,
+        loss_chunk: int | None = None,
     ) -> Played:
-        """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass."""
+        """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass.
+
+        `loss_chunk`: the tokens whose logits exist at once (None: all)."""
         forward, rest = [], []
         for layers, stage in zip(self.layers, self.stages, strict=True):
             again = [index - layers.start for index in recomputed if index in layers]
-            both = pass_seconds(stage, machine, batch_tokens=tokens, seq_len=seq_len, dtype=dtype, recomputed=again)
+            both = pass_seconds(
+                stage,
+                machine,
+                batch_tokens=tokens,
+                seq_len=seq_len,
+                dtype=dtype,
+                recomputed=again,
+                loss_chunk=loss_chunk,
+            )
             first = forward_seconds(stage, machine, tokens=tokens, seq_len=seq_len, dtype=dtype).value
             share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
             first = min(first, both.value / 2)

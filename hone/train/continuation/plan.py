@@ -1,0 +1,42 @@
+"""The plan of a training: its steps, where it starts, and the disk that its checkpoints need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.base.figure import human_bytes
+from hone.base.plan import DISK, Plan, Shortage
+from hone.train.continuation.start import Start
+
+CHECKPOINTS = "checkpoint_bytes"
+"""The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
+
+
+class TrainPlan(Plan):
+    """A plan with the number of steps; checkpoints need disk beside the finished folder."""
+
+    steps: int
+    """Of the schedule: with those that were done before `start`."""
+    segments: Any = ()
+    """The layers' activation checkpointing, as it was chosen."""
+    start: Any = Start()
+    """Where it starts."""
+    schedule: Any = None
+    """The schedule, as it goes on from `start`."""
+    repeats: tuple[str, ...] = ()
+    """Of `notes`, those on data that are read again and again, which the run says too."""
+
+    def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
+        """As `Plan.shortages`, including the checkpoints."""
+        found = super().shortages(capacity)
+        if CHECKPOINTS in self.estimates and DISK in capacity and all(one.name != DISK for one in found):
+            kept, folder = self.estimates[CHECKPOINTS], self.estimates[DISK]
+            if kept.value + folder.value > capacity[DISK]:
+                formula = f"checkpoints {kept.formula} + the finished folder {human_bytes(folder.value)}"
+                ways = (
+                    "lower checkpoint.keep_latest_k",
+                    "raise checkpoint.interval above steps",
+                    "write to another disk: --out or --work",
+                )
+                found.append(Shortage(DISK, kept.value + folder.value, capacity[DISK], formula, ways))
+        return found
