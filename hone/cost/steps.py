@@ -143,7 +143,8 @@ def pass_seconds(
         attention += again * attention_seconds(machine, flops, dtype, seq_len=piece_len or seq_len) if again else 0.0
     coded, instead = fp8_seconds(machine, linears, dtype, fp8, recipe, held=held) if linears else ({}, [])
     products += instead
-    chunk = min(loss_chunk or batch_tokens, batch_tokens)
+    # A CPU's rates hardly depend on so many rows.
+    chunk = min(loss_chunk or batch_tokens, batch_tokens) if machine.device.startswith("cuda") else batch_tokens
     for rows in _chunks(batch_tokens, chunk) if vocab else ():
         products += _three(rows, vocab, hidden, forwards=1)
     twice = replace(facts, layers=tuple(facts.layers[index] for index in (*recomputed, *replayed)))

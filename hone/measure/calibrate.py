@@ -43,7 +43,7 @@ from hone.measure.warm import warm_up
 
 torch = lazy("torch")
 
-BUDGET_S, GPU_BUDGET_S = 4.0, 12.0
+BUDGET_S, GPU_BUDGET_S = 4.0, 8.0
 """Most seconds of measuring a dtype; on a slow machine there are fewer repetitions, not fewer points. A GPU has more points."""
 
 ROUNDS = 3

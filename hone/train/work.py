@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY
@@ -242,7 +242,7 @@ def counts(work: Work) -> dict[str, Estimate]:
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
     inside, share = inside_s(work, machine), 1 / work.divided.of("optimizer")
-    how = {"share": share, "widened": work.passes_widened}
+    how: dict[str, Any] = {"share": share, "widened": work.passes_widened}
     if work.pipeline is not None:
         pipeline = replace(work.pipeline, updates=tuple(replace(one, **how) for one in work.pipeline.updates))
         step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0
