@@ -18,7 +18,7 @@ RUNS: dict[str, list[str]] = {
     "large": ["--layers=16", "--compile", "--layouts", "zero2", "zero3"],
     "fp8": ["--layers=16", "--compile", "--precision=fp8", "--layouts", "zero2"],
     "small": ["--layers=8", "--compile", "--layouts", "ddp", "zero1", "cp-ring"],
-    "tensor": ["--layers=8", "--layouts", "tp", "tp-no-sp"],
+    "tensor": ["--layers=16", "--compile", "--layouts", "tp", "tp-async"],
     "pipeline": ["--layers=8", "--batch=2", "--seq-len=4096", "--micro-batches=4", "--layouts", "pp-1f1b", "pp-zb_v"],
 }
 """Options of benchmarks.train_layouts by name: what fits 80 GiB a GPU."""

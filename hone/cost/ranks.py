@@ -122,7 +122,7 @@ class Transfers:
         """What was asked for and is not in the table."""
 
     def seconds(self, op: str, ranks: int, num_bytes: float, apart: int = 1) -> float:
-        """Seconds of `op` ('all_reduce', 'reduce_scatter', 'all_gather') of a tensor of `num_bytes`; 0 on one rank.
+        """Seconds of `op` ('all_reduce', 'reduce_scatter', 'all_gather', 'all_to_all') of a tensor of `num_bytes`; 0 on one rank.
 
         Neighbours in the group are `apart` strides apart.
 

@@ -80,7 +80,6 @@ def train_step_seconds(
     recipe: str = "rowwise",
     held: bool = False,
     loss_chunk: int | None = None,
-    divided_loss: bool = False,
     piece_len: int | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
@@ -88,12 +87,12 @@ def train_step_seconds(
     Each layer runs forward once more for every time that it is in `recomputed`; of those in `replayed` all but matmuls and
     attention does, while torch looks at every operation. `update` is the optimizer's (default: AdamW's).
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
-    `loss_chunk`: the tokens whose logits exist at once (None: all). `divided_loss`: ranks have parts of the vocabulary. `piece_len`: the
+    `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
     length of the parts in which attention is computed (None: whole sequences).
     """
     once = pass_seconds(
         facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
-        replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk, divided_loss=divided_loss,
+        replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
         piece_len=piece_len,
     )  # fmt: skip
     last = update_seconds(update or adamw(facts), facts, machine, dtype)
@@ -119,7 +118,6 @@ def pass_seconds(
     recipe: str = "rowwise",
     held: bool = False,
     loss_chunk: int | None = None,
-    divided_loss: bool = False,
     piece_len: int | None = None,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
@@ -155,9 +153,8 @@ def pass_seconds(
         "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False, kept=True)
         + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False, kept=True)
         + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True, kept=True),
-        "loss": _divided_loss_seconds(facts, machine, batch_tokens, chunk, dtype)
-        if divided_loss and machine.device.startswith("cuda")
-        else loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype) + _head_seconds(facts, machine, dtype),
+        "loss": loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype)
+        + _head_seconds(facts, machine, dtype),
     }
     starts = (
         len(products)
@@ -186,17 +183,6 @@ def _head_seconds(facts: ModelFacts, machine: Machine, dtype: str) -> float:
         passes = 2 + 1 + (3 if facts.tie_embeddings else 0)
         return seconds(machine, num_bytes=passes * BYTES[dtype] * numbers, dtype=dtype).value
     return seconds(machine, num_bytes=10 * 4 * numbers, op_bytes=8 * numbers).value
-
-
-def _divided_loss_seconds(facts: ModelFacts, machine: Machine, tokens: int, chunk: int, dtype: str) -> float:
-    """The same, and the passes over logits, where each rank has a part of the vocabulary: in plain torch, whose logits are float32
-    (`hone.parallel.vocabulary`): they are widened, and read for the largest, the difference, the exponential, the sum, the quotient,
-    the mask, and rounded for each of the two gradients. Each chunk's gradient of the head is added to a float32 one."""
-    width, numbers = BYTES[dtype], facts.vocab_size * facts.hidden_size
-    logits = (width + 4) + 4 + 8 + 8 + 4 + 8 + 8 + 2 * (4 + width)
-    head = (2 * width + 8) * len(_chunks(tokens, chunk)) + 4 + (4 + width) + 2 * width + width
-    moved = logits * float(tokens) * facts.vocab_size + head * numbers
-    return seconds(machine, num_bytes=moved, dtype=dtype).value
 
 
 def loss_seconds(machine: Machine, tokens: int, vocab_size: int, *, train: bool, dtype: str = "float32") -> float:

@@ -92,7 +92,7 @@ class CollectiveTime(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    op: str = Field(description="'all_reduce', 'reduce_scatter' or 'all_gather'.")
+    op: str = Field(description="'all_reduce', 'reduce_scatter', 'all_gather' or 'all_to_all'.")
     algorithm: str = Field(description="'backend' (NCCL, gloo) or one of hone.parallel.collectives.")
     ranks: int
     num_bytes: int = Field(description="Bytes of the whole tensor, which every rank has before or after.")

@@ -261,7 +261,6 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             recipe=work.fp8_recipe,
             held=work.holds_codes,
             loss_chunk=work.loss_chunk(machine.device),
-            divided_loss=work.tensor.degree > 1,
             piece_len=work.piece_len,
         )
     copied = _copies_s(work, step.value, machine)

@@ -64,11 +64,11 @@ def measure_beside(mesh: Mesh, device: str) -> float | None:
     with mesh.transfers():
         line = list(range(mesh.world_size))
         axis = Axis(line, mesh.rank, mesh.group([line], device), mesh.broken)
-        whole = [torch.ones(_BESIDE_BYTES // 4 // len(line) * len(line), device=device) for _ in range(2)]
-        part = [one[: len(one) // len(line)].clone() for one in whole]
+        whole = [torch.ones(len(line), _BESIDE_BYTES // 4 // len(line), device=device) for _ in range(2)]
+        part = [torch.empty_like(one) for one in whole]
 
         def move() -> None:
-            moving = [axis.reduce_scatter(part[turn % 2], whole[turn % 2]) for turn in range(count)]
+            moving = [axis.all_to_all(part[turn % 2], whole[turn % 2]) for turn in range(count)]
             for one in moving:
                 _wait(one)
 
@@ -77,7 +77,7 @@ def measure_beside(mesh: Mesh, device: str) -> float | None:
                 torch.mm(left, right, out=product)
 
         def both() -> None:
-            moving = [axis.reduce_scatter(part[turn % 2], whole[turn % 2]) for turn in range(count)]
+            moving = [axis.all_to_all(part[turn % 2], whole[turn % 2]) for turn in range(count)]
             multiply(times)
             for one in moving:
                 _wait(one)
@@ -92,11 +92,13 @@ def measure_beside(mesh: Mesh, device: str) -> float | None:
 
 def _works(axis: Axis, x: Tensor) -> dict[tuple[str, str], Callable[[], object]]:
     """The collectives of x by (op, algorithm)."""
-    part = x[: len(x) // axis.size].clone()
+    part, rows = x[: len(x) // axis.size].clone(), x[: len(x) // axis.size * axis.size].view(axis.size, -1)
+    other = torch.empty_like(rows)
     return {
         ("all_reduce", "backend"): lambda: _wait(axis.all_reduce(x)),
         ("reduce_scatter", "backend"): lambda: _wait(axis.reduce_scatter(part, x)),
         ("all_gather", "backend"): lambda: _wait(axis.all_gather(x, part)),
+        ("all_to_all", "backend"): lambda: _wait(axis.all_to_all(other, rows)),
         ("all_reduce", "ring"): lambda: ring.all_reduce(axis, x),
         ("reduce_scatter", "ring"): lambda: ring.reduce_scatter(axis, x),
         ("all_gather", "ring"): lambda: ring.all_gather(axis, x),
