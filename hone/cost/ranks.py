@@ -157,12 +157,17 @@ class Transfers:
         return "link rates are not calibrated"
 
 
+def slowing(machine: Machine) -> float:
+    """Of transfers that pass beside products, the part of their seconds by which these take longer, measured or assumed."""
+    measured = None if machine.calibration is None else machine.calibration.beside
+    return BESIDE if measured is None else measured
+
+
 def beside_seconds(machine: Machine, computed: float, moved: float, waits: float) -> tuple[float, str]:
     """Seconds of a step on a GPU that computes for `computed` and moves for `moved`, `waits` of them beside nothing; and what a
     formula says of it. Those that pass beside work slow it (`Calibration.beside`)."""
-    calibration, waits = machine.calibration, min(waits, moved)
-    measured = None if calibration is None else calibration.beside
-    slowed = (BESIDE if measured is None else measured) * min(moved - waits, computed)
+    measured, waits = machine.calibration is not None and machine.calibration.beside is not None, min(waits, moved)
+    slowed = slowing(machine) * min(moved - waits, computed)
     said = f", {waits:.3g} s beside nothing, products {slowed:.3g} s longer"
-    said += f" (assumed {BESIDE:.0%} of the transfers)" if measured is None else ""
+    said += "" if measured else f" (assumed {BESIDE:.0%} of the transfers)"
     return max(computed + slowed, moved - waits) + waits, said

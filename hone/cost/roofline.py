@@ -136,6 +136,19 @@ def lasting(machine: Machine, dtype: str) -> float:
     return machine.calibration.sustained.get(dtype, 1.0) if machine.calibration is not None else 1.0
 
 
+RESTING_POWER = 0.5
+"""Power of a GPU that waits, as a fraction of its limit; assumed."""
+
+
+def waits_s(machine: Machine, dtype: str, busy_s: float, waits: float) -> float:
+    """Seconds that a step of `busy_s` takes longer because it waits `waits` seconds in between, at the rates of `lasting`.
+
+    Where power limits the rate, what a waiting GPU does not use raises its clock afterwards, at most to that of calls on their own.
+    """
+    regained = min((1 - RESTING_POWER) * waits, (1 - lasting(machine, dtype)) * busy_s)
+    return waits - regained
+
+
 def _between(points: list[tuple[int, float]], size: float) -> float:
     """The rate at `size` between two of `points` in ascending order, linear in logarithms; outside the nearest one's."""
     sizes = [point[0] for point in points]

@@ -81,6 +81,7 @@ def train_step_seconds(
     held: bool = False,
     loss_chunk: int | None = None,
     piece_len: int | None = None,
+    sequence_ranks: int = 1,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
@@ -88,12 +89,12 @@ def train_step_seconds(
     attention does, while torch looks at every operation. `update` is the optimizer's (default: AdamW's).
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
     `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
-    length of the parts in which attention is computed (None: whole sequences).
+    length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
     """
     once = pass_seconds(
         facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
         replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
-        piece_len=piece_len,
+        piece_len=piece_len, sequence_ranks=sequence_ranks,
     )  # fmt: skip
     last = update_seconds(update or adamw(facts), facts, machine, dtype)
     value = micro_batches * once.value + last.value
@@ -119,6 +120,7 @@ def pass_seconds(
     held: bool = False,
     loss_chunk: int | None = None,
     piece_len: int | None = None,
+    sequence_ranks: int = 1,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
 
@@ -150,9 +152,12 @@ def pass_seconds(
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         **coded,
         "attention": attention,
-        "element-wise": traffic_seconds(machine, facts, batch_tokens, dtype, backward=False, kept=True)
-        + traffic_seconds(machine, twice, batch_tokens, dtype, backward=False, kept=True)
-        + traffic_seconds(machine, facts, batch_tokens, dtype, backward=True, kept=True),
+        "element-wise": sum(
+            traffic_seconds(
+                machine, of, batch_tokens, dtype, backward=backward, kept=True, sequence_ranks=sequence_ranks
+            )
+            for of, backward in ((facts, False), (twice, False), (facts, True))
+        ),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype)
         + _head_seconds(facts, machine, dtype),
     }
@@ -272,7 +277,14 @@ def _cast_bytes(products: Iterable[Product], width: int, *, held: bool) -> float
 
 
 def traffic_seconds(
-    machine: Machine, facts: ModelFacts, tokens: int, dtype: str, *, backward: bool, kept: bool = False
+    machine: Machine,
+    facts: ModelFacts,
+    tokens: int,
+    dtype: str,
+    *,
+    backward: bool,
+    kept: bool = False,
+    sequence_ranks: int = 1,
 ) -> float:
     """Seconds of norms, rotations, gate and residual sums, from the numbers that they read and write per token.
 
@@ -282,7 +294,11 @@ def traffic_seconds(
     on_gpu, calibration = machine.device.startswith("cuda"), machine.calibration
     if on_gpu and kept and calibration is not None:
         found = fused_values(facts, backward=backward)
-        moved = {kernel: BYTES[dtype] * tokens * values for kernel, values in found.items()}
+        own = {
+            "rms_norm": sequence_ranks,
+            "": sequence_ranks,
+        }  # with sequence parallelism a rank has a part of these tokens
+        moved = {kernel: BYTES[dtype] * tokens * values / own.get(kernel, 1) for kernel, values in found.items()}
         return sum(size / (kernel_rate(machine, kernel, dtype, size) or 1.0) for kernel, size in moved.items() if size)
     widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
     num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)

@@ -19,7 +19,7 @@ from hone.base.durable import write_atomic
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
-_METHOD = 8
+_METHOD = 9
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
 5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU.

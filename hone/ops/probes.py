@@ -23,6 +23,9 @@ from hone.ops.update.api import adamw_step, widen
 from hone.ops.update.reference import AdamWNumbers
 
 _TOKENS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 8192, 4096, 14336, 32, 8, 128
+_NORM_TOKENS, _GATE_TOKENS = 8 * _TOKENS, 2 * _TOKENS
+"""So many that the kernels, not the host that starts them, take the time."""
+
 _WEIGHTS = 1 << 26
 _LINEARS = [(rows, *shape) for rows in (2048, 16384) for shape in ((4096, 4096), (14336, 4096), (4096, 14336))]
 """(rows, output features, input features)."""
@@ -47,10 +50,10 @@ def _passes(device: str, number: torch.dtype) -> dict[Hashable, Probe]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(number)
 
-    x, rest, weight = random(_TOKENS, _HIDDEN), random(_TOKENS, _HIDDEN), random(_HIDDEN)
-    gates, heads = random(_TOKENS, 2 * _INNER), random(_TOKENS, _HEADS, _HEAD_DIM)
-    flow = random(_TOKENS, _INNER)
-    angles = torch.rand(_TOKENS, 1, _HEAD_DIM // 2, device=device)
+    x, rest, weight = random(_NORM_TOKENS, _HIDDEN), random(_NORM_TOKENS, _HIDDEN), random(_HIDDEN)
+    gates, heads = random(_GATE_TOKENS, 2 * _INNER), random(_NORM_TOKENS, _HEADS, _HEAD_DIM)
+    flow = random(_GATE_TOKENS, _INNER)
+    angles = torch.rand(_NORM_TOKENS, 1, _HEAD_DIM // 2, device=device)
 
     def norm() -> object:
         leaves = [one.detach().requires_grad_() for one in (x, rest, weight)]
@@ -66,11 +69,12 @@ def _passes(device: str, number: torch.dtype) -> dict[Hashable, Probe]:
 
     # Values read and written: x, residual, sum and y forward, three read and one written backward; two halves and the product,
     # these and the gradient of both; one read and one written each way.
-    moved = {"rms_norm": (norm, 8 * _HIDDEN), "swiglu": (gate, 8 * _INNER), "rope": (turn, 4 * _HEADS * _HEAD_DIM)}
-    return {
-        (KERNEL, name): Probe(work, width * _TOKENS * values, 0.1, wants_grad=True)
-        for name, (work, values) in moved.items()
+    moved = {
+        "rms_norm": (norm, _NORM_TOKENS * 8 * _HIDDEN),
+        "swiglu": (gate, _GATE_TOKENS * 8 * _INNER),
+        "rope": (turn, _NORM_TOKENS * 4 * _HEADS * _HEAD_DIM),
     }
+    return {(KERNEL, name): Probe(work, width * values, 0.1, wants_grad=True) for name, (work, values) in moved.items()}
 
 
 def _updates(device: str, number: torch.dtype) -> dict[Hashable, Probe]:

@@ -12,8 +12,9 @@ from hone.cost.facts import ModelFacts
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
-from hone.cost.ranks import Transfers, beside_seconds
+from hone.cost.ranks import Transfers, beside_seconds, slowing
 from hone.cost.replicas import Divided
+from hone.cost.roofline import waits_s
 from hone.cost.steps import forward_seconds, product_seconds, train_step_seconds
 from hone.cost.tensor import Tensor
 from hone.cost.update import UpdateCost, update_seconds
@@ -262,6 +263,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             held=work.holds_codes,
             loss_chunk=work.loss_chunk(machine.device),
             piece_len=work.piece_len,
+            sequence_ranks=work.tensor.degree if work.tensor.sequence else 1,
         )
     copied = _copies_s(work, step.value, machine)
     if copied:
@@ -273,10 +275,10 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
         formula = f"{step.formula}, on the host {elsewhere:.3g} s instead (its memory's rate is assumed)"
         step = step.model_copy(update={"value": step.value - here + elsewhere, "formula": formula})
     if inside:
-        beside = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
-        said = transfers_inside(work, machine).said
-        formula = f"({step.formula}) + transfers inside layers {inside:.3g} s{beside} ({said})"
-        step = step.model_copy(update={"value": step.value + inside, "formula": formula})
+        inside = waits_s(machine, work.dtype, step.value, inside)
+        said = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
+        said = f"transfers inside layers {inside:.3g} s{said} ({transfers_inside(work, machine).said})"
+        step = step.model_copy(update={"value": step.value + inside, "formula": f"({step.formula}) + {said}"})
     if work.divided.num_ranks > 1:
         step = with_transfers(step, work, machine)
     if work.teacher is None:
@@ -314,7 +316,7 @@ def transfers_inside(work: Work, machine: Machine) -> Transfers:
 def inside_s(work: Work, machine: Machine) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
     times = Transfers(machine.device, machine.calibration.collectives if machine.calibration else ())
-    return work.tensor.step_s(*_transfers(work, machine), times) - hidden_s(work, machine)
+    return work.tensor.step_s(*_transfers(work, machine), times) - (1 - slowing(machine)) * hidden_s(work, machine)
 
 
 def hidden_s(work: Work, machine: Machine) -> float:

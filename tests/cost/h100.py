@@ -13,6 +13,7 @@ from hone.measure import calibrate as micro
 from hone.measure.calibration import (
     Bandwidth,
     Calibration,
+    CollectiveTime,
     KernelRate,
     LinearRate,
     MatmulRate,
@@ -68,7 +69,11 @@ def h100(num_ranks: int = 1) -> Machine:
             for recipe, held, milliseconds in _FP8
             for passes in ("forward", "trained")
         ),
-        sustained=SUSTAINED,
+        sustained=SUSTAINED, beside=0.56 if num_ranks > 1 else None,
+        collectives=tuple(
+            CollectiveTime(op=op, algorithm="backend", ranks=2, num_bytes=size << 20, seconds=microseconds / 1e6)
+            for op, size, microseconds in _COLLECTIVES if num_ranks > 1
+        ),
     )  # fmt: skip
     return Machine(
         cpu="cpu", num_cores=32, num_threads=32, ram_bytes=1 << 38, gpus=(GPU,) * max(num_ranks, 1), os="Linux", python="3.12",
@@ -78,3 +83,15 @@ def h100(num_ranks: int = 1) -> Machine:
 
 _FP8 = (("rowwise", False, 11.349), ("rowwise", True, 10.217), ("tensorwise", False, 10.960))
 """Milliseconds of these linears, of the row "a layer's linears of Llama-3 8B" and its note."""
+
+_COLLECTIVES = (
+    ("all_reduce", 64, 340),
+    ("reduce_scatter", 64, 249),
+    ("all_gather", 64, 253),
+    ("all_to_all", 64, 249),
+    ("all_reduce", 256, 1024),
+    ("reduce_scatter", 256, 678),
+    ("all_gather", 256, 658),
+    ("all_to_all", 256, 637),
+)
+"""(op, MiB, microseconds) on two H100 of one host, and above what products beside them lose: `hone calibrate` of 2026-11-26."""
