@@ -327,6 +327,23 @@ def _fp8_linear(
     return Choice("triton", f"{rows} rows {'in blocks of 128' if blockwise else 'with one scale each'}")
 
 
+def _fp8_block_product(
+    where: Where, *, dtype: torch.dtype, columns: int, width: int, square: bool, library: bool
+) -> Choice:  # fmt: skip
+    """Of codes [.., width] by codes [columns, width], both in tiles, or with `square` blocks of 128 x 128 for the second; `dtype` is
+    the output's. `library`: torch has cuBLAS's products in blocks."""
+    if where.capability < (8, 9):
+        return Choice("reference", "this GPU has no fp8 tensor cores")
+    if not library or where.capability != (9, 0):
+        return Choice("triton", "cuBLAS has products in blocks of 128 from CUDA 12.9 on, for Hopper alone")
+    # Where 512 does not divide the sums, versions of torch differ in the padding of a weight's scales.
+    if dtype != torch.bfloat16 or width % (512 if square else 128) or (square and columns % 128):
+        return Choice(
+            "triton", f"cuBLAS's layout of scales is not that of {columns} columns of {width}, or not of {dtype}"
+        )
+    return Choice("cublas", "the library's kernel, scaled every 128 of the sum")
+
+
 def _sparse_linear(
     where: Where, *, dtype: torch.dtype | None, rows: int, in_features: int, masked: bool, plain: bool
 ) -> Choice:
@@ -351,6 +368,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
+    "fp8_block_product": _fp8_block_product,
     "sparse_linear": _sparse_linear,
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "rms_norm": _rms_norm,
@@ -387,6 +405,7 @@ NO_GPU: dict[str, Choice] = {
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
+    "fp8_block_product": Choice("reference", "no GPU: codes are decoded and multiplied in float32"),
     **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
@@ -409,6 +428,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "linear": ("reference", "compiled", "cublas", "triton"),
     "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
+    "fp8_block_product": ("reference", "cublas", "triton"),
     "sparse_linear": ("reference", "torch", "gluon"),
     **dict.fromkeys(("input_codes", "fp8_cast"), ("reference", "triton")),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),

@@ -7,7 +7,8 @@
     by it in float32, and a step skipped when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 - fp8: as bf16, with the products of the layers' linears, forward and backward, of fp8 codes with a scale for each row
     (Micikevicius et al. 2022, arXiv:2209.05433; the recipes are those of torchao, see hone/ops/fp8/recipes.py).
-    fp8_tensorwise has one scale a tensor, fp8_rowwise_with_gw_hp the gradient of the weight in bf16.
+    fp8_tensorwise has one scale a tensor, fp8_rowwise_with_gw_hp the gradient of the weight in bf16, fp8_blockwise a scale for
+    each 128 numbers, of weights for each 128 x 128 (DeepSeek-AI 2024, arXiv:2412.19437).
 
 Norms, softmax, the loss and the accumulation of gradients over micro-batches are float32 everywhere.
 """
@@ -21,12 +22,13 @@ from hone.base.lazy import lazy
 
 torch = lazy("torch")
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp", "fp8_blockwise"]
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 FP8_RECIPES: dict[Precision, str] = {
     "fp8": "rowwise",
     "fp8_tensorwise": "tensorwise",
     "fp8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
+    "fp8_blockwise": "blockwise",
 }
 """The recipe of hone.ops.fp8 for each precision that has one."""
 

@@ -20,7 +20,7 @@ from hone.data.load import PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.linear import Dense
-from hone.ops.fp8 import api
+from hone.ops.fp8 import api, factors
 from hone.train.activation_checkpointing.selective import Selective
 from hone.train.activation_checkpointing.uniform import EveryNth
 from hone.train.checkpoint import Checkpoints
@@ -93,13 +93,14 @@ def test_recomputed_layers_give_the_same_bits(policy, data_folder):
 def test_micro_batches_share_one_cast_of_the_weights(data_folder, monkeypatch):
     data = PackedTokens(data_folder)
     trainer, counted = make(data, "fp8", gradient_accumulation_steps=4), []
-    cast = api._cast
+    cast = api.cast
 
     def counting(x, *args, **options):
         counted.append(x)
         return cast(x, *args, **options)
 
-    monkeypatch.setattr(api, "_cast", counting)
+    monkeypatch.setattr(api, "cast", counting)
+    monkeypatch.setattr(factors, "cast", counting)
     trainer.step(data.batch(0, 8, SEQ, 0))
     weights = [linear.weight for linear in trainer.fp8.linears]
     assert sum(any(one is weight for weight in weights) for one in counted) == len(weights) == 8
@@ -127,7 +128,7 @@ def test_what_reads_weights_between_steps_waits_for_those_on_their_way(reader, d
     if reader == "cast":
         trainer.fp8.cast(trainer.update.weights)
         linear = trainer.fp8.linears[0]
-        assert torch.equal(linear.held.codes, api.weight_codes(linear.weight, linear.recipe).codes)
+        assert torch.equal(linear.held.codes, factors.weight_codes(linear.weight, linear.recipe).codes)
     else:
         assert check_replicas(trainer) == ""
     assert [bits_of(bucket.weights) for bucket in buckets] == wanted

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from hone.base.errors import SpecError
-from hone.ops.dispatch import backend_of
 from hone.ops.entry import entry_of
-from hone.ops.fp8 import reference
+from hone.ops.fp8.factors import E4M3, WeightCodes, cast, maxima, product, scales_shape
 from hone.ops.fp8.recipes import MULTIPLE, RECIPES, Recipe
-
-E4M3 = torch.float8_e4m3fn
-
-
-class WeightCodes(NamedTuple):
-    """A weight [N, K] as the forward pass multiplies it, codes [N, K], and as the gradient of its input does, codes [K, N]."""
-
-    codes: Tensor
-    scales: Tensor
-    """float32 [N], or [1] of the whole tensor."""
-    codes_t: Tensor
-    scales_t: Tensor
-    """float32 [K], or [1]."""
 
 
 def fp8_trained_linear(
@@ -64,54 +50,6 @@ def fp8_trained_linear(
     return y
 
 
-def weight_codes(weight: Tensor, recipe: str) -> WeightCodes:
-    """Both codes of weight [N, K], e4m3, from one read after that for the scales."""
-    tensorwise = RECIPES[recipe].tensorwise
-    with torch.no_grad():
-        largest = _maxima(weight, tensorwise)
-        return WeightCodes(*_cast(weight, largest, E4M3, tensorwise, rows=True, columns=True))
-
-
-def _kernels(x: Tensor) -> bool:
-    return backend_of("fp8_cast", x.device, None, dtype=x.dtype) == "triton"
-
-
-def _maxima(x: Tensor, tensorwise: bool) -> tuple[Tensor, Tensor]:
-    if _kernels(x):
-        from hone.ops.fp8.triton_kernels import maxima
-
-        return maxima(x, tensorwise)
-    return reference.maxima(x, tensorwise)
-
-
-def _cast(
-    x: Tensor, largest: tuple[Tensor, Tensor], dtype: torch.dtype, tensorwise: bool, *, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes [M, K], scales, codes of the transpose [K, M], their scales); empty where not asked for."""
-    if _kernels(x):
-        from hone.ops.fp8.triton_kernels import cast
-
-        return cast(x, largest, dtype, tensorwise, rows=rows, columns=columns)
-    none = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-    by_row = reference.codes_of(x, largest[0], dtype, columns=False) if rows else none
-    return *by_row, *(reference.codes_of(x, largest[1], dtype, columns=True) if columns else none)
-
-
-def _product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """Codes a [M, K] times codes b [N, K] transposed: [M, N]."""
-    if a.device.type != "cuda":
-        return reference.product(a, a_scales, b, b_scales, bias, dtype)
-    if len(a_scales) == len(b_scales) == 1:
-        a_scales, b_scales = a_scales[0], b_scales[0]
-    else:
-        a_scales, b_scales = a_scales[:, None], b_scales[None, :]
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scales, scale_b=b_scales, bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )
-
-
 # The op, and for eager calls a plain autograd Function, which avoids torch's dispatcher.
 
 
@@ -128,15 +66,15 @@ def _linear(
     """(y, codes of x transposed [K, M] and their scales or empty, bits of the largest magnitudes of the weight's columns)."""
     how = RECIPES[recipe]
     rows = _rows(x)
-    largest = _maxima(rows, how.tensorwise)
-    x_codes, x_scales, x_codes_t, x_scales_t = _cast(
-        rows, largest, E4M3, how.tensorwise, rows=True, columns=how.weight_gradient
+    x_codes, x_scales, x_codes_t, x_scales_t = cast(
+        rows, how, E4M3, maxima(rows, how), rows=True, columns=how.weight_gradient
     )
     of_columns = torch.empty(0, dtype=torch.int32, device=x.device)
     if codes is None or scales is None:
-        of_rows, of_columns = _maxima(weight, how.tensorwise)
-        codes, scales, *_ = _cast(weight, (of_rows, of_columns), E4M3, how.tensorwise, rows=True, columns=False)
-    y = _product(x_codes, x_scales, codes, scales, bias, x.dtype, how.fast[0])
+        largest = maxima(weight, how)
+        of_columns = largest[1]
+        codes, scales, *_ = cast(weight, how, E4M3, largest, rows=True, columns=False, weight=True)
+    y = product(x_codes, x_scales, codes, scales, bias, x.dtype, how, 0)
     return y.view(*x.shape[:-1], len(weight)), x_codes_t, x_scales_t, of_columns
 
 
@@ -159,9 +97,49 @@ def _linear_fake(
     return (
         x.new_empty(*x.shape[:-1], weight.shape[0]),
         x.new_empty((columns, num_rows) if kept else (0,), dtype=E4M3),
-        x.new_empty((1 if how.tensorwise else columns) if kept else 0, dtype=torch.float32),
-        x.new_empty(0 if codes is not None else 1 if how.tensorwise else columns, dtype=torch.int32),
+        x.new_empty(scales_shape(columns, num_rows, how) if kept else (0,), dtype=torch.float32),
+        x.new_empty(0 if codes is not None or how.blockwise else 1 if how.tensorwise else columns, dtype=torch.int32),
     )
+
+
+def backward_in_parts(
+    upstream: Tensor,
+    x: Tensor | None,
+    x_codes_t: Tensor,
+    x_scales_t: Tensor,
+    weight: Tensor,
+    of_columns: Tensor,
+    codes_t: Tensor | None,
+    scales_t: Tensor | None,
+    wants_x: bool,
+    wants_weight: bool,
+    recipe: str,
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """(gradient by x [..., K], empty where it is not wanted, and what computes that by weight [N, K]) of what `_setup` saved.
+
+    The second holds what its product reads: two matrices of codes, or of the dtype of x where the recipe has it in that.
+    """
+    how = RECIPES[recipe]
+    rows, gradient = _rows(upstream), getattr(torch, how.gradient)
+    by_code = wants_weight and how.weight_gradient
+    grad_x, dtype = upstream.new_empty(0), weight.dtype
+    if wants_x or by_code:
+        found = cast(rows, how, gradient, maxima(rows, how), rows=wants_x, columns=by_code)
+        dy_codes, dy_scales, dy_codes_t, dy_scales_t = found
+    if wants_x:
+        if codes_t is None or scales_t is None:
+            largest = (of_columns, of_columns)
+            *_, codes_t, scales_t = cast(weight, how, E4M3, largest, rows=False, columns=True, weight=True)
+        grad_x = product(dy_codes, dy_scales, codes_t, scales_t, None, upstream.dtype, how, 1)
+        grad_x = grad_x.view(*upstream.shape[:-1], weight.shape[1])
+    if by_code:
+        return grad_x, lambda: product(dy_codes_t, dy_scales_t, x_codes_t, x_scales_t, None, dtype, how, 2)
+
+    def wide() -> Tensor:
+        assert x is not None, "this recipe keeps x"
+        return rows.t() @ x.reshape(-1, x.shape[-1])
+
+    return grad_x, wide
 
 
 def _linear_backward(
@@ -178,26 +156,9 @@ def _linear_backward(
     recipe: str,
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x [..., K], gradient by weight [N, K]), each empty where it is not wanted."""
-    how = RECIPES[recipe]
-    rows, gradient = _rows(upstream), getattr(torch, how.gradient)
-    by_code = wants_weight and how.weight_gradient
-    grad_x, grad_weight = upstream.new_empty(0), weight.new_empty(0)
-    if wants_x or by_code:
-        largest = _maxima(rows, how.tensorwise)
-        found = _cast(rows, largest, gradient, how.tensorwise, rows=wants_x, columns=by_code)
-        dy_codes, dy_scales, dy_codes_t, dy_scales_t = found
-    if wants_x:
-        if codes_t is None or scales_t is None:
-            largest = (of_columns, of_columns)
-            *_, codes_t, scales_t = _cast(weight, largest, E4M3, how.tensorwise, rows=False, columns=True)
-        grad_x = _product(dy_codes, dy_scales, codes_t, scales_t, None, upstream.dtype, how.fast[1])
-        grad_x = grad_x.view(*upstream.shape[:-1], weight.shape[1])
-    if by_code:
-        grad_weight = _product(dy_codes_t, dy_scales_t, x_codes_t, x_scales_t, None, weight.dtype, how.fast[2])
-    elif wants_weight:
-        assert x is not None, "this recipe keeps x"
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-    return grad_x, grad_weight
+    saved = (x, x_codes_t, x_scales_t, weight, of_columns, codes_t, scales_t)
+    grad_x, of_weight = backward_in_parts(upstream, *saved, wants_x, wants_weight, recipe)
+    return grad_x, of_weight() if wants_weight else weight.new_empty(0)
 
 
 _linear_backward_op = torch.library.custom_op("hone::fp8_trained_linear_backward", _linear_backward, mutates_args=())

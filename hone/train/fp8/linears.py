@@ -10,7 +10,8 @@ from torch import Tensor
 from hone.base.errors import MachineError
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense
-from hone.ops.fp8.api import WeightCodes, fp8_trained_linear, weight_codes
+from hone.ops.fp8.api import fp8_trained_linear
+from hone.ops.fp8.factors import WeightCodes, weight_codes
 from hone.train.fp8.fits import in_fp8
 from hone.train.weights import Weights
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops import fp8_trained_linear
 from hone.ops.fp8 import reference
-from hone.ops.fp8.api import weight_codes
+from hone.ops.fp8.factors import weight_codes
 from hone.ops.fp8.recipes import RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -31,7 +31,7 @@ def defined(x: Tensor, dtype: torch.dtype, axis: int | None) -> Tensor:
     grid = grid_of(dtype)
     steps = x / scale
     assert steps.abs().max() <= LARGEST[dtype]
-    above = torch.searchsorted(grid, steps).clamp(1, len(grid) - 1)
+    above = torch.searchsorted(grid, steps.contiguous()).clamp(1, len(grid) - 1)
     low, high = grid[above - 1], grid[above]
     middle = (low + high) / 2
     # Half to even: of two neighbours the one with the even last bit.
@@ -79,7 +79,7 @@ def test_what_is_not_finite_is_seen():
 
 
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name, how in RECIPES.items() if not how.blockwise])
 def test_products_are_those_of_the_definition(recipe, held):
     x, weight, bias, upstream = inputs()
     how = RECIPES[recipe]
