@@ -186,9 +186,9 @@ class Train(Prolonged):
         steps = self.steps or steps_for(epoch, self.batch_size, self.tokens)
         if "mask" in given:
             check_mask(given["mask"], config)
-        check_passes(self, config, machine.num_ranks)
         teacher = given["teacher"].config if self.objective.from_teacher else None
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
+        check_passes(self, config, machine.num_ranks)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         self.parallelism.offload.check(machine.num_ranks)
@@ -209,7 +209,8 @@ class Train(Prolonged):
         estimates = with_energy(estimate(work, machine), machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
         again = repeats(epoch, self.batch_size, work.steps)
-        said = (*start.notes, *self.early_stopping.notes(steps), *again, *fp8_notes(self.precision, config), *said)
+        numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
+        said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 

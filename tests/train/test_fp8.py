@@ -185,20 +185,9 @@ def test_a_compiled_layer_gives_the_same_loss(data_folder):
 SPEC = {"precision": "fp8", "batch_size": 8, "seq_len": 64, "model": {"hidden_size": 48, "intermediate_size": 96}}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "does not work with tensor_parallel_degree 2"),
-        (
-            {"parallelism": {"pipeline_parallel_degree": 2}, "gradient_accumulation_steps": 2},
-            "does not work with pipeline_parallel_degree 2",
-        ),
-        ({"seq_len": 15, "batch_size": 2}, "a pass of a rank has 15 tokens"),
-    ],
-)
-def test_what_it_does_not_work_with(change, said):
-    spec = Train.read({**SPEC, **change})
-    with pytest.raises(SpecError, match=said):
+def test_what_it_does_not_work_with():
+    spec = Train.read({**SPEC, "seq_len": 15, "batch_size": 2})
+    with pytest.raises(SpecError, match="a pass of a rank has 15 tokens"):
         check_passes(spec, TWO.config(300), 2)
     check_passes(spec.model_copy(update={"precision": "bf16"}), TWO.config(300), 2)
 

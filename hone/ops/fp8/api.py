@@ -16,7 +16,7 @@ from torch.autograd.function import Function, once_differentiable
 from hone.base.errors import SpecError
 from hone.ops.entry import entry_of
 from hone.ops.fp8.factors import E4M3, WeightCodes, cast, maxima, product, scales_shape
-from hone.ops.fp8.recipes import MULTIPLE, RECIPES, Recipe
+from hone.ops.fp8.recipes import MULTIPLE, RECIPES
 
 
 def fp8_trained_linear(
@@ -30,6 +30,14 @@ def fp8_trained_linear(
     On a CPU codes are decoded and multiplied in float32. Differentiable once. Raises SpecError where a size is no multiple of
     16, MachineError on a GPU without fp8.
     """
+    check_sizes(x, weight, recipe)
+    run = entry_of(_linear_op, linear_forward, _Linear, x, weight, bias)
+    y, *_ = run(x, weight, bias, *(held or (None, None, None, None)), recipe)
+    return y
+
+
+def check_sizes(x: Tensor, weight: Tensor, recipe: str) -> None:
+    """Raises SpecError as `fp8_trained_linear` does."""
     num_rows = x.numel() // max(1, x.shape[-1])
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise SpecError(
@@ -45,15 +53,12 @@ def fp8_trained_linear(
             f"{sizes[2]} input features",
             fix="change seq_len or the number of sequences of a pass, or compute this layer in bf16",
         )
-    run = entry_of(_linear_op, _linear, _Linear, x, weight, bias)
-    y, *_ = run(x, weight, bias, *(held or (None, None, None, None)), recipe)
-    return y
 
 
 # The op, and for eager calls a plain autograd Function, which avoids torch's dispatcher.
 
 
-def _linear(
+def linear_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,7 +83,7 @@ def _linear(
     return y.view(*x.shape[:-1], len(weight)), x_codes_t, x_scales_t, of_columns
 
 
-_linear_op = torch.library.custom_op("hone::fp8_trained_linear", _linear, mutates_args=())
+_linear_op = torch.library.custom_op("hone::fp8_trained_linear", linear_forward, mutates_args=())
 
 
 @_linear_op.register_fake
@@ -115,7 +120,8 @@ def backward_in_parts(
     wants_weight: bool,
     recipe: str,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """(gradient by x [..., K], empty where it is not wanted, and what computes that by weight [N, K]) of what `_setup` saved.
+    """(gradient by x [..., K], empty where it is not wanted, and what computes that by weight [N, K]) of what a forward pass
+    saved (`saved`).
 
     The second holds what its product reads: two matrices of codes, or of the dtype of x where the recipe has it in that.
     """
@@ -156,8 +162,8 @@ def _linear_backward(
     recipe: str,
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x [..., K], gradient by weight [N, K]), each empty where it is not wanted."""
-    saved = (x, x_codes_t, x_scales_t, weight, of_columns, codes_t, scales_t)
-    grad_x, of_weight = backward_in_parts(upstream, *saved, wants_x, wants_weight, recipe)
+    kept = (x, x_codes_t, x_scales_t, weight, of_columns, codes_t, scales_t)
+    grad_x, of_weight = backward_in_parts(upstream, *kept, wants_x, wants_weight, recipe)
     return grad_x, of_weight() if wants_weight else weight.new_empty(0)
 
 
@@ -183,13 +189,17 @@ def _linear_backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, _, codes_t, scales_t, recipe = inputs
-    _, x_codes_t, x_scales_t, of_columns = output
-    how: Recipe = RECIPES[recipe]
-    kept = None if how.weight_gradient else x
-    ctx.recipe, ctx.biased = recipe, bias is not None
-    ctx.save_for_backward(kept, x_codes_t, x_scales_t, weight, of_columns, codes_t, scales_t)
+    ctx.recipe, ctx.biased = inputs[-1], inputs[2] is not None
+    ctx.save_for_backward(*saved(inputs, output))
     ctx.set_materialize_grads(False)
+
+
+def saved(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """What `backward_in_parts` reads, of the arguments of `linear_forward` and what it gave."""
+    x, weight, _, _, _, codes_t, scales_t, recipe = inputs
+    _, x_codes_t, x_scales_t, of_columns = output
+    kept = None if RECIPES[recipe].weight_gradient else x
+    return kept, x_codes_t, x_scales_t, weight, of_columns, codes_t, scales_t
 
 
 def _grad(run: Callable[..., Any], ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -213,7 +223,7 @@ def _setup_eager(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 class _Linear(Function):
     """`hone::fp8_trained_linear` without the cost of torch's dispatcher."""
 
-    forward, setup_context = staticmethod(_linear), staticmethod(_setup_eager)
+    forward, setup_context = staticmethod(linear_forward), staticmethod(_setup_eager)
     backward = staticmethod(once_differentiable(partial(_grad, _linear_backward)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,19 +49,25 @@ class WeightGradients:
 
     def take(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> bool:
         """Whether the gradients of `weight` and `bias` are left for later."""
+        return self.leave(lambda: _found(weight, bias, x, grad))
+
+    def leave(self, compute: Callable[[], Sequence[tuple[Tensor, Tensor]]]) -> bool:
+        """Whether weights and their gradients, which `compute` gives, are left for later; it may hold what they are computed from."""
         if self._key is None:
             return False
-        self._queued[self._key].append(lambda: _add(weight, bias, x, grad))
+        self._queued[self._key].append(lambda: _add(compute))
         return True
 
     def defer(self, linears: Iterable[nn.Module]) -> None:
         """Makes the layers of weight [out, in] and bias [out] or None leave their gradients inside `later`.
 
+        A layer with products of its own has a method `deferring(self)` that gives the forward of which this is true.
         They are kept out of torch.compile: in a compiled graph the gradient that a backward does not return is lost
         without an error.
         """
         for linear in linears:
-            linear.forward = torch.compiler.disable(_Forward(linear, self))
+            own = getattr(linear, "deferring", None)
+            linear.forward = torch.compiler.disable(_Forward(linear, self) if own is None else own(self))
 
 
 class _Forward:
@@ -98,9 +104,13 @@ def _gradients(x: Tensor, grad: Tensor, biased: bool) -> tuple[Tensor, Tensor | 
     return grad.t() @ x, grad.sum(0) if biased else None
 
 
-def _add(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
+def _found(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    found = zip((weight, bias), _gradients(x, grad, bias is not None), strict=True)
+    return [(one, more) for one, more in found if one is not None and more is not None]
+
+
+def _add(compute: Callable[[], Sequence[tuple[Tensor, Tensor]]]) -> None:
     """Adds the gradients as a backward pass does: hooks of the weights see them."""
     with torch.no_grad():
-        found = zip((weight, bias), _gradients(x, grad, bias is not None), strict=True)
-        given = [(one, more) for one, more in found if one is not None and more is not None]
+        given = compute()
     torch.autograd.backward([one for one, _ in given], [more for _, more in given])

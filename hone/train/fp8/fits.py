@@ -31,7 +31,10 @@ class Training(Protocol):
 
 
 def in_fp8(config: ModelConfig, index: int) -> list[str]:
-    """The paths, in layer `index`, of the linears that compute in fp8: sizes are multiples of 16, and all tokens share the weight."""
+    """The paths, in layer `index`, of the linears that compute in fp8: sizes are multiples of 16, and all tokens share the weight.
+
+    `config` is that of one tensor-parallel rank (`ModelConfig.local`), whose part of a linear has these sizes.
+    """
     return [
         path
         for path, linear in config.linears(index).items()
@@ -39,31 +42,35 @@ def in_fp8(config: ModelConfig, index: int) -> list[str]:
     ]
 
 
-def fp8_parameters(config: ModelConfig) -> int:
-    """The weights of these linears."""
-    linears = (config.linears(index)[path] for index in range(config.num_layers) for path in in_fp8(config, index))
+def fp8_parameters(config: ModelConfig, degree: int = 1) -> int:
+    """The weights of these linears, over `degree` tensor-parallel ranks."""
+    local = config.local(degree) if degree > 1 else config
+    linears = (config.linears(index)[path] for index in range(config.num_layers) for path in in_fp8(local, index))
     return sum(linear.out_features * linear.in_features for linear in linears)
 
 
 def check_passes(spec: Training, config: ModelConfig, num_ranks: int) -> None:
     """Raises SpecError where the batch cannot be divided into passes, or an fp8 precision cannot compute them.
 
-    fp8 needs a linear of such sizes, passes of a multiple of 16 tokens, and ranks that compute whole layers alone.
+    fp8 needs a linear of such sizes on each rank, and passes of a multiple of 16 tokens. The layers can be divided as the degrees
+    say (`Parallelism.check`).
     """
     shared, precision = spec.parallelism, spec.precision
     tokens = spec.seq_len * shared.sequences(spec.batch_size, spec.gradient_accumulation_steps, num_ranks)
     if precision not in FP8_RECIPES:
         return
-    for field in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-        if (degree := getattr(shared, field)) > 1:
-            raise SpecError(
-                f"precision {precision} does not work with {field} {degree}",
-                fix=f"set parallelism.{field}: 1 (data and context parallelism work), or precision: bf16",
-            )
-    if not fp8_parameters(config):
+    degree = shared.tensor_parallel_degree
+    if shared.enable_async_tensor_parallel:
         raise SpecError(
-            f"precision {precision}: no linear of the layers has input and output features in multiples of {MULTIPLE}",
-            fix="set precision: bf16, or change model.hidden_size and model.intermediate_size",
+            f"precision {precision} does not work with enable_async_tensor_parallel, whose products are of parts of the tokens in bf16",
+            fix="set parallelism.enable_async_tensor_parallel: false, or precision: bf16",
+        )
+    if not fp8_parameters(config, degree):
+        of = f" of one of {degree} tensor-parallel ranks" if degree > 1 else ""
+        raise SpecError(
+            f"precision {precision}: no linear of the layers{of} has input and output features in multiples of {MULTIPLE}",
+            fix="set precision: bf16, or change model.hidden_size and model.intermediate_size"
+            + (", or lower parallelism.tensor_parallel_degree" if degree > 1 else ""),
         )
     tokens //= shared.context_parallel_degree
     if tokens % MULTIPLE:
@@ -73,11 +80,12 @@ def check_passes(spec: Training, config: ModelConfig, num_ranks: int) -> None:
         )
 
 
-def fp8_notes(precision: Precision, config: ModelConfig) -> tuple[str, ...]:
-    """What of the model computes in which format, for a plan; none in other precisions."""
+def fp8_notes(precision: Precision, config: ModelConfig, degree: int = 1) -> tuple[str, ...]:
+    """What of the model computes in which format on `degree` tensor-parallel ranks, for a plan; none in other precisions."""
     if precision not in FP8_RECIPES:
         return ()
-    share = fp8_parameters(config) / config.num_params
+    share = fp8_parameters(config, degree) / config.num_params
+    config = config.local(degree) if degree > 1 else config
     others = sorted(
         {path for index in range(config.num_layers) for path in config.linears(index)}
         - {path for index in range(config.num_layers) for path in in_fp8(config, index)}

@@ -12,7 +12,10 @@ from hone.model.decoder import Decoder
 from hone.model.linear import Dense
 from hone.ops.fp8.api import fp8_trained_linear
 from hone.ops.fp8.factors import WeightCodes, weight_codes
+from hone.parallel.pipeline.weight_gradients import WeightGradients
+from hone.train.fp8.deferred import DeferredForward
 from hone.train.fp8.fits import in_fp8
+from hone.train.pipeline.stages import Elsewhere
 from hone.train.weights import Weights
 
 
@@ -31,9 +34,13 @@ class Fp8Dense(Dense):
             return super().forward(x)
         return fp8_trained_linear(x, self.weight, self.bias, recipe=self.recipe, held=self.held)
 
+    def deferring(self, queue: WeightGradients) -> DeferredForward:
+        """As `WeightGradients.defer` asks."""
+        return DeferredForward(self, queue)
+
 
 class Fp8Linears:
-    """Makes the linears of `model` compute in fp8 by `recipe`.
+    """Makes the linears of `model` compute in fp8 by `recipe`: of a rank's part, with what scales its numbers have.
 
     With `holds` a weight is cast once a step, by `cast`, and its codes, 2 bytes a weight, stay for all micro-batches.
     Otherwise each pass casts the weights that it reads. Raises MachineError on a GPU without fp8 products.
@@ -49,6 +56,8 @@ class Fp8Linears:
         self.recipe, self.holds = recipe, holds
         self.linears: list[Fp8Dense] = []
         for index, layer in enumerate(model.layers):
+            if isinstance(layer, Elsewhere):
+                continue
             for path in in_fp8(model.config, index):
                 found: Any = layer.get_submodule(path)
                 if type(found) is Dense and found.weight.requires_grad:

@@ -116,7 +116,7 @@ class Pipeline:
             assert self.stages is not None, "take a model first"
             table = self.schedule.table(self.grid.pp.size, max(microbatches, 1) if trains else 4 * self.grid.pp.size)
             table = table if trains else _forwards(table)
-            linears = [part for part in model.modules() if type(part) is Dense]
+            linears = [part for part in model.modules() if type(part) is Dense or hasattr(part, "deferring")]
             self._executors[key] = Executor(
                 table, self.channels, self.stages.modules(model), self._pass, linears=linears
             )

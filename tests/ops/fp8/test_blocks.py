@@ -28,10 +28,10 @@ def uneven(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.bfloat
 def by_tile(x: Tensor, high: int) -> Tensor:
     """x [M, K] as its tiles of `high` x 128 have it, one after another, in float64."""
     out = torch.empty(x.shape, dtype=torch.float64)
-    for top in range(0, len(x), high):
-        for left in range(0, x.shape[1], 128):
-            here = slice(top, top + high), slice(left, left + 128)
-            out[here] = defined(x[here], E4M3, None)
+    for left in range(0, x.shape[1], 128):
+        for top in range(0, len(x), high if high > 1 else len(x)):
+            here = slice(top, top + high if high > 1 else None), slice(left, left + 128)
+            out[here] = defined(x[here], E4M3, None if high > 1 else 1)
     return out
 
 
@@ -132,6 +132,22 @@ def test_what_a_tensor_parallel_part_has_of_the_whole(recipe):
             assert torch.equal(rows, whole[:128])
             assert torch.equal(summed_t, whole_t[256:])
         assert torch.equal(summed, whole[:, 256:]) == how.blockwise
+
+
+def test_products_of_parts_of_the_summed_axis_add_up_to_the_whole():
+    """What row-parallel ranks compute: no scale depends on how many there are, only the order of the last sums does."""
+    x, weight = uneven(64, 512, 8), uneven(256, 512, 9)
+
+    def part(columns: slice) -> Tensor:
+        own = x[:, columns].contiguous(), weight[:, columns].contiguous()
+        a = blocks.block_codes(own[0], E4M3, square=False, columns=False)
+        b = blocks.block_codes(own[1], E4M3, square=True, columns=False)
+        return blocks.block_product(*a, *b, None, torch.float64, square=True, sums=torch.float64)
+
+    whole = part(slice(None))
+    for cuts in ((0, 256, 512), (0, 128, 256, 384, 512)):
+        total = sum(part(slice(*pair)) for pair in zip(cuts[:-1], cuts[1:], strict=True))
+        torch.testing.assert_close(total, whole, rtol=0, atol=1e-12 * whole.abs().max().item())
 
 
 LLAMA = {"dtype": torch.bfloat16, "columns": 14336, "width": 4096, "square": True, "library": True}
