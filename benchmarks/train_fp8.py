@@ -1,7 +1,7 @@
 """Linears and a training step in fp8 against bf16 on one GPU, with the casts' kernels checked against their reference.
 
     python -m benchmarks.train_fp8                      # all three parts: kernels, linears of Llama-3 8B, steps
-    python -m benchmarks.train_fp8 --parts kernels      # or some of them
+    python -m benchmarks.train_fp8 --parts kernels      # or some of them; this one checks all kernels and has the table of blocks
     python -m benchmarks.train_fp8 --layers 8 --compile # a step of so many layers of Llama-3 8B, layers compiled
 
 Random numbers and tokens; needs one GPU of compute capability 8.9 or later. With the defaults under 150 s on an H100.
@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import fp8_blocks
 from benchmarks.train import SHAPES, random_batch
 from hone.cost.roofline import data_sheets
 from hone.model.decoder import build
-from hone.ops.fp8 import api, reference, triton_kernels
+from hone.ops.fp8 import api, factors, reference, triton_kernels
 from hone.ops.fp8.recipes import RECIPES
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
@@ -91,6 +92,12 @@ def uneven(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (x * 2.0**-8 if dtype == torch.float16 else x).to(dtype)  # finite: codes of infinities may differ
 
 
+def even(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of one size, as a layer's are about."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, columns, generator=draw, device="cuda").to(dtype)
+
+
 def same_codes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -116,7 +123,7 @@ def check_kernels() -> None:
                     say(f"DIFFERENT: {rows} x {columns} {dtype} tensorwise {tensorwise}")
     torch.full((1 << 24,), 7, dtype=torch.uint8, device="cuda")  # freed: what the next outputs leave unwritten is seen
     x = uneven(1024, 4096, torch.bfloat16, 1)
-    one, other = (api.weight_codes(x, "rowwise") for _ in range(2))
+    one, other = (factors.weight_codes(x, "rowwise") for _ in range(2))
     failed += not all(same_codes(a, b) if a.element_size() == 1 else torch.equal(a, b) for a, b in zip(one, other))
     for recipe in RECIPES:
         x, weight = uneven(1024, 1536, torch.bfloat16, 2), uneven(2048, 1536, torch.bfloat16, 3)
@@ -136,7 +143,11 @@ def check_kernels() -> None:
         say(f"  {recipe:<20} GPU against the CPU's definition: " + ", ".join(f"{n} {e:.1e}" for n, e in errors.items()))
         graph = torch.compile(partial(api.fp8_trained_linear, recipe=recipe), backend="aot_eager")
         failed += not torch.equal(graph(*leaves), y)
+    failed += fp8_blocks.check(say, uneven)
     say(f"kernels: {'ALL THE SAME BITS AS THE REFERENCE' if not failed else f'{failed} FAILED'}")
+    fp8_blocks.table(say, seconds, peaks(), even)
+    if failed:
+        raise RuntimeError(f"{failed} checks of kernels failed")
 
 
 # Linears.
@@ -159,22 +170,24 @@ def time_linears(rows: int) -> None:
         plain = [seconds(partial(torch.mm, *two)) for two in ((x, weight.t()), (up, weight), (up.t(), x))]
         say("  bf16 products          " + told(plain, flops, bf16_peak))
         for tensorwise in (False, True):
-            largest = [api._maxima(one, tensorwise) for one in (x, up, weight)]
+            how = RECIPES["tensorwise" if tensorwise else "rowwise"]
+            largest = [factors.maxima(one, how) for one in (x, up, weight)]
             both = [
-                api._cast(one, found, E4M3, tensorwise, rows=True, columns=True)
+                factors.cast(one, how, E4M3, found, rows=True, columns=True)
                 for one, found in zip((x, up, weight), largest, strict=True)
             ]
             (xr, xs, xc, xcs), (ur, us, uc, ucs), (wr, ws, wc, wcs) = both
             triples = ((xr, xs, wr, ws), (ur, us, wc, wcs), (uc, ucs, xc, xcs))
             for fast in (True, False):
-                took = [seconds(partial(api._product, *a, None, torch.bfloat16, fast)) for a in triples]
+                one_way = how._replace(fast=(fast, fast, fast))
+                took = [seconds(partial(factors.product, *a, None, torch.bfloat16, one_way, 0)) for a in triples]
                 said = f"{'tensorwise' if tensorwise else 'rowwise'}{', fast' if fast else ''}"
                 say(f"  fp8 {said:<18} " + told(took, flops, fp8_peak))
             if not tensorwise:
                 scaled_mm(triples[0], flops, fp8_peak)
             for label, given, found in (("x", x, largest[0]), ("dy", up, largest[1]), ("W", weight, largest[2])):
-                first = seconds(partial(api._maxima, given, tensorwise))
-                second = seconds(partial(api._cast, given, found, E4M3, tensorwise, rows=True, columns=True))
+                first = seconds(partial(factors.maxima, given, how))
+                second = seconds(partial(factors.cast, given, how, E4M3, found, rows=True, columns=True))
                 size = given.numel()
                 say(
                     f"  casts of {label:<3} {'tensorwise' if tensorwise else 'rowwise':<11} maxima {first * 1e6:6.1f} us "
@@ -231,7 +244,7 @@ def whole(
     ways: dict[str, Callable[[], Tensor]] = {"bf16": lambda: torch.nn.functional.linear(x, weight)}
     for recipe in RECIPES:
         ways[recipe] = lambda r=recipe: api.fp8_trained_linear(x, weight, recipe=r)
-        codes = api.weight_codes(weight, recipe)
+        codes = factors.weight_codes(weight, recipe)
         ways[f"{recipe}, held weights"] = lambda r=recipe, c=codes: api.fp8_trained_linear(x, weight, recipe=r, held=c)
     calls = {way: passes(call) for way, call in ways.items()}
     took: dict[str, list[float]] = {way: [] for way in ways}
@@ -310,6 +323,7 @@ def predicted(config: Any, precision: str, batch: int, seq_len: int, accumulatio
     work = Work(
         model=facts, steps=1, batch_size=batch, seq_len=seq_len, dtype="bfloat16", segments=keep_all(facts.num_layers),
         update=adamw(facts), gradient_accumulation_steps=accumulation, packed=False, fp8=fp8_products(precision),
+        fp8_recipe=FP8_RECIPES.get(precision, ""),
     )  # fmt: skip
     return growth_bytes(work, "cuda").value
 

@@ -48,7 +48,7 @@ def train_bytes(
     model_loaded: bool = False,
     device: str = "cpu",
     divided: Divided | None = None,
-    fp8: bool = False,
+    fp8: float = 0.0,
 ) -> Estimate:
     """Growth of memory at the peak of training.
 
@@ -62,7 +62,7 @@ def train_bytes(
     number of tokens whose logits exist at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
     float32 weights are in memory before. `divided`: the ranks of a data-parallel training, of which this is one.
-    `fp8`: linears keep fp8 codes of their inputs.
+    `fp8`: linears keep fp8 codes of their inputs, of so many bytes a number.
     """
     width = BYTES[dtype]
     half = width < 4

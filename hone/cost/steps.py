@@ -28,8 +28,14 @@ guess, about one start for each of the operations of both passes."""
 FP8_GAIN = 1.78
 """Rate of an fp8 product over that of a bfloat16 one: 1,220 over 686 TFLOP/s, 8192 x 8192 x 8192 with scales of rows, on one H200."""
 
+FP8_BLOCK_GAIN = 1.49
+"""The same with blocks of 128, 870 over 585 TFLOP/s: published for FBGEMM's Triton kernel at that size on one H100 of 500 W."""
+
 FP8_OPS = 4
 """Starts of an fp8 product: itself, and on average three for the casts of its factors."""
+
+FP8_BLOCK_OPS = 7 / 3
+"""The same with blocks of 128, whose casts are one kernel: four casts for three products."""
 
 AROUND_OPS = 60
 """Embedding, last norm, loss and Python around the layers."""
@@ -163,7 +169,7 @@ def pass_seconds(
     }
     starts = (
         len(products)
-        + FP8_OPS * 3 * len(linears)
+        + round((FP8_BLOCK_OPS if recipe == "blockwise" else FP8_OPS) * 3 * len(linears))
         + FORWARD_OPS * len(recomputed)
         + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
     )
@@ -241,7 +247,7 @@ def fp8_seconds(
     """Seconds of `linears`, ((rows, outputs, inputs), how often it runs forward once more), and of the casts of their factors.
 
     Beside them the products that are in none of these seconds. At the rates calibrated for linears of `recipe`, casts included; else
-    the products in `fp8` at FP8_GAIN times the rates of `dtype`, and the others as they are. A CPU multiplies decoded float32 numbers.
+    the products in `fp8` at FP8_GAIN or FP8_BLOCK_GAIN times the rates of `dtype`, and the others as they are. A CPU multiplies decoded float32 numbers.
     """
     known: dict[tuple[tuple[int, int, int], bool], float | None] = {}
     for shape, _ in linears:
@@ -254,25 +260,28 @@ def fp8_seconds(
     every = [one for (shape, again) in linears for one in _three(*shape, forwards=1 + again)]
     coded = [one for one in every if one[1] in fp8]
     if machine.device.startswith("cuda"):
-        took = product_seconds(machine, coded, dtype) / FP8_GAIN
-        said = f"assumed {FP8_GAIN:g} times as fast as {dtype}"
+        gain = FP8_BLOCK_GAIN if recipe == "blockwise" else FP8_GAIN
+        took = product_seconds(machine, coded, dtype) / gain
+        said = f"assumed {gain:g} times as fast as {dtype}"
     else:
         took, said = product_seconds(machine, coded, "float32"), "of float32"
-    cast = _cast_bytes(coded, BYTES[dtype], held=held)
+    cast = _cast_bytes(coded, BYTES[dtype], held=held, blockwise=recipe == "blockwise")
     moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(coded), 1), dtype=dtype).value
     parts = {f"{len(coded)} fp8 products ({said})": took, "casts": moved}
     return parts, [one for one in every if one[1] not in fp8]
 
 
-def _cast_bytes(products: Iterable[Product], width: int, *, held: bool) -> float:
-    """Bytes moved by the casts: x and the gradient are read twice, for the scales and for the codes, and write two codes, which
-    serve two products; the weight is read for its scales once, and not at all where its codes are `held`."""
+def _cast_bytes(products: Iterable[Product], width: int, *, held: bool, blockwise: bool) -> float:
+    """Bytes moved by the casts: x and the gradient are read twice, for the scales and for the codes, in blocks once, and write two codes, which
+    serve two products; the weight is read for its scales once, and not at all where its codes are `held`. Scales of blocks are 4
+    bytes for 128 numbers."""
     cast = 0.0
+    reads, code = (1, 1 + 4 / 128) if blockwise else (2, 1.0)
     for (m, n, k), layout in products:
         if layout == "forward":  # x [m, k] both ways, the weight [n, k]
-            cast += (2 * width + 2) * m * k + (0 if held else (2 * width + 1) * n * k)
+            cast += (reads * width + 2 * code) * m * k + (0 if held else (reads * width + 1) * n * k)
         elif layout == "input_gradient":  # the gradient [m, k] both ways, the weight [n, k] transposed
-            cast += (2 * width + 2) * m * k + (0 if held else (width + 1) * n * k)
+            cast += (reads * width + 2 * code) * m * k + (0 if held else (width + 1) * n * k)
     return cast
 
 

@@ -148,9 +148,9 @@ class Work:
         return loss_chunk(self.micro_batch_tokens, self.part.vocab_size, device, divided=divided)
 
     @property
-    def keeps_codes(self) -> bool:
-        """Whether linears keep their input for the backward pass as fp8 codes."""
-        return "weight_gradient" in self.fp8
+    def keeps_codes(self) -> float:
+        """Bytes a number, with its scale's, of the fp8 codes that linears keep of their input for the backward pass; 0: none."""
+        return ("weight_gradient" in self.fp8) * (1 + 4 / 128 if self.fp8_recipe == "blockwise" else 1.0)
 
     @property
     def recomputed(self) -> list[int]:
@@ -346,6 +346,8 @@ def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
         recomputed=work.recomputed,
         inside=inside_s(work, machine),
         loss_chunk=work.loss_chunk(machine.device),
+        fp8=work.fp8,
+        recipe=work.fp8_recipe,
     )
 
 

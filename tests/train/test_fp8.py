@@ -248,16 +248,17 @@ def saved_bytes(model, batch) -> int:
     return sum(found.values())
 
 
-def test_kept_bytes_are_fewer_as_estimated(data_folder):
+@pytest.mark.parametrize("precision", ["fp8", "fp8_blockwise"])
+def test_kept_bytes_are_fewer_as_estimated(precision, data_folder):
     """By how much a pass keeps less than in bf16: the estimate's difference, layer by layer."""
     data = PackedTokens(data_folder)
     batch = data.batch(0, 8, SEQ, 0)
     batch = batch._replace(document_ids=np.zeros_like(batch.document_ids))
-    plain, coded = (make(data, precision) for precision in ("bf16", "fp8"))
+    plain, coded = (make(data, name) for name in ("bf16", precision))
     facts = plain.model.config.facts()
     less = sum(
         layer_bytes(one, facts.hidden_size, 8 * SEQ, 2, 0).saved
-        - layer_bytes(one, facts.hidden_size, 8 * SEQ, 2, 0, fp8=True).saved
+        - layer_bytes(one, facts.hidden_size, 8 * SEQ, 2, 0, fp8=1 + 4 / 128 if "block" in precision else 1).saved
         for one in facts.layers
     )
     measured = saved_bytes(plain.model, batch) - saved_bytes(coded.model, batch)

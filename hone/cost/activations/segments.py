@@ -45,22 +45,22 @@ class Live(NamedTuple):
 
 
 def layer_bytes(
-    layer: LayerFacts, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: bool = False
+    layer: LayerFacts, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: float = 0.0
 ) -> LayerBytes:
     """Bytes of a layer over `tokens` tokens of `width` bytes a number; `mask` is what attention's mask has a token.
 
-    `fp8`: linears keep their inputs as codes of a byte, instead of the normed residuals and the gate's product; attention still
-    keeps its result, too. The backward pass then makes two codes of the gradient of gate and up.
+    `fp8`: linears keep their inputs as codes of so many bytes a number with their scales (0: not), instead of the normed residuals and
+    the gate's product; attention still keeps its result, too. The backward pass then makes two codes of the gradient of gate and up.
     """
     products = 2 * hidden_size + layer.widths.projected + layer.widths.mixed + 2 * layer.intermediate_size
     one = tokens * width
     instead = 2 * hidden_size + layer.intermediate_size
-    codes = tokens * (instead + layer.widths.mixed) - one * instead if fp8 else 0
+    codes = fp8 * tokens * (instead + layer.widths.mixed) - one * instead if fp8 else 0
     return LayerBytes(
         one * (saved_values(layer, hidden_size) + mask) + codes,
         one * hidden_size,
         one * products,
-        one * gradient_values(layer, hidden_size) + (4 * tokens * layer.intermediate_size if fp8 else 0),
+        one * gradient_values(layer, hidden_size) + 4 * fp8 * tokens * layer.intermediate_size,
     )
 
 

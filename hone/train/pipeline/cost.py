@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
@@ -11,6 +12,7 @@ from hone.cost.facts import ModelFacts
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.cost.steps import forward_seconds, pass_seconds
 from hone.cost.update import UpdateCost, update_seconds
+from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Costs, Played, simulate
 from hone.parallel.pipeline.table import Table, receiver
@@ -55,23 +57,23 @@ class Pipelined:
         recomputed: Sequence[int],
         inside: float = 0.0,
         loss_chunk: int | None = None,
+        fp8: Collection[Layout] = (),
+        recipe: str = "rowwise",
     ) -> Played:
         """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass.
 
-        `loss_chunk`: the tokens whose logits exist at once (None: all)."""
+        `loss_chunk`: the tokens whose logits exist at once (None: all). `fp8`, `recipe`: as `pass_seconds` has them; a forward
+        pass then takes the share that it has of both passes in `dtype`.
+        """
         forward, rest = [], []
         for layers, stage in zip(self.layers, self.stages, strict=True):
             again = [index - layers.start for index in recomputed if index in layers]
-            both = pass_seconds(
-                stage,
-                machine,
-                batch_tokens=tokens,
-                seq_len=seq_len,
-                dtype=dtype,
-                recomputed=again,
-                loss_chunk=loss_chunk,
-            )
+            sizes: dict[str, Any] = {"batch_tokens": tokens, "seq_len": seq_len, "dtype": dtype}
+            sizes |= {"recomputed": again, "loss_chunk": loss_chunk}
+            both = pass_seconds(stage, machine, **sizes, fp8=fp8, recipe=recipe)
             first = forward_seconds(stage, machine, tokens=tokens, seq_len=seq_len, dtype=dtype).value
+            if fp8:
+                first *= both.value / pass_seconds(stage, machine, **sizes).value
             share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
             first = min(first, both.value / 2)
             forward.append(first + share / 2)
