@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/test_data_parallel.py",
     ),
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
+    "fp8 precision": ("train/test_fp8.py",),
     "offload": ("train/test_offload.py",),
     "data parallelism": ("train/test_data_parallel.py", "train/test_lossy.py", "train/test_volumes.py"),
     "context parallelism": ("train/test_context_parallel.py", "parallel/test_context.py"),

@@ -34,6 +34,7 @@ TABLES: tuple[str, ...] = (
     "hone.train:OBJECTIVES",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
+    "hone.train:FP8_PRECISIONS",
     "hone.train:OFFLOADS",
     "hone.train:DATA_PARALLEL",
     "hone.train:CONTEXT_PARALLEL",

@@ -44,6 +44,16 @@ ACTIVATION_CHECKPOINTINGS = Table(
     },
 )
 
+FP8_PRECISIONS = Table(
+    "fp8 precision",
+    {
+        "fp8": "hone.train.fp8.techniques:Rowwise",
+        "fp8_tensorwise": "hone.train.fp8.techniques:Tensorwise",
+        "fp8_rowwise_with_gw_hp": "hone.train.fp8.techniques:RowwiseWithGwHp",
+        "fp8_blockwise": "hone.train.fp8.techniques:Blockwise",
+    },
+)
+
 OFFLOADS = Table(
     "offload",
     {"none": "hone.train.offload.techniques:Resident", "host": "hone.train.offload.techniques:Host"},

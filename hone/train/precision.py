@@ -15,21 +15,17 @@ Norms, softmax, the loss and the accumulation of gradients over micro-batches ar
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hone.base.errors import FitError
 from hone.base.lazy import lazy
+from hone.train.fp8.techniques import FP8
 
 torch = lazy("torch")
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp", "fp8_blockwise"]
 ExportDtype = Literal["float32", "bfloat16", "float16"]
-FP8_RECIPES: dict[Precision, str] = {
-    "fp8": "rowwise",
-    "fp8_tensorwise": "tensorwise",
-    "fp8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
-    "fp8_blockwise": "blockwise",
-}
+FP8_RECIPES: dict[Precision, str] = {cast(Precision, name): one.recipe for name, one in FP8.items()}
 """The recipe of hone.ops.fp8 for each precision that has one."""
 
 TORCH_NAMES: dict[Precision, str] = {

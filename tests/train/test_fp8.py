@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,16 +22,19 @@ from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.linear import Dense
 from hone.ops.fp8 import api, factors
+from hone.ops.fp8.recipes import RECIPES
+from hone.train import FP8_PRECISIONS
 from hone.train.activation_checkpointing.selective import Selective
 from hone.train.activation_checkpointing.uniform import EveryNth
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.rerun import bits_of, check_replicas
-from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, in_fp8
+from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, fp8_products, in_fp8
 from hone.train.fp8.linears import Fp8Dense
+from hone.train.fp8.techniques import FP8
 from hone.train.loop import Ranks, Trainer, validate
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.precision import FP8_RECIPES
+from hone.train.precision import FP8_RECIPES, Precision
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
@@ -45,7 +49,19 @@ def make(data: PackedTokens, precision: str, **options) -> Trainer:
     return Trainer(model, precision=precision, **how)
 
 
-@pytest.mark.parametrize("precision", FP8_RECIPES)
+PRECISIONS = ["fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp", "fp8_blockwise"]
+
+
+def test_each_precision_is_a_technique_with_its_recipe():
+    assert set(FP8_RECIPES) == set(PRECISIONS) == set(get_args(Precision)) - {"fp32", "bf16", "fp16"}
+    assert {FP8_PRECISIONS[name].recipe for name in FP8_RECIPES} == set(RECIPES)
+    assert {name: FP8_PRECISIONS[name] for name in FP8_PRECISIONS} == FP8
+    for name, recipe in FP8_RECIPES.items():
+        assert FP8_PRECISIONS[name].recipe == recipe
+        assert ("weight_gradient" in fp8_products(name)) == RECIPES[recipe].weight_gradient
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_it_follows_bf16(precision, data_folder):
     """Losses fall from 5.69 to about 3.5 in these steps; eight bits in place of bf16 move them by less than 1 %."""
     data = PackedTokens(data_folder)

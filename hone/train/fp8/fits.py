@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.base.errors import SpecError
 from hone.measure.calibration import Layout
+from hone.train.fp8.techniques import FP8
 from hone.train.precision import FP8_RECIPES, Precision
 
 if TYPE_CHECKING:
@@ -102,4 +103,4 @@ def fp8_products(precision: Precision) -> frozenset[Layout]:
     if precision not in FP8_RECIPES:
         return frozenset()
     layouts: list[Layout] = ["forward", "input_gradient", "weight_gradient"]
-    return frozenset(layouts[:2] if FP8_RECIPES[precision].endswith("gw_hp") else layouts)
+    return frozenset(layouts[: FP8[precision].products])

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from hone.ops import fp8_trained_linear
-from hone.ops.fp8 import reference, triton_kernels
+from hone.ops.fp8 import blocks, factors, reference, triton_blocks, triton_kernels
 from hone.ops.fp8.recipes import RECIPES
 from tests.ops.gpu_case import error, poison
 
 pytestmark = pytest.mark.gpu
+E4M3 = torch.float8_e4m3fn
 
 
 def uneven(rows: int, columns: int, seed: int) -> Tensor:
@@ -54,3 +55,37 @@ def test_a_linear_is_that_of_a_cpu(recipe):
     for one, two, wanted in zip(first, second, exact, strict=True):
         assert torch.equal(one, two)
         assert error(one, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("shape", [(16, 16), (144, 4112), (1040, 208)])
+def test_codes_in_blocks_are_those_of_the_reference(square, shape):
+    x = uneven(*shape, seed=sum(shape)).bfloat16()
+    poison()
+    made = triton_blocks.cast(x, E4M3, square=square, rows=True, columns=True)
+    for turned in (False, True):
+        codes, scales = blocks.block_codes(x.cpu(), E4M3, square=square, columns=turned)
+        assert torch.equal(made[2 * turned].cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(made[2 * turned + 1].cpu(), scales)
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("sizes", [(144, 208, 272), (256, 384, 1024)])
+def test_products_in_blocks_are_those_of_float64(square, sizes):
+    """Row by row, so that small ones count; all tiles have the same bits, and cuBLAS's product is as near where it is chosen."""
+    rows, features, width = sizes
+    a = triton_blocks.cast(uneven(rows, width, 1), E4M3, square=False, rows=True, columns=False)[:2]
+    b = triton_blocks.cast(uneven(features, width, 2), E4M3, square=square, rows=True, columns=False)[:2]
+    exact = blocks.block_product(*a, *b, None, torch.float64, square=square, sums=torch.float64)
+    which, how = 0 if square else 2, RECIPES["blockwise"]
+
+    def away(found: Tensor) -> float:
+        return ((found.double() - exact).norm(dim=1) / exact.norm(dim=1)).max().item()
+
+    found = []
+    for tile in triton_blocks.TILES:
+        poison()
+        found.append(triton_blocks.product(*a, *b, None, torch.float32, square=square, tile=tile))
+    assert all(torch.equal(found[0], one) for one in found) and away(found[0]) < 1e-2
+    poison()
+    assert away(factors.product(*a, *b, None, torch.bfloat16, how, which)) < 2e-2
