@@ -56,7 +56,12 @@ FP8_PRECISIONS = Table(
 
 OFFLOADS = Table(
     "offload",
-    {"none": "hone.train.offload.techniques:Resident", "host": "hone.train.offload.techniques:Host"},
+    {
+        "none": "hone.train.offload.techniques:Resident",
+        "host": "hone.train.offload.techniques:Host",
+        "nvme": "hone.train.offload.techniques:Nvme",
+        "auto": "hone.train.offload.techniques:Auto",
+    },
 )
 
 DATA_PARALLEL = Table(

@@ -104,7 +104,6 @@ class Trainer:
         ranks: Ranks | None = None,
         offload: Offload | None = None,
     ) -> None:
-        (offload or Resident()).check((ranks or Ranks()).mesh.world_size)
         self.model = model.train()
         self.ranks = ranks or Ranks()
         self.steps = steps
@@ -130,7 +129,7 @@ class Trainer:
             zeros=zeros,
             grid=self.ranks.grid,
             sharded=self.ranks.sharded,
-            on_host=offload is not None and offload.to_host,
+            offload=(offload or Resident()).ready(self.ranks.mesh.world_size, self.ranks.sharded),
             summing=self.ranks.summing,
             moves=self.ranks.moves,
         )
@@ -184,7 +183,8 @@ class Trainer:
             raise self._diverged(loss, norm, lr)
         if finite and not why:
             if not ahead:
-                self.update.apply(lr, shrink(norm, self.max_grad_norm) / self.scaler.scale)
+                factor = shrink(norm, self.max_grad_norm) / self.scaler.scale
+                self.update.apply(lr, factor, last=self.done + 1 == self.steps)
         else:
             self.update.weights.drop_grads()
         if overflowed:

@@ -74,17 +74,22 @@ class Parallelism(Spec):
     )
 
     offload: Annotated[Technique, Choice(OFFLOADS)] = Field(
-        Resident(kind="none"), description="Where optimizer state and float32 master weights are; host: one rank only."
+        Resident(kind="none"),
+        description="Where optimizer state, float32 masters, gradients and parameters are; several ranks: with zero1 to zero3.",
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Parallelism:
-        if not self.exact and max(self.taken.values()) > 1:
+        if not self.data_parallel.exact and max(self.taken.values()) > 1:
             raise ValueError(f"data_parallel {self.data_parallel.kind} works with data-parallel ranks only")
         if self.pipeline_parallel_degree > 1 and self.data_parallel.sharded - {"optimizer"}:
             raise ValueError(
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
+            )
+        if self.offload.leaves and max(self.pipeline_parallel_degree, self.tensor_parallel_degree) > 1:
+            raise ValueError(
+                f"offload {self.offload.kind} works with data-parallel ranks (zero1, zero2, zero3) and context parallelism only"
             )
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
             raise ValueError("enable_async_tensor_parallel has no transfers to hide with tensor_parallel_degree 1")
@@ -97,7 +102,7 @@ class Parallelism(Spec):
     @property
     def exact(self) -> bool:
         """Whether losses and weights are those of one process: otherwise the ranks are part of a training's identity."""
-        return self.data_parallel.exact
+        return self.data_parallel.exact and self.offload.exact
 
     @property
     def taken(self) -> dict[str, int]:
@@ -292,6 +297,11 @@ class Parallelism(Spec):
             pipeline = Pipeline(schedule, mesh, grid, shared, self.enable_sequence_parallel)
         moves = self.data_parallel.moves(grid.copies.shard.size)
         return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline, moves)
+
+    def check_offload(self, num_ranks: int) -> None:
+        """Raises SpecError where `num_ranks` ranks cannot have their state elsewhere as asked."""
+        for one in getattr(self.offload, "candidates", lambda alone: [self.offload])(alone=num_ranks == 1):
+            one.ready(num_ranks, self.data_parallel.sharded)
 
     def check_sequences(self, config: ModelConfig, seq_len: int) -> None:
         """Raises SpecError when the ranks cannot share the model's layers or sequences of `seq_len` tokens."""

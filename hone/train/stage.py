@@ -43,6 +43,8 @@ from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, masked, zeros_of
 from hone.train.objectives.next_token import NextToken
+from hone.train.offload.choose import chosen, record_left
+from hone.train.offload.choose import estimates as left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import notes
@@ -156,6 +158,8 @@ class Train(Prolonged):
         intervals["early_stopping"] = self.early_stopping.every
         self.parallelism.data_parallel.check(self.precision, intervals, spikes=self.optimizer.on_spike)
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
+        told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
+        self.parallelism.offload.fits(precision=self.precision, **told)
         return self
 
     def files(self) -> dict[str, Path]:
@@ -191,11 +195,11 @@ class Train(Prolonged):
         check_passes(self, config, machine.num_ranks)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
-        self.parallelism.offload.check(machine.num_ranks)
+        self.parallelism.check_offload(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
         work = self._work(config, data, epoch, given, start.left(steps), machine.device, divided)
-        work = fitted(work, kept, machine)
+        work, places = chosen(fitted(work, kept, machine), machine)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
         made = CheckpointFacts(
@@ -206,12 +210,13 @@ class Train(Prolonged):
             tokenizer=data[0].tokenizer,
             trained=trained_as(self, start, marks, schedule, steps, work.filled),
         )
-        estimates = with_energy(estimate(work, machine), machine)
+        estimates = with_energy(estimate(work, machine), machine) | left(work, machine)
         said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
-        again = repeats(epoch, self.batch_size, work.steps)
+        again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
+        found["offload"] = work.offload
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -241,7 +246,9 @@ class Train(Prolonged):
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
             models = partial(starting_models, self, parents, reading.sources.train, run.device)
             # No name has the whole models where a rank has parts of them.
-            trainer = self._trainer(*models(in_parts=mesh.world_size > 1), plan, zeros, run)
+            offload = plan.offload.within(draft.state / "offload")
+            in_parts = mesh.world_size > 1 or offload.leaves
+            trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload)
             trainer.early = early = Stop(self.early_stopping, draft, run)
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)
@@ -277,6 +284,7 @@ class Train(Prolonged):
             draft.predict(were | reading.estimates(read_at_end))
         reading.record(draft, read_at_end)
         keeper.record(draft)
+        record_left(draft, trainer)
 
     def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run) -> TrainPlan:
         """The plan of `steps` alone, whose learning rates are nothing to its costs."""
@@ -342,7 +350,7 @@ class Train(Prolonged):
         )
 
     def _trainer(
-        self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run
+        self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run, offload: Any
     ) -> Trainer:
         ranks = self.parallelism.ranks(run.mesh, run.device)
         return self.parallelism.data_parallel.trainer()(
@@ -359,7 +367,7 @@ class Train(Prolonged):
             compile=self.compile,
             zeros=zeros,
             ranks=ranks,
-            offload=self.parallelism.offload,
+            offload=offload,
         )
 
     def _train(

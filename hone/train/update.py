@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.offload.host import HostWeights
+from hone.train.offload.ranks import DividedHostWeights
+from hone.train.offload.techniques import Host, Offload
 from hone.train.optimizers.base import Entry, Group, Optimizer, Part
 from hone.train.weights import Weights, describe_parameters
+
+_DELAYED = "delayed"
 
 
 class Update:
@@ -27,7 +32,7 @@ class Update:
 
     With `grid` it updates this rank's part of them, as a data-parallel technique divides them (`DividedWeights`); then
     `states` has the part's states. Half-precision gradients are converted to float32 one bucket at a time, to save memory.
-    `on_host`: masters and states are in the host's memory (`HostWeights`).
+    `offload`: where masters and states are; on the host those of `HostSteps`.
     """
 
     def __init__(
@@ -40,12 +45,12 @@ class Update:
         zeros: Mapping[str, Tensor] | None = None,
         grid: Grid | None = None,
         sharded: Collection[str] = (),
-        on_host: bool = False,
+        offload: Offload | None = None,
         summing: Sum | None = None,
         moves: Moves | None = None,
     ) -> None:
         self.parameters = describe_parameters(model)
-        self.on_host = on_host
+        self.on_host = isinstance(offload, Host)
         self.groups = optimizer.groups(self.parameters)
         self._rules = {name: group.rule for group in self.groups for name in group.names}
         grouped = [name for group in self.groups for name in group.names]
@@ -61,13 +66,19 @@ class Update:
             if name in self.parameters  # others are of another stage
         }
         if grid is None:
-            kept = HostWeights if on_host else Weights
-            self.weights = kept(model, dtype, accumulate=accumulate, zeros=zeros)
+            if isinstance(offload, Host):
+                told = {"offload": offload, "rules": self._rules, "parameters": self.parameters}
+                self.weights = HostWeights(model, dtype, accumulate=accumulate, zeros=zeros, **told)
+            else:
+                self.weights = Weights(model, dtype, accumulate=accumulate, zeros=zeros)
         else:
             whole = {name for name, rule in self._rules.items() if rule.reads_whole}
             copied = set(self.parameters) - set(self.cuts) if grid.tp.size > 1 else ()
             alone = {name for name in self.cuts if self._part_of(name) is None}
-            self.weights = DividedWeights(
+            kept = DividedWeights
+            if isinstance(offload, Host):
+                kept = partial(DividedHostWeights, offload=offload, rules=self._rules, described=self.parameters)
+            self.weights = kept(
                 model,
                 dtype,
                 grid=grid,
@@ -84,11 +95,20 @@ class Update:
         self.count = 0
         """Steps applied; skipped ones are not counted."""
 
+    def apply(self, lr: float, factor: float | Tensor, *, last: bool = True) -> None:
+        """One step with learning rate `lr` on the gradients times `factor`, as `Weights.take_grads` has it; drops the gradients.
+
+        Where updates are delayed it goes on beside the passes of the next step, unless this is the `last` one.
+        """
+        self.weights.run(partial(self._apply, lr, factor), count=self.count, last=last)
+
     @torch.no_grad()
-    def apply(self, lr: float, factor: float | Tensor) -> None:
-        """One step with learning rate `lr` on the gradients times `factor`, as `Weights.take_grads` has it; drops the gradients."""
+    def _apply(self, lr: float, factor: float | Tensor) -> None:
         self.count += 1
         buckets = [(group, names) for group in self.groups for names in self._buckets(group)]
+        for group, names in buckets if self.on_host else ():  # before what is in files starts to come
+            for name in names:
+                self._state(name, group)
         self.weights.begin([names for _, names in buckets])
         for group, names in buckets:
             fused = group.rule.fuses(self.weights.masters[names[0]])
@@ -104,11 +124,13 @@ class Update:
         self.weights.published()
 
     def _entry(self, name: str, grad: Tensor, group: Group) -> Entry:
-        master = self.weights.masters[name]
-        if name not in self.states:
-            self.states[name] = group.rule.start(master, self.parameters[name])
         part = self._part_of(name) if group.rule.reads_whole else None
-        return Entry(master, grad, self.states[name], self.parameters[name], part)
+        return Entry(self.weights.masters[name], grad, self._state(name, group), self.parameters[name], part)
+
+    def _state(self, name: str, group: Group) -> dict[str, Tensor]:
+        if name not in self.states:
+            self.states[name] = self.weights.start(group.rule, name, self.parameters[name])
+        return self.states[name]
 
     def _buckets(self, group: Group) -> Iterator[list[str]]:
         """Names of the group in buckets of about BUCKET numbers; one bucket when no gradient must be converted."""
@@ -127,10 +149,12 @@ class Update:
             yield names
 
     def state(self) -> dict[str, Tensor]:
-        """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied.
+        """'weight.NAME' the float32 weights, 'KEY.NAME' the optimizer state, 'updates' the steps applied; with delayed updates
+        'delayed.NAME' the weights of the next step.
 
         Of weights that several ranks have, the first one's only; so with states that all tensor-parallel ranks have whole.
         """
+        self.weights.settle()
         masters = {name: master for name, master in self.weights.masters.items() if self.weights.holds(name)}
         tensors = {f"weight.{name}": master.detach() for name, master in masters.items()}
         for name, state in self.states.items():
@@ -138,6 +162,7 @@ class Update:
                 continue
             copies = self.copies(name) if self.cut_index else frozenset()
             tensors |= {f"{key}.{name}": tensor for key, tensor in state.items() if key not in copies}
+        tensors |= {f"{_DELAYED}.{name}": tensor for name, tensor in self.weights.delayed().items()}
         tensors["updates"] = torch.tensor(float(self.count))
         return tensors
 
@@ -176,6 +201,10 @@ class Update:
             key, _, name = label.partition(".")
             if name in self.weights.masters:
                 keys.setdefault(name, []).append(key)
+        self.weights.settle()
+        late = [name for name in keys if self.weights.delays and _DELAYED in keys[name]]
+        for name in late:
+            keys[name].remove(_DELAYED)
         self._must_be_of_these(stored, keys)
         self.count, self.states = int(stored.whole("updates").item()), {}
         for name, found in keys.items():
@@ -183,7 +212,7 @@ class Update:
             start, _ = self.weights.pieces.get(name, (0, 0))
             cut, targets = self.cuts.get(name), {"weight": master}
             if len(found) > 1:
-                targets |= rule.start(master, self.parameters[name])
+                targets |= self.weights.start(rule, name, self.parameters[name])
                 self.states[name] = {key: targets[key] for key in found if key != "weight"}
             again = self._encoded_again(stored, name, found)
             for key in found:
@@ -196,6 +225,7 @@ class Update:
                 targets[key].view(-1).copy_(part)
         self.weights.publish(list(self.weights.masters))
         self.weights.published()
+        self.weights.delay({name: stored.whole(f"{_DELAYED}.{name}") for name in late})
 
     def _encoded_again(self, stored: Stored, name: str, found: Collection[str]) -> dict[str, Tensor]:
         """The states of `name` whose blocks of elements begin elsewhere than in `stored`, because other parts of the weight were

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,9 @@ class Weights:
     `zeros` maps parameters to bool masks of their shape: where a mask is True the weight is zero from the start, gets no
     gradient and stays zero, whatever the optimizer does.
     """
+
+    delays = False
+    """Whether an update may go on beside the passes of the next step."""
 
     def __init__(
         self, model: Decoder, dtype: torch.dtype, *, accumulate: bool, zeros: Mapping[str, Tensor] | None = None
@@ -82,6 +85,24 @@ class Weights:
     def rounded(self, name: str) -> Tensor | None:
         """Where a step may write the new weight `name` in half precision, so that it need not be published; None: nowhere."""
         return self.parameters[name].detach() if self.split and name not in self.zeros else None
+
+    def start(self, rule: Rule, name: str, parameter: Parameter) -> dict[str, Tensor]:
+        """The state of `name` before its first step, as `Rule.start` has it, where its master is."""
+        return rule.start(self.masters[name], parameter)
+
+    def run(self, update: Callable[[], None], *, count: int, last: bool) -> None:
+        """Runs an `update`, which `count` came before and which is the training's `last` one or not."""
+        update()
+
+    def settle(self) -> None:
+        """To be called before masters and states are read or written: waits for an update that runs beside passes."""
+
+    def delayed(self) -> dict[str, Tensor]:
+        """The weights with which the next step computes, where they are not the rounded masters."""
+        return {}
+
+    def delay(self, weights: Mapping[str, Tensor]) -> None:
+        """Restores `delayed`, after the masters."""
 
     def begin(self, buckets: Sequence[Sequence[str]]) -> None:
         """To be called before an update, with the buckets in the order of their steps."""

@@ -27,7 +27,9 @@ from hone.train.continuation.keep import STATE_BYTES
 from hone.train.continuation.plan import CHECKPOINTS as CHECKPOINTS
 from hone.train.continuation.plan import TrainPlan as TrainPlan
 from hone.train.objectives.chunk import loss_chunk
-from hone.train.offload.techniques import HOST_BYTES_PER_S, MOST_BYTES_PER_S, Offload, Resident
+from hone.train.offload.cost import Load, places, stepped
+from hone.train.offload.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
+from hone.train.offload.techniques import Offload, Resident
 from hone.train.pipeline.cost import Pipelined
 
 if TYPE_CHECKING:
@@ -104,6 +106,12 @@ class Work:
         if self.pipeline is not None:
             return self.pipeline.parts[self.pipeline.largest]
         return self.tensor.facts or self.model
+
+    @property
+    def load(self) -> Load:
+        """The sizes of what may leave the device."""
+        shards, ranks = int(self.divided.of("optimizer")), self.divided.num_ranks
+        return Load(self.part, self.update, self.dtype, self.gradient_accumulation_steps, shards, ranks)
 
     @property
     def step_tokens(self) -> int:
@@ -269,11 +277,8 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     if copied:
         formula = f"{step.formula} + waits for copies of activations {copied:.3g} s (link rates may be assumed)"
         step = step.model_copy(update={"value": step.value + copied, "formula": formula})
-    elsewhere = work.offload.update_s(work.part, work.update, work.dtype, machine)
-    if elsewhere is not None:
-        here = update_seconds(replace(work.update, **how), work.part, machine, work.dtype).value
-        formula = f"{step.formula}, on the host {elsewhere:.3g} s instead (its memory's rate is assumed)"
-        step = step.model_copy(update={"value": step.value - here + elsewhere, "formula": formula})
+    here = update_seconds(replace(work.update, **how), work.part, machine, work.dtype).value
+    step = stepped(step, here, work.offload, work.load, machine)
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
         said = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
@@ -402,7 +407,7 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         kept = work.context.kept_bytes(work.context_sizes, device)
         said = f"{growth.formula} + {work.context.kind} {human_bytes(kept)}"
         growth = growth.model_copy(update={"value": growth.value + kept, "formula": said})
-    moved = work.offload.moved_bytes(work.part, work.update, work.dtype, device)
+    moved = places(work.offload, work.load, device).device
     if moved:
         formula = f"{growth.formula} - moved to the host {human_bytes(moved)}"
         growth = growth.model_copy(update={"value": growth.value - moved, "formula": formula})

@@ -108,6 +108,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
         ranks=ranks,
         objective=OBJECTIVES.read({"kind": "distill", **setting["distill"]}) if teacher else None,
         teacher=shared.teacher(teacher, ranks),
+        offload=shared.offload,
     )
 
 

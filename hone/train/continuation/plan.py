@@ -23,8 +23,10 @@ class TrainPlan(Plan):
     """Where it starts."""
     schedule: Any = None
     """The schedule, as it goes on from `start`."""
+    offload: Any = None
+    """Where its state is, as it was chosen."""
     repeats: tuple[str, ...] = ()
-    """Of `notes`, those on data that are read again and again, which the run says too."""
+    """Of `notes`, those on data that are read again and again, and on the places of its state, which the run says too."""
 
     def shortages(self, capacity: dict[str, float]) -> list[Shortage]:  # type: ignore[override]
         """As `Plan.shortages`, including the checkpoints."""

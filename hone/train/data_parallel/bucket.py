@@ -58,6 +58,8 @@ class Bucket:
             self._own = travel.own(self.master, dtype)
         elif dtype != torch.float32:
             self._own = flat.slice_of(self.weights, copies.shard.index)
+        self._elsewhere: dict[str, Tensor] | None = None
+        """The masters of the pieces, where they are not in `master`."""
         self._second: Tensor | None = None
         """This rank's part of the copy that neighbours hold together until the weights change."""
         self.there = True
@@ -159,9 +161,26 @@ class Bucket:
 
     # The weights
 
+    def moved(self, masters: Mapping[str, Tensor]) -> None:
+        """The masters are those in `masters`, on the host, from now on; what other ranks gather stays on the device."""
+        self._elsewhere, self.master = (
+            {piece.name: masters[piece.name] for piece in self.pieces},
+            self.master[:0].clone(),
+        )
+
+    def _masters(self) -> Tensor:
+        """The masters of the rank's slice, on the device."""
+        if self._elsewhere is None:
+            return self.master
+        found = torch.zeros(self.flat.slice_size, device=self.weights.device)
+        for piece in self.pieces:
+            found[piece.at : piece.at + piece.stop - piece.start].copy_(self._elsewhere[piece.name].view(-1))
+        return found
+
     def rounded(self, name: str) -> Tensor | None:
         """The piece of weight `name` in what other ranks gather, where that is not the master; it must be written before `publish`."""
-        if self._own.dtype != self.weights.dtype or self._own.data_ptr() == self.master.data_ptr():
+        aliased = self._elsewhere is None and self._own.data_ptr() == self.master.data_ptr()
+        if self._own.dtype != self.weights.dtype or aliased:
             return None
         piece = next(piece for piece in self.pieces if piece.name == name)
         self._rounded.add(name)
@@ -173,13 +192,13 @@ class Bucket:
         """Rounds the master to what other ranks gather, and starts gathering it unless the weights are freed."""
         self.ready()
         self._second, written = None, self._rounded >= {piece.name for piece in self.pieces}
-        written = written or self._own.data_ptr() == self.master.data_ptr()
+        written = written or (self._elsewhere is None and self._own.data_ptr() == self.master.data_ptr())
         self._rounded.clear()
         if self.frees:
-            self._own = self._own if written else self._travel.own(self.master, self.weights.dtype)
+            self._own = self._own if written else self._travel.own(self._masters(), self.weights.dtype)
             return
         if not written:
-            self._own.copy_(self.master)
+            self._own.copy_(self._masters())
         self._gathering = self.copies.shard.all_gather(self.weights, self._own)
 
     def gather(self) -> None:
@@ -204,8 +223,8 @@ class Bucket:
 
     def widen(self) -> None:
         """The parameters become views of all ranks' masters, until `narrow`."""
-        whole = torch.empty(self.flat.size, device=self.master.device)
-        transfer = self.copies.shard.all_gather(whole, self.master)
+        whole = torch.empty(self.flat.size, device=self.weights.device)
+        transfer = self.copies.shard.all_gather(whole, self._masters())
         if transfer is not None:
             transfer.wait()
         self._narrow = {name: parameter.data for name, parameter in self.parameters.items()}

@@ -1,187 +1,242 @@
-"""The trained weights with their masters in the host's memory: gradients come and weights go through pinned buffers."""
+"""The trained weights of one rank with their masters on the host; gradients and layers' weights may be there too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hone.model.decoder import Decoder
-from hone.train.optimizers.base import Entry, Rule
-from hone.train.weights import Weights, filled
+from hone.model.decoder import Decoder, parts_of
+from hone.train.offload.gradients import HostGradients
+from hone.train.offload.layers import LayerStream, StreamedLayer
+from hone.train.offload.states import StateFile
+from hone.train.offload.steps import HostSteps
+from hone.train.offload.techniques import Host
+from hone.train.optimizers.base import Parameter, Rule
+from hone.train.weights import filled
 
-CHUNK = 1 << 20
-"""Weights that a host's step updates at a time: their widened gradients stay in the cores' caches. A multiple of 256."""
 
+class HostWeights(HostSteps):
+    """`Weights` whose float32 masters are on the host, as `offload` says; parameters in `dtype` are computed with on the device.
 
-class HostWeights(Weights):
-    """`Weights` whose float32 masters are on the host; parameters and gradients, in `dtype`, are on the model's device.
-
-    An update goes bucket by bucket. While the host's threads compute the step of one bucket, the next one's gradients come
-    and the last one's weights go, on a stream of their own. Only the buffers of two buckets each way are pinned, so the
-    host needs no more memory than masters and state. On a CPU the same code runs without streams.
+    A model on the meta device is made part by part, so that the device never has more of it in float32 than a part.
     """
 
     def __init__(
-        self, model: Decoder, dtype: torch.dtype, *, accumulate: bool, zeros: Mapping[str, Tensor] | None = None
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        *,
+        accumulate: bool,
+        offload: Host,
+        rules: Mapping[str, Rule],
+        parameters: Mapping[str, Parameter],
+        zeros: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
-        self.split = True
-        self.dtype = dtype
+        self.split, self.offload = True, offload
         self.pieces, self.masters = {}, {}
         self.sums: dict[str, Tensor] = {}
         """Gradients of several micro-batches, summed in float32 on the device."""
         self.zeros = {name: mask.cpu() for name, mask in (zeros or {}).items()}
-        for name, mask in (zeros or {}).items():
-            self.parameters[name].data.masked_fill_(mask, 0)
-            self.parameters[name].register_hook(partial(filled, mask))
+        if offload.to_files:
+            shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
+            self.files = StateFile(Path(offload.scratch), shapes, rules, parameters)
+            self.masters = self.files.masters
+        layers = []
+        for path in parts_of(model.config):
+            made = self._take(model, path, dtype, dict(zeros or {}))
+            layers += [] if made is None else [made]
+        model.maker = None
+        self._prepare(model.embedding.device, dtype)
+        if offload.gradients_leave:
+            self.held = HostGradients(self.device, wide=accumulate)
+        self.layers = LayerStream(list(model.layers), layers, self.device) if layers else None
         for name, parameter in self.parameters.items():
-            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
-            self.masters[name] = torch.empty(parameter.shape).copy_(parameter.detach())
-            parameter.data = parameter.detach().to(dtype)
-            if accumulate and dtype != torch.float32:
+            if self.held is not None or (accumulate and dtype != torch.float32):
                 parameter.register_post_accumulate_grad_hook(partial(self._add, name))
-        self.device = model.embedding.device
-        self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._buckets: list[tuple[str, ...]] = []
-        self._at = 0
-        self._factor = 1.0
-        self._incoming: list[Tensor | None] = [None, None]
-        self._outgoing: list[Tensor | None] = [None, None]
-        self._came: list[Any] = [None, None]
-        self._went: list[Any] = [None, None]
-        self._rounded: dict[str, Tensor] = {}
+        self._fresh: dict[str, Tensor] = {}
+        """Rounded weights of the delayed update, in the host's memory, until the device's passes are over."""
+        self._pending: Future | None = None
+        self._thread = ThreadPoolExecutor(1, "hone-update") if offload.delayed_update else None
 
-    def _add(self, name: str, parameter: Tensor) -> None:
-        """Adds a new gradient to the float32 sum of `name`."""
-        assert parameter.grad is not None, "a gradient's hook without a gradient"
-        if name in self.sums:
+    def _take(self, model: Decoder, path: str, dtype: torch.dtype, zeros: dict[str, Tensor]) -> StreamedLayer | None:
+        """Takes the masters of the part of `model` at `path`; with streamed parameters a layer's weights."""
+        part = model.get_submodule(path)
+        if model.maker is not None and any(one.is_meta for one in part.parameters()):
+            model.maker.make(part, path)
+        taken: dict[str, nn.Parameter] = {}
+        for local, parameter in part.named_parameters():
+            name = f"{path}.{local}"
+            if not parameter.requires_grad:
+                continue
+            self.parameters[name] = taken[name] = parameter
+            assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
+            if name in zeros:
+                parameter.data.masked_fill_(zeros[name], 0)
+                parameter.register_hook(partial(filled, zeros[name]))
+            if self.files is None:
+                self.masters[name] = torch.empty(parameter.shape)
+            self.masters[name].copy_(parameter.detach())
+        if self.offload.parameters and path.startswith("layers.") and taken:
+            return StreamedLayer(taken, dtype, next(iter(taken.values())).device)
+        for parameter in taken.values():
+            parameter.data = parameter.detach().to(dtype)
+        return None
+
+    def moved(self) -> int:
+        """As `HostSteps.moved`, with streamed layers and delayed weights."""
+        return super().moved() + (0 if self.layers is None else self.layers.moved_bytes)
+
+    # Gradients
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        """Adds a new gradient to the sum of `name`, on the host or in float32 on the device."""
+        if parameter.grad is None:  # a pipeline computes it later
+            return
+        if self.held is not None:
+            self.held.add(name, parameter.grad)
+        elif name in self.sums:
             self.sums[name].add_(parameter.grad)
         else:
             self.sums[name] = parameter.grad.float()
         parameter.grad = None
+        if self.layers is not None:
+            self.layers.arrived(name)
 
     def grad(self, name: str) -> Tensor:
-        """The summed gradient of `name`, on the device."""
+        """The summed gradient of `name`, where it is."""
+        if self.held is not None:
+            return self.held.sum(name)
         found = self.sums[name] if name in self.sums else self.parameters[name].grad
         assert found is not None, f"{name} got no gradient"
         return found
 
+    def squared_norm(self) -> Tensor:
+        """As `Weights.squared_norm`, on the device."""
+        if self.held is not None:
+            self.held.wait()
+        return super().squared_norm().to(self.device)
+
     def drop_grads(self, names: Sequence[str] | None = None) -> None:
         """Clears the gradients of `names` (None: all)."""
+        if self.held is not None:
+            self.held.drop(names)
         for name in self.parameters if names is None else names:
             self.parameters[name].grad = None
             self.sums.pop(name, None)
+        if names is None:  # the step changes nothing, but what the one before computed is due
+            self.finish()
 
-    # An update
+    def before_backward(self, last: bool) -> None:
+        """Before a backward pass."""
+        if self.layers is not None:
+            self.layers.before_backward()
 
-    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Before an update: the buckets in the order of their steps. The first one's gradients start to come."""
-        self._buckets, self._at = [tuple(bucket) for bucket in buckets], 0
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._fetch(0)
+    def after_backward(self) -> None:
+        """After a backward pass."""
+        if self.layers is not None:
+            self.layers.after_backward()
 
-    def _fetch(self, index: int) -> None:
-        """Starts the copy of bucket `index`'s gradients to the host."""
-        if index >= len(self._buckets):
+    # Weights
+
+    @property
+    def delays(self) -> bool:
+        """Whether updates go on beside the next step's passes."""
+        return self._thread is not None
+
+    def at_home(self, name: str) -> Tensor | None:
+        """Of a delayed update all weights, of streamed parameters theirs."""
+        if self._thread is not None:
+            if name not in self._fresh:
+                pinned = self.device.type == "cuda"
+                self._fresh[name] = torch.empty(self.masters[name].numel(), dtype=self.dtype, pin_memory=pinned)
+            return self._fresh[name]
+        home = None if self.layers is None else self.layers.home(name)
+        return None if home is None else home.view(-1)
+
+    def run(self, update: Callable[[], None], *, count: int, last: bool) -> None:
+        """Runs an update now; or, delayed, beside the next step's passes, after the one before is in the weights."""
+        if self._thread is None:
+            if self.held is not None:
+                self.held.take(apart=False)
+            update()
             return
-        slot, names = index % 2, self._buckets[index]
-        grads = [self.grad(name) for name in names]
-        dtype = torch.promote_types(grads[0].dtype, grads[-1].dtype)
-        held = self._room(self._incoming, slot, sum(grad.numel() for grad in grads), dtype)
-        with self._copying():
-            at = 0
-            for grad in grads:
-                held[at : at + grad.numel()].view(grad.shape).copy_(grad, non_blocking=True)
-                at += grad.numel()
-            self._came[slot] = self._mark()
+        self.finish()
+        assert self.held is not None, "delayed updates have gradients on the host"
+        self.held.take(apart=True)
+        self._pending = self._thread.submit(update)
+        if last or count < self.offload.delayed_update_after:
+            self.finish()
 
-    def take_grads(self, names: Sequence[str], factor: float) -> list[Tensor]:
-        """The gradients of the next bucket as they came, on the host; `step` widens and scales them by `factor`."""
-        assert tuple(names) == self._buckets[self._at], "buckets are updated in the order that was begun"
-        self._fetch(self._at + 1)
-        slot, self._factor = self._at % 2, factor
-        self._wait(self._came[slot])
-        held = self._incoming[slot]
-        assert held is not None, "no gradients came"
-        found, at = [], 0
-        for name in names:
-            shape = self.masters[name].shape
-            found.append(held[at : at + shape.numel()].view(shape))
-            at += shape.numel()
-        self.drop_grads(names)
-        return found
-
-    def step(self, rule: Rule, entries: Sequence[Entry], names: Sequence[str], **numbers: Any) -> None:
-        """The step of `rule` in chunks, each with its gradient widened and scaled before and its weights rounded after."""
-        for entry, out in zip(entries, self._outs(names), strict=True):
-            if rule.reads_whole:
-                entry.grad = entry.grad.float() * self._factor
-                rule.step([entry], **numbers)
-                out.copy_(entry.weight.view(-1))
-                continue
-            weight, grad = entry.weight.view(-1), entry.grad.view(-1)
-            wide = torch.empty(min(CHUNK, len(weight)))
-            for start in range(0, len(weight), CHUNK):
-                stop = min(start + CHUNK, len(weight))
-                scaled = wide[: stop - start].copy_(grad[start:stop])
-                if self._factor != 1.0:
-                    scaled.mul_(self._factor)
-                state = {}
-                for key, tensor in entry.state.items():
-                    each = rule.elements_per_entry.get(key, 1)
-                    state[key] = tensor.view(-1)[start // each : -(-stop // each)]
-                rule.step([Entry(weight[start:stop], scaled, state, entry.parameter)], **numbers)
-                out[start:stop].copy_(weight[start:stop])
-        self._at += 1
-
-    def _outs(self, names: Sequence[str]) -> list[Tensor]:
-        """Host memory for the rounded weights of a bucket, flat; waits until its previous content has gone."""
-        slot = self._at % 2
-        self._wait(self._went[slot])
-        sizes = [self.masters[name].numel() for name in names]
-        outs = list(self._room(self._outgoing, slot, sum(sizes), self.dtype)[: sum(sizes)].split(sizes))
-        self._rounded = dict(zip(names, outs, strict=True))
-        return outs
+    def settle(self) -> None:
+        """Waits for a delayed update; the device's weights stay those before it."""
+        if self._pending is not None:
+            self._pending.result()
 
     @torch.no_grad()
-    def publish(self, names: Sequence[str]) -> None:
-        """Starts the copy of the masters of `names`, rounded, to the device, with zeros where weights stay zero."""
-        slot = (self._at - 1) % 2
-        with self._copying():
-            for name in names:
-                rounded = self._rounded.pop(name, None)
-                if name in self.zeros:
-                    self.masters[name].masked_fill_(self.zeros[name], 0)
-                    rounded = None
-                source = self.masters[name] if rounded is None else rounded.view(self.masters[name].shape)
-                self.parameters[name].copy_(source, non_blocking=rounded is not None)
-            self._went[slot] = self._mark()
+    def finish(self) -> None:
+        """Waits for a delayed update and brings its weights to where passes read them."""
+        if self._pending is None:
+            return
+        self.settle()
+        self._pending = None
+        for name, values in self._fresh.items():
+            home = None if self.layers is None else self.layers.home(name)
+            target = self.parameters[name] if home is None else home
+            target.copy_(values.view(target.shape), non_blocking=True)
+            self._moved_bytes += target.nbytes if home is None else 0
+        if self.layers is not None:
+            self.layers.free()
+        if self.device.type == "cuda":  # the next update writes into the same memory
+            torch.cuda.current_stream(self.device).synchronize()
 
-    def published(self) -> None:
-        """After an update: what the device computes next waits for the last copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+    def delayed(self) -> dict[str, Tensor]:
+        """The weights with which the next step computes, where a delayed update made others: what a checkpoint needs too."""
+        self.settle()
+        if self._pending is None:
+            return {}
+        found = {}
+        for name, parameter in self.parameters.items():
+            home = None if self.layers is None else self.layers.home(name)
+            found[name] = parameter.detach() if home is None else home
+        return found
 
-    # Buffers and the stream
+    @torch.no_grad()
+    def delay(self, weights: Mapping[str, Tensor]) -> None:
+        """Restores `delayed`, after the masters: the next step computes with `weights`, and the masters are due after it."""
+        self._pending = None
+        if self._thread is not None:  # masters were rounded into what a delayed update gives
+            done: Future = Future()
+            done.set_result(None)
+            self._pending = done
+            self.finish()
+            self._pending = done if weights else None
+        for name, values in weights.items():
+            home = None if self.layers is None else self.layers.home(name)
+            (self.parameters[name] if home is None else home).copy_(values)
 
-    def _room(self, slots: list[Tensor | None], slot: int, numbers: int, dtype: torch.dtype) -> Tensor:
-        held = slots[slot]
-        if held is None or held.numel() < numbers or held.dtype != dtype:
-            slots[slot] = held = torch.empty(numbers, dtype=dtype, pin_memory=self._stream is not None)
-        return held
-
-    def _copying(self) -> Any:
-        return torch.cuda.stream(self._stream)  # with None: nothing
-
-    def _mark(self) -> Any:
-        return None if self._stream is None else self._stream.record_event()
-
-    @staticmethod
-    def _wait(event: Any) -> None:
-        if event is not None:
-            event.synchronize()
+    @contextmanager
+    def whole(self, path: str, *, wide: bool) -> Iterator[None]:
+        """As `Weights.whole`; of a delayed update the masters, which are what the training has made so far."""
+        self.settle()
+        chosen = [name for name in self.parameters if name.startswith(f"{path}.")]
+        before = {name: self.parameters[name].data for name in chosen}
+        for name in chosen:
+            home = None if self.layers is None else self.layers.home(name)
+            if wide:
+                self.parameters[name].data = self.masters[name].detach()
+            elif self._pending is not None:
+                self.parameters[name].data = self._fresh[name].view(self.masters[name].shape)
+            elif home is not None:
+                self.parameters[name].data = home
+        try:
+            yield
+        finally:
+            for name, values in before.items():
+                self.parameters[name].data = values

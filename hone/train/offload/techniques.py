@@ -1,43 +1,43 @@
-"""Offload techniques: what of a training's state leaves the device."""
+"""Offload techniques: what of a training's state leaves the device, and where to."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
 from typing import ClassVar
+
+from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.table import Technique
-from hone.cost.facts import ModelFacts
-from hone.cost.memory import BUCKET, BYTES
-from hone.cost.offload import link_rate
-from hone.cost.update import UpdateCost
-from hone.measure.machine import Machine
-
-HOST_BYTES_PER_S = 6e9
-"""Bytes a second that one thread moves between its core and memory; assumed, not calibrated."""
-
-MOST_BYTES_PER_S = 150e9
-"""The same of all threads together."""
-
-COPIES = 16
-"""Bytes a weight that an update on the host moves beside the optimizer's own: its gradient arrives, is widened and
-scaled, its weight is rounded and leaves."""
 
 
 class Offload(Technique):
-    """Where optimizer state and master weights are."""
+    """Where optimizer state, master weights, gradients and parameters are."""
 
-    to_host: ClassVar[bool] = False
+    to_files: ClassVar[bool] = False
 
-    def check(self, num_ranks: int) -> None:
-        """Raises SpecError where `num_ranks` ranks cannot train so."""
+    @property
+    def exact(self) -> bool:
+        """Whether losses and weights are those of a training that is all on the device."""
+        return True
 
-    def update_s(self, facts: ModelFacts, update: UpdateCost, dtype: str, machine: Machine) -> float | None:
-        """Seconds of an update that is not computed on the device; None: it is."""
-        return None
+    @property
+    def leaves(self) -> bool:
+        """Whether anything leaves the device."""
+        return False
 
-    def moved_bytes(self, facts: ModelFacts, update: UpdateCost, dtype: str, device: str) -> float:
-        """Bytes of the device's memory that this frees; negative where it needs more of it."""
-        return 0.0
+    def within(self, folder: Path) -> Offload:
+        """The same with scratch files in `folder`, where it has some and no folder is set."""
+        return self
+
+    def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
+        """Raises ValueError where it does not work with a `precision`, an early end, or copies of the state in the host's memory."""
+
+    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
+        """This technique as a trainer takes it. Raises SpecError where `num_ranks` ranks, which hold parts of `sharded`, cannot train so."""
+        return self
 
 
 class Resident(Offload):
@@ -48,28 +48,124 @@ class Host(Offload):
     """Optimizer state and float32 masters are in the host's memory, where the step is computed; gradients come and weights go beside it. Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840."""
 
     paper: ClassVar[str] = "arXiv:2101.06840"
-    to_host: ClassVar[bool] = True
 
-    def check(self, num_ranks: int) -> None:
-        """One rank only: several would share the host's cores and memory."""
-        if num_ranks > 1:
-            raise SpecError(
-                f"offload {self.kind} trains on one rank, here are {num_ranks}",
-                fix="set offload: none and parallelism.data_parallel: zero1, which divides the optimizer's state",
+    gradients: bool = Field(
+        False, description="Gradients go there as the backward pass makes them, and are summed there."
+    )
+    parameters: bool = Field(
+        False, description="Layers' weights wait there, two layers are on the device at a time; gradients go there too."
+    )
+    delayed_update: bool = Field(
+        False,
+        description="The step is computed beside the next step's passes, which use the weights before it; gradients go there too.",
+    )
+    delayed_update_after: int = Field(40, ge=0, description="Steps before updates are delayed.")
+
+    @property
+    def exact(self) -> bool:
+        """Not with delayed updates."""
+        return not self.delayed_update
+
+    @property
+    def leaves(self) -> bool:
+        """The state does."""
+        return True
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether gradients are summed on the host."""
+        return self.gradients or self.parameters or self.delayed_update
+
+    @property
+    def scratch(self) -> str:
+        """The folder of a trainer's scratch files; '': there are none."""
+        return ""
+
+    def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
+        """As `Offload.fits`."""
+        if self.delayed_update and ends_early:
+            raise ValueError(
+                "offload.delayed_update has no last update that an early_stopping could wait for: give one of them"
+            )
+        if self.parameters and precision.startswith("fp8"):
+            raise ValueError(f"offload.parameters works in fp32, bf16 and fp16, not in {precision}")
+        if self.to_files and copies_state:
+            raise ValueError(
+                f"offload {self.kind} has its state in files because memory is short: checkpoint.async_mode async would copy it there"
             )
 
-    def update_s(self, facts: ModelFacts, update: UpdateCost, dtype: str, machine: Machine) -> float | None:
-        """The longer of the host's step and the link's copies, which run beside each other."""
-        rate = min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
-        computed = (update.moved_bytes + COPIES * facts.num_params) / rate
-        on_gpu = machine.device.startswith("cuda")
-        copied = BYTES[dtype] * facts.num_params / link_rate(machine)[0] if on_gpu else 0.0
-        return max(computed, copied)
+    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
+        """Several ranks have their shares of the state on the host, nothing else: copies of it all would not be fewer bytes."""
+        if num_ranks == 1:
+            return self
+        if "optimizer" not in sharded:
+            raise SpecError(
+                f"offload {self.kind} on {num_ranks} ranks would keep {num_ranks} copies of the whole state on the host",
+                fix="set parallelism.data_parallel: zero1, zero2 or zero3, which give each rank a share of it",
+            )
+        if self.gradients_leave:
+            chosen = [name for name in ("gradients", "parameters", "delayed_update") if getattr(self, name)]
+            raise SpecError(
+                f"offload.{chosen[0]} works on one rank, here are {num_ranks}",
+                fix=f"leave offload.{chosen[0]} out; parallelism.data_parallel: zero2 divides gradients, zero3 parameters too",
+            )
+        return self
 
-    def moved_bytes(self, facts: ModelFacts, update: UpdateCost, dtype: str, device: str) -> float:
-        """Masters and state of a GPU. A CPU is its own host: it has one more copy of float32 weights, and the buffers."""
-        half, params = BYTES[dtype] < 4, facts.num_params
-        if device.startswith("cuda"):
-            return update.state_bytes + (4 * params if half else 0)
-        largest = min(max(BUCKET, facts.vocab_size * facts.hidden_size), params)
-        return -float((0 if half else 4 * params) + 4 * BYTES[dtype] * largest)
+
+class Nvme(Host):
+    """Optimizer state and float32 masters are in scratch files, read and written past the page cache beside the host's step. Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857."""
+
+    paper: ClassVar[str] = "arXiv:2104.07857"
+    to_files: ClassVar[bool] = True
+
+    folder: str = Field(
+        "",
+        description="Folder of the scratch files, on a local disk; empty: the stage's own, or the system's temporary one.",
+    )
+
+    @property
+    def scratch(self) -> str:
+        """As chosen, else the system's folder for temporary files."""
+        return self.folder or tempfile.gettempdir()
+
+    def within(self, folder: Path) -> Offload:
+        """As `Offload.within`."""
+        return self if self.folder else self.model_copy(update={"folder": str(folder)})
+
+
+class Auto(Offload):
+    """The fastest of none, host and nvme, and of gradients and parameters there, that fits: what is used most seldom leaves first. Rajbhandari et al. 2021, arXiv:2104.07857."""
+
+    paper: ClassVar[str] = "arXiv:2104.07857"
+
+    folder: str = Field("", description="Folder of the scratch files of nvme; empty: as there.")
+    device_bytes: int | None = Field(
+        None, gt=0, description="Memory of the device that the training may take; empty: what is free."
+    )
+    host_bytes: int | None = Field(
+        None, gt=0, description="Memory of a GPU's host that it may take; empty: what is free."
+    )
+
+    @property
+    def leaves(self) -> bool:
+        """It may."""
+        return True
+
+    def candidates(self, *, alone: bool) -> list[Offload]:
+        """What it chooses from, what is used most seldom leaving first; `alone`: on one rank."""
+        more = ({"gradients": True}, {"parameters": True}) if alone else ()
+        found: list[Offload] = [Resident(kind="none")]
+        found += [Host(kind="host", **one) for one in ({}, *more)]
+        return found + [Nvme(kind="nvme", folder=self.folder, **one) for one in ({}, *more)]
+
+    def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
+        """As `Offload.fits`: what it may choose must."""
+        for one in self.candidates(alone=True):
+            one.fits(precision=precision, ends_early=ends_early, copies_state=copies_state)
+
+    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
+        """A plan chooses. Raises SpecError: none did."""
+        raise SpecError(
+            "offload auto is chosen by a training's plan, and there is none",
+            fix="give a Trainer offload none, host or nvme",
+        )

@@ -1,0 +1,133 @@
+"""Chooses where a training's state is, and says so: `auto` takes the fastest places that fit, the least used things leave first."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hone.base.artifact import Draft
+from hone.base.errors import FitError
+from hone.base.figure import Estimate, human_bytes
+from hone.cost.update import update_seconds
+from hone.measure.machine import Machine, describe
+from hone.train.offload.cost import Times, as_said, places, scratch_of, times
+from hone.train.offload.techniques import Auto, Host
+from hone.train.work import Work, growth_bytes, step_seconds
+
+if TYPE_CHECKING:
+    from hone.train.loop import Trainer
+
+UPDATE_S, MOVED, DISK = "offload_update_s", "offload_moved_bytes", "offload_disk_bytes"
+"""Figures of a step: seconds of the update on the host, bytes between it and the device, bytes read and written on its disk."""
+
+
+def chosen(work: Work, machine: Machine) -> tuple[Work, tuple[str, ...]]:
+    """`work` with the offload that `auto` chooses, or its own, and what a plan says of it.
+
+    Raises FitError when host or disk have too little room for what was asked for.
+    """
+    if isinstance(work.offload, Auto):
+        return _fastest(work, work.offload, machine)
+    if not work.offload.leaves:
+        return work, ()
+    short = _shortage(work, machine, None)
+    if short:
+        raise FitError(f"offload {as_said(work.offload)}: {short}", fix=_WAYS)
+    return work, (_line(work, machine),)
+
+
+_WAYS = (
+    "set parallelism.offload.folder to a larger disk, take parallelism.offload: nvme in place of host, lower checkpoint.keep_latest_k, "
+    "or train a smaller model"
+)
+
+
+def _fastest(work: Work, auto: Auto, machine: Machine) -> tuple[Work, tuple[str, ...]]:
+    """The candidate with the shortest step of those that fit; where none does, the one that needs least of the device."""
+    room = auto.device_bytes or machine.free_memory_bytes
+    found, lines = [], []
+    for offload in auto.candidates(alone=machine.num_ranks == 1):
+        one = replace(work, offload=offload)
+        needs = growth_bytes(one, machine.device).value
+        short = (
+            _shortage(one, machine, auto.host_bytes)
+            if needs <= room
+            else f"needs {human_bytes(needs)} of {human_bytes(room)}"
+        )
+        seconds = step_seconds(one, machine).value
+        found.append((bool(short), needs if short else seconds, one))
+        lines.append(f"offload {as_said(one.offload)}: {short or f'{seconds:.3g} s a step, {human_bytes(needs)}'}")
+    _, _, best = min(found, key=lambda one: one[:2])
+    return best, (*lines, f"auto takes {_line(best, machine)}")
+
+
+def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
+    """What of a GPU's host or of the disk is too small; ''."""
+    if machine.elsewhere or machine.planned:
+        return ""
+    kept = places(work.offload, work.load, machine.device)
+    if machine.device.startswith("cuda"):
+        room = host_bytes or describe("cpu").free_memory_bytes
+        host = kept.host * machine.num_ranks
+        if host > room:
+            return f"needs {human_bytes(host)} of the host's memory, {human_bytes(room)} are free"
+    where = scratch_of(work.offload)
+    if where is not None:
+        folder = Path(where).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        status = os.statvfs(folder)
+        free, disk = status.f_bavail * status.f_frsize, kept.disk * machine.num_ranks
+        if disk > free:
+            return f"needs {human_bytes(disk)} in {folder}, {human_bytes(free)} are free"
+    return ""
+
+
+def _line(work: Work, machine: Machine) -> str:
+    """'offload nvme: optimizer state 48.0 GiB on disk, ...: predicted 2.1 s a step, of which ...'."""
+    kept, found = places(work.offload, work.load, machine.device), _times(work, machine)
+    line = f"offload {as_said(work.offload)}: {', '.join(kept.said)}: predicted {step_seconds(work, machine).value:.3g} s a step"
+    if found is None:
+        return line
+    beside = "beside the next step's passes" if isinstance(work.offload, Host) and work.offload.delayed_update else ""
+    return f"{line}, its update {found.update:.3g} s {beside}".rstrip() + f" ({found.said})"
+
+
+def _times(work: Work, machine: Machine) -> Times | None:
+    step = step_seconds(work, machine).value
+    here = update_seconds(work.update, work.part, machine, work.dtype).value
+    return times(work.offload, work.load, machine, max(step - here, 0.0))
+
+
+def estimates(work: Work, machine: Machine) -> dict[str, Estimate]:
+    """The figures of a step's offload."""
+    found = _times(work, machine)
+    if found is None:
+        return {}
+    made = {UPDATE_S: Estimate(value=found.update, unit="s", formula=f"a step's update on the host ({found.said})")}
+    moved = f"a step's weights and gradients, {work.load.passes} passes"
+    made[MOVED] = Estimate(value=found.link_bytes, unit="B", formula=moved, tolerance=0.05)
+    if found.disk_bytes:
+        said = f"masters and optimizer state {human_bytes(work.load.state)}, read and written"
+        made[DISK] = Estimate(value=found.disk_bytes, unit="B", formula=said, tolerance=0.1)
+    return made
+
+
+def record_left(draft: Draft, trainer: Trainer) -> None:
+    """Records the figures of a step's offload, where something left the device and this run made an update."""
+    from hone.train.offload.steps import HostSteps
+
+    weights = trainer.update.weights
+    if not isinstance(weights, HostSteps) or not weights.updates:
+        return
+    note = f"mean of {weights.updates} updates"
+    draft.record(UPDATE_S, weights.update_s / weights.updates, "s", note=note)
+    draft.record(MOVED, weights.moved() / weights.updates, "B", note="a step, between host and device")
+    if weights.files is not None:
+        file = weights.files.file
+        waited = f"the update waited {file.io_s / weights.updates:.3g} s for it" + (
+            f"; {file.note}" if file.note else ""
+        )
+        draft.record(DISK, (file.read_bytes + file.written_bytes) / weights.updates, "B", note=waited)

@@ -1,0 +1,190 @@
+"""What leaves the device costs: seconds of a step, bytes of the device, the host and the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.base.figure import Estimate, human_bytes
+from hone.cost.facts import ModelFacts
+from hone.cost.memory import BUCKET, BYTES
+from hone.cost.update import UpdateCost, layer_matrix_params
+from hone.measure.machine import Machine
+from hone.train.offload.rates import Rates, rates_of
+from hone.train.offload.techniques import Host, Nvme, Offload
+
+COPIES = 16
+"""Bytes a weight that an update on the host moves beside the optimizer's own: its gradient arrives, is widened and
+scaled, its weight is rounded and leaves."""
+
+WINDOW_WEIGHTS, WINDOWS = 1 << 24, 3
+"""Weights of which state that is in files is in memory at once, as in states.py."""
+
+SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
+"""Of the seconds of a step's passes."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A training's sizes, as its offload needs them."""
+
+    facts: ModelFacts
+    update: UpdateCost
+    dtype: str
+    passes: int = 1
+    """Micro-batches of a step."""
+    shards: int = 1
+    """Ranks that have a share of the state each."""
+    ranks: int = 1
+    """Ranks on this host, which share its threads, its disk and its memory."""
+
+    @property
+    def weights(self) -> float:
+        """Weights that a rank updates."""
+        return self.facts.num_params / self.shards
+
+    @property
+    def layer_weights(self) -> float:
+        """Weights of all layers."""
+        return float(layer_matrix_params(self.facts))
+
+    @property
+    def state(self) -> float:
+        """Bytes of a rank's masters and optimizer state."""
+        return 4 * self.weights + self.update.state_bytes / self.shards
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight in the passes."""
+        return BYTES[self.dtype]
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of a summed gradient."""
+        return 4 if self.passes > 1 else self.width
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is where: bytes that the device has less of, and that the host and the disk have."""
+
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+    said: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step that leave the device's work as it is, and of those it adds."""
+
+    update: float
+    """The update: the longest of the host's step, the link and the disk, which run beside each other."""
+    waits: float
+    """For weights and gradients that take longer than the passes beside which they travel."""
+    link_bytes: float
+    disk_bytes: float
+    said: str
+    """Where the rates come from."""
+
+
+def places(offload: Offload, load: Load, device: str) -> Places:
+    """Where the state of a rank is. A CPU is its own host: what is on the host is in its memory too, beside its copies."""
+    if not isinstance(offload, Host):
+        return Places(said=("all on the device",))
+    on_gpu, params = device.startswith("cuda"), load.weights
+    half = load.width < 4
+    largest = min(max(BUCKET, load.facts.vocab_size * load.facts.hidden_size), load.facts.num_params)
+    buffers = 4.0 * load.width * largest
+    window = load.state / max(params, 1) * min(WINDOW_WEIGHTS * WINDOWS, params)
+    said, disk, host = (
+        [f"optimizer state and masters {human_bytes(load.state)} in host memory"],
+        0.0,
+        buffers + load.state,
+    )
+    # Resident, float32 weights are their own masters, and half-precision ones are beside them.
+    device_less = load.update.state_bytes / load.shards + (4 * params if half else 0.0)
+    if offload.to_files:
+        said = [f"optimizer state and masters {human_bytes(load.state)} on disk"]
+        disk, host = load.state, buffers + window
+    if offload.gradients_leave:
+        sums = load.gradient_width * params * (2 if offload.delayed_update else 1)
+        said.append(f"gradients {human_bytes(sums)} in host memory")
+        host += sums
+        device_less += load.gradient_width * params
+    if offload.parameters:
+        kept = load.width * load.layer_weights
+        two = 2 * kept / max(load.facts.num_layers, 1)
+        said.append(f"layers' parameters {human_bytes(kept)} in host memory")
+        host += kept
+        device_less += max(kept - two, 0.0)
+    if offload.delayed_update:
+        host += load.width * params
+    if not on_gpu:  # the host's bytes are the device's
+        device_less -= host
+    return Places(device_less, host, disk, tuple(said))
+
+
+def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates: Rates | None = None) -> Times | None:
+    """Seconds beside passes of `passes_s`; None: nothing leaves the device."""
+    if not isinstance(offload, Host):
+        return None
+    rates = rates or rates_of(machine, scratch_of(offload))
+    on_gpu = machine.device.startswith("cuda")
+    params, link, waits = load.weights, 0.0, 0.0
+    computed = (load.update.moved_bytes / load.shards + COPIES * params) * load.ranks / rates.update
+    disk_bytes = 2 * load.state if offload.to_files else 0.0
+    disk = load.state * load.ranks * max(1 / rates.read, 1 / rates.write) if offload.to_files else 0.0
+    passes = load.passes
+    if offload.parameters:
+        # A layer comes before its forward pass and before its backward pass, in which it is computed again if at all.
+        brought = load.width * load.layer_weights
+        link += (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought  # the last one stays for the backward pass
+        waits += _beyond(passes * brought, passes_s * SHARE_OF_FORWARD, rates, on_gpu)
+    if offload.gradients_leave:
+        left = load.width * params * passes
+        link += left
+        down = passes * load.width * load.layer_weights if offload.parameters else 0.0
+        waits += _beyond(max(left, down), passes_s * SHARE_OF_BACKWARD, rates, on_gpu)
+        if passes > 1:  # the host adds them beside the next ones
+            added = (passes - 1) * (load.width + 8) * params / rates.update
+            waits += max(added - passes_s, 0.0) if on_gpu else added
+    copied = 0.0 if offload.gradients_leave else load.gradient_width * params
+    back = 0.0 if offload.parameters else load.width * params
+    link += copied + back
+    on_link = max(copied, back) / rates.link if on_gpu else 0.0
+    return Times(max(computed, on_link, disk), waits, link, disk_bytes, rates.said)
+
+
+def _beyond(num_bytes: float, beside: float, rates: Rates, on_gpu: bool) -> float:
+    """Seconds that a pass waits for copies: on a CPU, which does one thing at a time, all of them, each read and written."""
+    return max(num_bytes / rates.link - beside, 0.0) if on_gpu else 2 * num_bytes / rates.update
+
+
+def stepped(step: Estimate, here: float, offload: Offload, load: Load, machine: Machine) -> Estimate:
+    """The estimate of a step whose update, `here` seconds of it, is made elsewhere: after the passes, or delayed beside the next."""
+    passes = step.value - here
+    found = times(offload, load, machine, passes)
+    if found is None:
+        return step
+    delayed = isinstance(offload, Host) and offload.delayed_update
+    value = max(passes + found.waits, found.update) if delayed else passes + found.waits + found.update
+    waits = f", {found.waits:.3g} s more for weights and gradients that travel" if found.waits else ""
+    beside = "beside the next passes" if delayed else "instead"
+    formula = f"{step.formula}, on the host {found.update:.3g} s {beside}{waits} ({found.said})"
+    return step.model_copy(update={"value": value, "formula": formula})
+
+
+def scratch_of(offload: Offload) -> str | None:
+    """The folder whose disk a stage's scratch files are on: that of its outputs unless one is set; None: there are no files."""
+    return (offload.folder or ".") if isinstance(offload, Nvme) else None
+
+
+def as_said(offload: Offload) -> str:
+    """A technique with what differs from its defaults."""
+    chosen = [
+        name
+        for name in ("gradients", "parameters", "delayed_update")
+        if isinstance(offload, Host) and getattr(offload, name)
+    ]
+    where = f" in {offload.folder}" if isinstance(offload, Nvme) and offload.folder else ""
+    return f"{offload.kind}{where}" + (f" with {', '.join(chosen)}" if chosen else "")

@@ -1,0 +1,114 @@
+"""Rates on which the place of a training's state depends: the link to the device, the disk past its cache, the host's update."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from hone.base.durable import write_atomic
+from hone.base.errors import HoneError
+from hone.cost.files import DISK_BYTES_PER_S
+from hone.cost.offload import link_rate
+from hone.measure.calibration import Calibration
+from hone.measure.machine import Machine, describe
+
+HOST_BYTES_PER_S = 6e9
+"""Bytes a second that one thread moves between its core and memory; assumed where nothing is calibrated."""
+
+MOST_BYTES_PER_S = 150e9
+"""The same of all threads together."""
+
+_PROBE_BYTES = 256 << 20
+"""Bytes that are written and read past the page cache to measure a disk."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second."""
+
+    link: float
+    """From pinned host memory to the device, and as many back at the same time."""
+    update: float
+    """That a step on the host reads and writes."""
+    read: float
+    """From the disk's files, past the page cache, while as many are written."""
+    write: float
+    said: str
+    """Where they come from."""
+
+
+def rates_of(machine: Machine, folder: str | None = None) -> Rates:
+    """The rates of `machine`. With `folder`, the disk there is measured once (a second), if the machine is this one."""
+    link, bound = link_rate(machine)
+    on_gpu = machine.device.startswith("cuda")
+    calibration = machine.calibration
+    if on_gpu and not machine.elsewhere:
+        calibration = describe("cpu").calibration
+    update = min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
+    said = ["the host's memory is assumed"]
+    if calibration is not None and (not on_gpu or not machine.elsewhere) and calibration.copies:
+        update, said = _memory(calibration), ["the host's memory is calibrated"]
+    if on_gpu:
+        said.append("the link is a data sheet's" if bound else "the link is calibrated")
+    found = Rates(link, update, DISK_BYTES_PER_S, DISK_BYTES_PER_S, ", ".join(said))
+    if folder is None:
+        return found
+    disk = None if machine.elsewhere or machine.planned else _disk(Path(folder))
+    if disk is None:
+        return replace(found, said=f"{found.said}, the disk's rate is assumed")
+    return replace(found, read=disk[0], write=disk[1], said=f"{found.said}, the disk is measured")
+
+
+def _memory(calibration: Calibration) -> float:
+    """A copy of tensors that no cache holds moves as many bytes as a step does: 11.7 and 11.6 GB/s of one thread were measured."""
+    return max(calibration.copies, key=lambda one: one.num_bytes).bytes_per_s
+
+
+def _disk(folder: Path) -> tuple[float, float] | None:
+    """(read, write) of the disk of `folder` while both go on, measured once and kept in the user's cache; None: it cannot be used."""
+    while not folder.exists():
+        folder = folder.parent
+    where = hashlib.sha256(f"{folder.stat().st_dev} {describe('cpu').num_threads}".encode()).hexdigest()[:16]
+    kept = None
+    with suppress(RuntimeError):  # no home folder
+        kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / f"disk-{where}.json"
+        with suppress(OSError, ValueError, TypeError):
+            found = json.loads(kept.read_text())
+            return float(found["read"]), float(found["write"])
+    measured = probe(folder)
+    if measured is not None and kept is not None:
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept, json.dumps({"read": measured[0], "write": measured[1]}).encode())
+    return measured
+
+
+def probe(folder: Path, num_bytes: int = _PROBE_BYTES) -> tuple[float, float] | None:
+    """Bytes a second (read, write) of a scratch file in `folder` while one half is read and the other written; None: it cannot be."""
+    from hone.train.offload.files import ScratchFile, aligned
+
+    half = num_bytes // 2
+    try:
+        file = ScratchFile(folder, num_bytes)
+    except HoneError:
+        return None
+    try:
+        one, other = aligned(half).fill_(1), aligned(half).fill_(2)
+        file.wait([*file.write(one, 0), *file.write(other, half)])
+        begun = time.perf_counter()
+        file.wait([*file.read(one, 0), *file.write(other, half)])
+        rate = half / (time.perf_counter() - begun)
+    finally:
+        file.close()
+    return rate, rate
+
+
+def as_said(rates: Rates) -> str:
+    """The rates in words."""
+    shown = {key: f"{value / 1e9:.1f} GB/s" for key, value in asdict(rates).items() if key != "said"}
+    return ", ".join(f"{key} {value}" for key, value in shown.items()) + f" ({rates.said})"
