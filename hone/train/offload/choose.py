@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from hone.base.artifact import Draft
 from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.update import update_seconds
 from hone.measure.machine import Machine, describe
 from hone.train.offload.cost import Times, as_said, places, scratch_of, times
-from hone.train.offload.techniques import Auto, Host
+from hone.train.offload.techniques import Auto, Host, Nvme
 from hone.train.work import Work, growth_bytes, step_seconds
 
 if TYPE_CHECKING:
@@ -50,6 +52,11 @@ def _fastest(work: Work, auto: Auto, machine: Machine) -> tuple[Work, tuple[str,
     found, lines = [], []
     for offload in auto.candidates(alone=machine.num_ranks == 1):
         one = replace(work, offload=offload)
+        if isinstance(offload, Nvme) and machine.device.startswith("cuda"):  # the host's memory is faster than its disk
+            spare = (
+                0.9 * _host_room(auto.host_bytes) / machine.num_ranks - places(offload, one.load, machine.device).host
+            )
+            one = replace(work, offload=offload.model_copy(update={"host_bytes": max(int(spare), 0)}))
         needs = growth_bytes(one, machine.device).value
         short = (
             _shortage(one, machine, auto.host_bytes)
@@ -63,13 +70,17 @@ def _fastest(work: Work, auto: Auto, machine: Machine) -> tuple[Work, tuple[str,
     return best, (*lines, f"auto takes {_line(best, machine)}")
 
 
+def _host_room(host_bytes: int | None) -> float:
+    return host_bytes or min(describe("cpu").free_memory_bytes, psutil.virtual_memory().available)
+
+
 def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
     """What of a GPU's host or of the disk is too small; ''."""
     if machine.elsewhere or machine.planned:
         return ""
     kept = places(work.offload, work.load, machine.device)
     if machine.device.startswith("cuda"):
-        room = host_bytes or describe("cpu").free_memory_bytes
+        room = _host_room(host_bytes)
         host = kept.host * machine.num_ranks
         if host > room:
             return f"needs {human_bytes(host)} of the host's memory, {human_bytes(room)} are free"

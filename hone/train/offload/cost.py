@@ -104,8 +104,10 @@ def places(offload: Offload, load: Load, device: str) -> Places:
     # Resident, float32 weights are their own masters, and half-precision ones are beside them.
     device_less = load.update.state_bytes / load.shards + (4 * params if half else 0.0)
     if offload.to_files:
-        said = [f"optimizer state and masters {human_bytes(load.state)} on disk"]
-        disk, host = load.state, buffers + window
+        disk = on_disk(offload, load)
+        kept = f", {human_bytes(load.state - disk)} of them in host memory" if load.state > disk else ""
+        said = [f"optimizer state and masters {human_bytes(load.state)} on disk{kept}"]
+        host = buffers + window + load.state - disk
     if offload.gradients_leave:
         sums = load.gradient_width * params * (2 if offload.delayed_update else 1)
         said.append(f"gradients {human_bytes(sums)} in host memory")
@@ -132,9 +134,11 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
     on_gpu = machine.device.startswith("cuda")
     params, link, waits = load.weights, 0.0, 0.0
     computed = (load.update.moved_bytes / load.shards + COPIES * params) * load.ranks / rates.update
-    disk_bytes = 2 * load.state if offload.to_files else 0.0
-    disk = load.state * load.ranks * max(1 / rates.read, 1 / rates.write) if offload.to_files else 0.0
+    moved = on_disk(offload, load) if offload.to_files else 0.0
+    disk = moved * load.ranks * max(1 / rates.read, 1 / rates.write)
     passes = load.passes
+    if offload.gradients_leave:  # their norm is computed there, too
+        computed += load.gradient_width * params * load.ranks / rates.update
     if offload.parameters:
         # A layer comes before its forward pass and before its backward pass, in which it is computed again if at all.
         brought = load.width * load.layer_weights
@@ -152,7 +156,12 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
     back = 0.0 if offload.parameters else load.width * params
     link += copied + back
     on_link = max(copied, back) / rates.link if on_gpu else 0.0
-    return Times(max(computed, on_link, disk), waits, link, disk_bytes, rates.said)
+    return Times(max(computed, on_link, disk), waits, link, 2 * moved, rates.said)
+
+
+def on_disk(offload: Host, load: Load) -> float:
+    """Bytes of a rank's masters and optimizer state that are in files."""
+    return max(load.state - offload.memory_bytes, 0.0)
 
 
 def _beyond(num_bytes: float, beside: float, rates: Rates, on_gpu: bool) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hone.base.errors import FitError, MachineError
 from hone.base.figure import human_bytes
+from hone.serve.offload.pinned import host_memory
 
 PAGE = 4096
 """Offsets, sizes and addresses of reads and writes past the page cache (O_DIRECT) are multiples of this."""
@@ -57,6 +58,17 @@ def aligned(num_bytes: int) -> Tensor:
     """Uninitialised memory that starts at a page, whole pages of it: uint8 [>= num_bytes]."""
     size = -(-max(num_bytes, 1) // PAGE) * PAGE
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def pinned(numbers: int, dtype: torch.dtype, *, pin: bool) -> tuple[Tensor, Tensor]:
+    """Host memory [numbers], pinned for a GPU, in whole pages where torch's own allocator takes powers of two; and its owner,
+    which must live as long. Raises MachineError when the system refuses to pin it."""
+    try:
+        memory = host_memory(numbers * dtype.itemsize, pin=pin)
+    except MachineError as error:
+        fix = "raise the container's memory limit or ulimit -l, or leave parallelism.offload.parameters out"
+        raise MachineError(error.what.replace("a layer's weights", "training state"), fix=fix) from None
+    return memory.view(dtype), memory
 
 
 class ScratchFile:

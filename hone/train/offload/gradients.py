@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.train.offload.files import pinned
+
 SLOTS = 4
 """Pinned buffers in which gradients wait for the thread that adds them."""
 
@@ -25,6 +27,7 @@ class HostGradients:
         self._sums: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
         """The memory of a second set, for the step that is computed while the next gradients come."""
+        self._owners: list[Tensor] = []
         self._filled: set[str] = set()
         self._given: dict[str, Tensor] = {}
         on_gpu = device.type == "cuda"
@@ -43,8 +46,10 @@ class HostGradients:
         self.moved_bytes += gradient.nbytes
         if name not in self._sums:
             dtype = torch.float32 if self._wide else gradient.dtype
-            pinned = self._stream is not None and not self._wide
-            self._sums[name] = torch.empty(gradient.shape, dtype=dtype, pin_memory=pinned)
+            pin = self._stream is not None and not self._wide
+            memory, owner = pinned(gradient.numel(), dtype, pin=pin)
+            self._owners.append(owner)
+            self._sums[name] = memory.view(gradient.shape)
         held = self._sums[name]
         if self._stream is None:
             held.copy_(gradient) if first else held.add_(gradient)

@@ -46,7 +46,7 @@ class HostWeights(HostSteps):
         self.zeros = {name: mask.cpu() for name, mask in (zeros or {}).items()}
         if offload.to_files:
             shapes = {name: tuple(one.shape) for name, one in self.parameters.items()}
-            self.files = StateFile(Path(offload.scratch), shapes, rules, parameters)
+            self.files = StateFile(Path(offload.scratch), shapes, rules, parameters, offload.memory_bytes)
             self.masters = self.files.masters
         layers = []
         for path in parts_of(model.config):
@@ -81,8 +81,9 @@ class HostWeights(HostSteps):
                 parameter.data.masked_fill_(zeros[name], 0)
                 parameter.register_hook(partial(filled, zeros[name]))
             if self.files is None:
-                self.masters[name] = torch.empty(parameter.shape)
-            self.masters[name].copy_(parameter.detach())
+                self.masters[name] = torch.empty(parameter.shape).copy_(parameter.detach())
+            else:
+                self.files.put(name, parameter.detach())
         if self.offload.parameters and path.startswith("layers.") and taken:
             return StreamedLayer(taken, dtype, next(iter(taken.values())).device)
         for parameter in taken.values():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hone.train.offload.files import pinned
+
 ALIGN = 64
 """Weights begin at multiples of so many elements, as kernels like them."""
 
@@ -24,7 +26,7 @@ class StreamedLayer:
         for name, parameter in parameters.items():
             self._places[name] = size, parameter.shape
             size += -(-parameter.numel() // ALIGN) * ALIGN
-        self.home = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        self.home, self._owner = pinned(size, dtype, pin=device.type == "cuda")
         self.flat = torch.empty(size, dtype=dtype, device=device)
         self.missing: set[str] = set()
         """Weights whose gradient the backward pass under way has not made yet."""

@@ -35,12 +35,15 @@ class DividedHostWeights(HostSteps, DividedWeights):
         on_device, self.zeros = self.masters, {name: mask.cpu() for name, mask in self.zeros.items()}
         if offload.to_files:
             shapes = {name: tuple(one.shape) for name, one in on_device.items()}
-            self.files = StateFile(Path(offload.scratch), shapes, rules, described)
+            self.files = StateFile(Path(offload.scratch), shapes, rules, described, offload.memory_bytes)
             self.masters = self.files.masters
         else:
             self.masters = {name: torch.empty(one.shape) for name, one in on_device.items()}
         for name, master in on_device.items():
-            self.masters[name].copy_(master.detach())
+            if self.files is None:
+                self.masters[name].copy_(master.detach())
+            else:
+                self.files.put(name, master.detach())
         for bucket in self._buckets:
             bucket.moved(self.masters)
 

@@ -21,9 +21,9 @@ BUFFERS = 3
 
 
 class StateFile:
-    """The float32 masters of `shapes` and the state of their rule, in a file in `folder`.
+    """The float32 masters of `shapes` and the state of their rule, in a file in `folder`, but for `memory_bytes` of them.
 
-    `masters` and what `start` returns are the tensors of the file, mapped: whatever is not an update uses them like others.
+    Weights that stay in memory are spread among the others, so that the disk is busy throughout an update. `masters` and what `start` returns are the tensors of the file, mapped: whatever is not an update uses them like others.
     An update goes through `begin` and `windows`, past the page cache.
     """
 
@@ -33,20 +33,26 @@ class StateFile:
         shapes: Mapping[str, tuple[int, ...]],
         rules: Mapping[str, Rule],
         parameters: Mapping[str, Parameter],
+        memory_bytes: float = 0,
     ) -> None:
-        tensors = {}
+        tensors: dict[tuple[str, str], Tensor] = {}
         for name, shape in shapes.items():
             master = torch.empty(shape)
             tensors[name, "weight"] = master.to("meta")
             for key, state in rules[name].start(master, parameters[name]).items():
                 tensors[name, key] = state.to("meta")
+        self.in_memory = _spread(tensors, memory_bytes)
+        tensors = {key: tensor for key, tensor in tensors.items() if key[0] not in self.in_memory}
         self._rules = rules
         self._spans, num_bytes = layout(tensors)
         self.file = ScratchFile(folder, num_bytes)
         self._keys: dict[str, list[str]] = {}
         for name, key in self._spans:
             self._keys.setdefault(name, []).append(key)
-        self.masters = {name: self.file.tensor(self._spans[name, "weight"]) for name in shapes}
+        self.masters = {
+            name: torch.empty(shape) if name in self.in_memory else self.file.tensor(self._spans[name, "weight"])
+            for name, shape in shapes.items()
+        }
         self._used: set[str] = set()
         """Weights whose state is not the file's zeros any more."""
         self._mapped_written = True
@@ -57,7 +63,9 @@ class StateFile:
         self._turn = 0
 
     def start(self, name: str, parameter: Parameter) -> dict[str, Tensor]:
-        """As `Rule.start`, in the file."""
+        """As `Rule.start`, in the file or in memory."""
+        if name in self.in_memory:
+            return self._rules[name].start(self.masters[name], parameter)
         found = {key: self.file.tensor(self._spans[name, key]) for key in self._keys[name] if key != "weight"}
         for key, values in self._rules[name].start(torch.empty(self.masters[name].shape), parameter).items():
             if name in self._used or values.any():
@@ -65,6 +73,19 @@ class StateFile:
                 self._mapped_written = True
         self._used.add(name)
         return found
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Writes the master of `name`, past the page cache, which would take memory for a while."""
+        if name in self.in_memory:
+            self.masters[name].copy_(values)
+            return
+        span, flat = self._spans[name, "weight"], values.reshape(-1)
+        room = aligned(4 * min(len(flat), WINDOW))
+        for start in range(0, len(flat), WINDOW):
+            count = min(WINDOW, len(flat) - start)
+            room[: 4 * count].view(torch.float32).copy_(flat[start : start + count])
+            self.file.wait(self.file.write(room[: -(-4 * count // PAGE) * PAGE], span.offset + 4 * start))
+        self.file.written_bytes = 0  # of updates alone
 
     def changed(self) -> None:
         """To be called when mapped tensors were written."""
@@ -78,7 +99,7 @@ class StateFile:
             self.file.flush()
             self._mapped_written = False
         assert not self._queue and not self._reading, "an update was not ended"
-        for name in names:
+        for name in (one for one in names if one not in self.in_memory):
             numel, whole = self.masters[name].numel(), self._rules[name].reads_whole
             step = max(numel, 1) if whole else WINDOW
             self._queue.extend((name, start, min(start + step, numel)) for start in range(0, numel, step))
@@ -151,3 +172,17 @@ class StateFile:
             return memory[: span.num_bytes].view(span.dtype).view(span.shape)
         stop = min(start + WINDOW, numel)
         return memory[: (-(-stop // each) - start // each) * span.dtype.itemsize].view(span.dtype)
+
+
+def _spread(tensors: Mapping[tuple[str, str], Tensor], memory_bytes: float) -> set[str]:
+    """Names whose tensors take `memory_bytes` at most, as evenly among all as their sizes allow."""
+    sizes: dict[str, int] = {}
+    for (name, _), tensor in tensors.items():
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    share, seen, found, held = memory_bytes / max(sum(sizes.values()), 1), 0.0, set(), 0
+    for name, size in sizes.items():
+        seen += size
+        if share >= 1 or (held + size <= share * seen and held + size <= memory_bytes):
+            found.add(name)
+            held += size
+    return found

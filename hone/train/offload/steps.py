@@ -141,7 +141,7 @@ class HostSteps(Weights):
 
     def _parts(self, rule: Rule, entry: Entry, name: str) -> Iterator[tuple[int, int, Tensor, Mapping[str, Tensor]]]:
         """(start, stop, weight, state) of the parts of a weight that are in memory one after the other."""
-        if self.files is not None:
+        if self.files is not None and name not in self.files.in_memory:
             yield from self.files.windows(name)
         elif rule.reads_whole:
             yield 0, entry.weight.numel(), entry.weight, entry.state

@@ -77,6 +77,11 @@ class Host(Offload):
         return self.gradients or self.parameters or self.delayed_update
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the state of which the rest is in files; 0 where there are none."""
+        return 0
+
+    @property
     def scratch(self) -> str:
         """The folder of a trainer's scratch files; '': there are none."""
         return ""
@@ -122,6 +127,13 @@ class Nvme(Host):
         "",
         description="Folder of the scratch files, on a local disk; empty: the stage's own, or the system's temporary one.",
     )
+
+    host_bytes: int = Field(0, ge=0, description="Bytes of them, of each rank, that stay in host memory.")
+
+    @property
+    def memory_bytes(self) -> int:
+        """As `host_bytes`."""
+        return self.host_bytes
 
     @property
     def scratch(self) -> str:
