@@ -337,7 +337,7 @@ def test_seconds_of_every_place():
     """An update takes as long as its slowest part; what travels beside passes costs what it takes longer than they do."""
     params, layers = FACTS.num_params, load().layer_weights
     found = times(Host(kind="host"), load(), GPU, 1.0, RATES)
-    assert found.update == pytest.approx(params * (28 + 16) / 100e9) and found.waits == 0
+    assert found.update == pytest.approx(params * (28 + 4) / 100e9) and found.waits == 0
     assert times(Nvme(kind="nvme"), load(), GPU, 1.0, RATES).update == pytest.approx(12 * params / 2e9)
     assert times(Nvme(kind="nvme"), load(), GPU, 1.0, RATES).disk_bytes == 24 * params
     slow = replace(RATES, link=1e6)
