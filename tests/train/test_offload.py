@@ -46,6 +46,7 @@ PLACES = [
     {"kind": "host", "parameters": True},
     {"kind": "nvme"},
     {"kind": "nvme", "parameters": True},
+    {"kind": "nvme", "parameters_on_disk": True},
     {"kind": "nvme", "host_bytes": 400_000},
 ]
 

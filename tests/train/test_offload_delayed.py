@@ -78,7 +78,7 @@ def test_it_is_another_training(data_folder):
     assert Host(kind="host").exact and not Host(kind="host", delayed_update=True).exact
 
 
-@pytest.mark.parametrize("more", [{}, {"parameters": True}, {"kind": "nvme"}])
+@pytest.mark.parametrize("more", [{}, {"parameters": True}, {"kind": "nvme", "parameters_on_disk": True}])
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_checkpoint_goes_on_with_the_same_bits(more, stop, data_folder, tmp_path):
     """It has the weights that the next step computes with beside the masters that the delayed update makes."""
@@ -139,12 +139,13 @@ def test_it_is_part_of_the_identity():
     assert plain.identity() == host.identity() != late.identity()
 
 
+@pytest.mark.parametrize("place", [{"kind": "host", "parameters": True}, {"kind": "nvme", "parameters_on_disk": True}])
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_layers_that_come_and_go(kind, data_folder):
+def test_layers_that_come_and_go(kind, place, data_folder):
     """Recomputed layers, several passes and evaluations: the losses of the training on the device."""
     data = PackedTokens(data_folder)
     more = {"activation_checkpointing": ACTIVATION_CHECKPOINTINGS.read(kind), "accumulation": 2}
-    one, other = make(data, "none", **more), make(data, {"kind": "host", "parameters": True}, **more)
+    one, other = make(data, "none", **more), make(data, place, **more)
     assert trained(one, data) == trained(other, data)
     sizes = {"batch_size": 4, "seq_len": 32}
     assert validate(one.model, data, **sizes) == validate(other.model, data, **sizes)

@@ -53,6 +53,7 @@ KINDS: dict[str, Any] = {
     "host": {"kind": "host", "parameters": True},
     "nvme": {"kind": "nvme"},
     "nvme-parameters": {"kind": "nvme", "parameters": True},
+    "nvme-all": {"kind": "nvme", "parameters_on_disk": True},
     "auto": {"kind": "auto", "device_bytes": 1},
 }
 
@@ -214,7 +215,7 @@ def test_a_kill_in_the_middle_of_a_write_changes_nothing(resident, data_folder, 
 @pytest.mark.slow
 def test_kills_at_any_time_change_nothing(resident, data_folder, tmp_path):
     pauses = iter([0.004, 0.0, 0.01])
-    place = spec(KINDS["nvme-parameters"])
+    place = spec(KINDS["nvme-all"])
     content = content_after_kills(place, data_folder, tmp_path / "killed", (3, 5), lambda: next(pauses))
     assert content == resident.content
 

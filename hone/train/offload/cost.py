@@ -115,11 +115,13 @@ def places(offload: Offload, load: Load, device: str) -> Places:
         said.append(f"gradients {human_bytes(sums)} in host memory")
         host += sums
         device_less += load.gradient_width * params
-    if offload.parameters:
+    if offload.streams:
         kept = load.width * load.layer_weights
         two = 2 * kept / max(load.facts.num_layers, 1)
-        said.append(f"layers' parameters {human_bytes(kept)} in host memory")
-        host += kept
+        where = "on disk" if offload.streams_files else "in host memory"
+        said.append(f"layers' parameters {human_bytes(kept)} {where}")
+        host += 1.5 * two if offload.streams_files else kept
+        disk += kept if offload.streams_files else 0.0
         device_less += max(kept - two, 0.0)
     if offload.delayed_update:
         host += load.width * params
@@ -141,21 +143,26 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
     passes = load.passes
     if offload.gradients_leave:  # their norm is computed there, too
         computed += load.gradient_width * params * load.ranks / rates.update
-    if offload.parameters:
+    if offload.streams:
         # A layer comes before its forward pass and before its backward pass, in which it is computed again if at all.
         brought = load.width * load.layer_weights
         link += (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought  # the last one stays for the backward pass
         waits += _beyond(passes * brought, passes_s * SHARE_OF_FORWARD, rates, on_gpu)
+        if offload.streams_files:
+            files = (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought
+            waits += max(files / rates.read - passes_s, 0.0) if on_gpu else files / rates.read
+            disk += brought / rates.write
+            moved += brought / 2
     if offload.gradients_leave:
         left = load.width * params * passes
         link += left
-        down = passes * load.width * load.layer_weights if offload.parameters else 0.0
+        down = passes * load.width * load.layer_weights if offload.streams else 0.0
         waits += _beyond(max(left, down), passes_s * SHARE_OF_BACKWARD, rates, on_gpu)
         if passes > 1:  # the host adds them beside the next ones
             added = (passes - 1) * (load.width + 8) * params / rates.update
             waits += max(added - passes_s, 0.0) if on_gpu else added
     copied = 0.0 if offload.gradients_leave else load.gradient_width * params
-    back = 0.0 if offload.parameters else load.width * params
+    back = 0.0 if offload.streams else load.width * params
     link += copied + back
     on_link = max(copied, back) / rates.link if on_gpu else 0.0
     return Times(max(computed, on_link, disk), waits, link, 2 * moved, rates.said, (computed, on_link, disk))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hone.model.decoder import Decoder, parts_of
 from hone.train.offload.gradients import HostGradients
-from hone.train.offload.layers import LayerStream, StreamedLayer
+from hone.train.offload.layers import LayerFile, LayerStream, StreamedLayer, flat_size
 from hone.train.offload.states import StateFile
 from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Host
@@ -49,6 +49,14 @@ class HostWeights(HostSteps):
             self.files = StateFile(Path(offload.scratch), shapes, rules, parameters, offload.memory_bytes)
             self.masters = self.files.masters
         layers = []
+        self._layer_file = None
+        if offload.streams_files:
+            sizes = [
+                dtype.itemsize * flat_size(one for one in layer.parameters() if one.requires_grad)
+                for layer in model.layers
+            ]
+            # Buffers are pinned where the model is made, which it may not be yet.
+            self._layer_file = LayerFile(Path(offload.scratch), sizes, pin=torch.cuda.is_available())
         for path in parts_of(model.config):
             made = self._take(model, path, dtype, dict(zeros or {}))
             layers += [] if made is None else [made]
@@ -56,7 +64,9 @@ class HostWeights(HostSteps):
         self._prepare(model.embedding.device, dtype)
         if offload.gradients_leave:
             self.held = HostGradients(self.device, wide=accumulate)
-        self.layers = LayerStream(list(model.layers), layers, self.device) if layers else None
+        self.layers = LayerStream(list(model.layers), layers, self.device, self._layer_file) if layers else None
+        if self.layers is not None:
+            self.layers.changed()
         for name, parameter in self.parameters.items():
             if self.held is not None or (accumulate and dtype != torch.float32):
                 parameter.register_post_accumulate_grad_hook(partial(self._add, name))
@@ -84,8 +94,8 @@ class HostWeights(HostSteps):
                 self.masters[name] = torch.empty(parameter.shape).copy_(parameter.detach())
             else:
                 self.files.put(name, parameter.detach())
-        if self.offload.parameters and path.startswith("layers.") and taken:
-            return StreamedLayer(taken, dtype, next(iter(taken.values())).device)
+        if self.offload.streams and path.startswith("layers.") and taken:
+            return StreamedLayer(taken, dtype, next(iter(taken.values())).device, self._layer_file)
         for parameter in taken.values():
             parameter.data = parameter.detach().to(dtype)
         return None
@@ -146,6 +156,12 @@ class HostWeights(HostSteps):
 
     # Weights
 
+    def published(self) -> None:
+        """As `HostSteps.published`; what streams from a file is there."""
+        super().published()
+        if self.layers is not None and not self.delays:
+            self.layers.changed()
+
     @property
     def delays(self) -> bool:
         """Whether updates go on beside the next step's passes."""
@@ -194,6 +210,7 @@ class HostWeights(HostSteps):
             self._moved_bytes += target.nbytes if home is None else 0
         if self.layers is not None:
             self.layers.free()
+            self.layers.changed()
         if self.device.type == "cuda":  # the next update writes into the same memory
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -221,6 +238,8 @@ class HostWeights(HostSteps):
         for name, values in weights.items():
             home = None if self.layers is None else self.layers.home(name)
             (self.parameters[name] if home is None else home).copy_(values)
+        if self.layers is not None:
+            self.layers.changed()
 
     @contextmanager
     def whole(self, path: str, *, wide: bool) -> Iterator[None]:

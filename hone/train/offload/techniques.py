@@ -74,7 +74,17 @@ class Host(Offload):
     @property
     def gradients_leave(self) -> bool:
         """Whether gradients are summed on the host."""
-        return self.gradients or self.parameters or self.delayed_update
+        return self.gradients or self.streams or self.delayed_update
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers' parameters come for their passes."""
+        return self.parameters
+
+    @property
+    def streams_files(self) -> bool:
+        """Whether they come from files."""
+        return False
 
     @property
     def memory_bytes(self) -> int:
@@ -92,7 +102,7 @@ class Host(Offload):
             raise ValueError(
                 "offload.delayed_update has no last update that an early_stopping could wait for: give one of them"
             )
-        if self.parameters and precision.startswith("fp8"):
+        if self.streams and precision.startswith("fp8"):
             raise ValueError(f"offload.parameters works in fp32, bf16 and fp16, not in {precision}")
         if self.to_files and copies_state:
             raise ValueError(
@@ -109,7 +119,8 @@ class Host(Offload):
                 fix="set parallelism.data_parallel: zero1, zero2 or zero3, which give each rank a share of it",
             )
         if self.gradients_leave:
-            chosen = [name for name in ("gradients", "parameters", "delayed_update") if getattr(self, name)]
+            names = ("gradients", "parameters", "delayed_update", "parameters_on_disk")
+            chosen = [name for name in names if getattr(self, name, False)]
             raise SpecError(
                 f"offload.{chosen[0]} works on one rank, here are {num_ranks}",
                 fix=f"leave offload.{chosen[0]} out; parallelism.data_parallel: zero2 divides gradients, zero3 parameters too",
@@ -129,6 +140,20 @@ class Nvme(Host):
     )
 
     host_bytes: int = Field(0, ge=0, description="Bytes of them, of each rank, that stay in host memory.")
+
+    parameters_on_disk: bool = Field(
+        False, description="As parameters, with layers' weights in a scratch file instead of host memory."
+    )
+
+    @property
+    def streams(self) -> bool:
+        """As `Host.streams`."""
+        return self.parameters or self.parameters_on_disk
+
+    @property
+    def streams_files(self) -> bool:
+        """As `Host.streams_files`."""
+        return self.parameters_on_disk
 
     @property
     def memory_bytes(self) -> int:
