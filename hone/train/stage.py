@@ -249,6 +249,8 @@ class Train(Prolonged):
             offload = plan.offload.within(draft.state / "offload")
             in_parts = mesh.world_size > 1 or offload.leaves
             trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload)
+            for line in trainer.update.weights.notes:
+                run.say(line)
             trainer.early = early = Stop(self.early_stopping, draft, run)
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)

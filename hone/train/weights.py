@@ -28,6 +28,11 @@ class Weights:
     delays = False
     """Whether an update may go on beside the passes of the next step."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a run says of where they are."""
+        return ()
+
     def __init__(
         self, model: Decoder, dtype: torch.dtype, *, accumulate: bool, zeros: Mapping[str, Tensor] | None = None
     ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,26 @@ def test_a_stage_makes_the_same_model(name, resident, data_folder, tmp_path, cap
     if name.startswith("nvme"):  # small weights fill their pages badly
         assert 1 <= figures["offload_disk_bytes"].value / figures["offload_disk_bytes"].estimate.value < 1.5
     assert not (tmp_path / f"{name}.partial").exists()
+
+
+def test_a_file_system_without_o_direct_is_said_once(resident, data_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "_direct", lambda path: None)
+    made = Train.read(spec(KINDS["nvme-all"])).make(tmp_path / "x", {"data": Artifact.read(data_folder)}, Run())
+    assert made.content == resident.content
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("refuses O_DIRECT") == 1 and "page cache" in made.figures["offload_disk_bytes"].note
+
+
+@pytest.mark.parametrize("name", ["host", "nvme", "nvme-all"])
+def test_a_training_that_is_over_gives_all_back(name, data_folder):
+    trainer = make(PackedTokens(data_folder), KINDS[name], accumulation=2)
+    trained(trainer, PackedTokens(data_folder), range(1))
+    held = weakref.ref(trainer.update.weights)
+    file = getattr(trainer.update.weights.files, "file", None)
+    closed = None if file is None else file.close
+    del trainer, file
+    gc.collect()
+    assert held() is None and (closed is None or not closed.alive)
 
 
 def killed_in_a_write(data: str, out: str, calls: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,9 +68,11 @@ class HostWeights(HostSteps):
         self.layers = LayerStream(list(model.layers), layers, self.device, self._layer_file) if layers else None
         if self.layers is not None:
             self.layers.changed()
+        # Weakly: no garbage collector sees a circle of a weight's hook and what holds the weight.
+        own = weakref.ref(self)
         for name, parameter in self.parameters.items():
             if self.held is not None or (accumulate and dtype != torch.float32):
-                parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+                parameter.register_post_accumulate_grad_hook(partial(_arrived, own, name))
         self._fresh: dict[str, Tensor] = {}
         """Rounded weights of the delayed update, in the host's memory, until the device's passes are over."""
         self._pending: Future | None = None
@@ -103,6 +106,12 @@ class HostWeights(HostSteps):
     def moved(self) -> int:
         """As `HostSteps.moved`, with streamed layers and delayed weights."""
         return super().moved() + (0 if self.layers is None else self.layers.moved_bytes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `HostSteps.notes`, of the layers' file too."""
+        own = self._layer_file.file.note if self._layer_file is not None else ""
+        return tuple(dict.fromkeys((*super().notes, *([own] if own else ()))))
 
     # Gradients
 
@@ -260,3 +269,10 @@ class HostWeights(HostSteps):
         finally:
             for name, values in before.items():
                 self.parameters[name].data = values
+
+
+def _arrived(own: weakref.ref[HostWeights], name: str, parameter: nn.Parameter) -> None:
+    """The hook of weight `name`."""
+    weights = own()
+    if weights is not None:
+        weights._add(name, parameter)

@@ -48,6 +48,11 @@ class HostSteps(Weights):
         self._went: list[Any] = [None, None]
         self._rounded: dict[str, Tensor] = {}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `Weights.notes`: a file that does not pass by the page cache."""
+        return (self.files.file.note,) if self.files is not None and self.files.file.note else ()
+
     def target(self, name: str) -> Tensor | None:
         """Where the rounded weight `name` is wanted; None: `published` brings it there."""
         return self.parameters[name]
