@@ -59,8 +59,11 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"kind": "nvme", "parameters": True},
     {"kind": "host", "delayed_update": True, "delayed_update_after": 9},
 )
-SPARE_DISK, SPARE_HOST = 5e9, 22e9
+SPARE_DISK, SPARE_HOST = 5e9, 26e9
 """Bytes that the 30b part leaves free: of the disk, and of host memory beside pinned buffers."""
+
+MOST_DISK_S = 30.0
+"""Seconds of a step that its disk may take at most: a slower disk gets fewer layers, or the run would take longer than its minutes."""
 
 
 class RandomMaker:
@@ -86,7 +89,7 @@ def main() -> None:
     rates = _rates(arguments)
     print(f"rates: {as_said(rates)}", flush=True)
     rows: list[dict[str, Any]] = []
-    for name, config, offload in _trainings(arguments):
+    for name, config, offload in _trainings(arguments, rates):
         if time.perf_counter() - begun > arguments.limit:
             print(f"left out for want of time: {name} {offload.kind}")
             continue
@@ -109,7 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="sequences of a step")
     parser.add_argument("--micro-batches", type=int)
     parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="timed, after one that is not; default: 2, of 30b 1")
     parser.add_argument("--resident-layers", type=int, default=8)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which no other training is begun")
     parser.add_argument("--no-ledger", action="store_true")
@@ -118,11 +121,12 @@ def _arguments() -> argparse.Namespace:
     arguments.part = arguments.part or ("8b" if on_gpu else "tiny")
     rows, micro = {"8b": (12, 6), "30b": (2, 1), "tiny": (4, 2)}[arguments.part]
     arguments.rows, arguments.micro_batches = arguments.rows or rows, arguments.micro_batches or micro
+    arguments.steps = arguments.steps or (1 if arguments.part == "30b" else 2)
     arguments.seq_len = arguments.seq_len or (8192 if on_gpu else 128)
     return arguments
 
 
-def _trainings(arguments: argparse.Namespace) -> list[tuple[str, ModelConfig, Offload]]:
+def _trainings(arguments: argparse.Namespace, rates: Rates) -> list[tuple[str, ModelConfig, Offload]]:
     """(name, config, places) of what is timed."""
     if arguments.part == "tiny":
         shape, vocab = SHAPES["tiny"]
@@ -136,7 +140,7 @@ def _trainings(arguments: argparse.Namespace) -> list[tuple[str, ModelConfig, Of
         return [(name, config, _read(arguments, one)) for name, config, one in found]
     shape, vocab = BIG
     status = os.statvfs(arguments.folder)
-    disk = status.f_bavail * status.f_frsize - SPARE_DISK
+    disk = min(status.f_bavail * status.f_frsize - SPARE_DISK, MOST_DISK_S * min(rates.read, rates.write))
     free = min(describe("cpu").free_memory_bytes, psutil.virtual_memory().available)
     host = free - SPARE_HOST - 4 * 2 * vocab * shape.hidden_size
     device = 0.75 * describe(arguments.device).memory_bytes  # weights and gradients in bf16
