@@ -55,7 +55,8 @@ class StateFile:
         }
         self._used: set[str] = set()
         """Weights whose state is not the file's zeros any more."""
-        self._mapped_written = True
+        self._mapped_written = False
+        """Whether mapped tensors were written since the file was last read past them."""
         self._buffers: list[Tensor] = []
         self._writing: dict[int, list[Future]] = {}
         self._queue: deque[tuple[str, int, int]] = deque()
