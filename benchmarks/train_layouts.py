@@ -146,7 +146,7 @@ def _trainer(
     model: Decoder, parallelism: Parallelism, mesh: Mesh, device: str, precision: Any, arguments: argparse.Namespace
 ) -> Trainer:
     ranks = parallelism.ranks(mesh, device)
-    return parallelism.data_parallel.trainer()(
+    return parallelism.trainer()(
         parallelism.decoder(model, ranks, arguments.seq_len),
         steps=10**6,
         schedule=Cosine(warmup=0, floor=1.0),

@@ -101,5 +101,8 @@ PIPELINE_SCHEDULES = Table(
         "zb_v": "hone.train.pipeline.techniques:ZbV",
         "dualpipe": "hone.train.pipeline.techniques:DualPipe",
         "dualpipe_v": "hone.train.pipeline.techniques:DualPipeV",
+        "pipedream": "hone.train.pipeline.techniques:PipeDream",
+        "pipedream_vertical": "hone.train.pipeline.techniques:PipeDreamVertical",
+        "pipedream_2bw": "hone.train.pipeline.techniques:PipeDream2BW",
     },
 )

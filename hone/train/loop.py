@@ -215,7 +215,7 @@ class Trainer:
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
             shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.positions
-            found = self.ranks.pipeline.train(self.model, parts, self.segments, self._objective, shares)
+            found = self.ranks.pipeline.train(self.model, parts, self.segments, self._objective, [shares] * len(parts))
             self.update.weights.before_backward(last=True)
             self.update.weights.after_backward()
             return Sums(*found, self.update.weights.squared_norm()), counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Ranks, Trainer
+    from hone.train.spikes.skip_step import SkipStep
 
 
 class Shared(NamedTuple):
@@ -102,7 +103,8 @@ class Parallelism(Spec):
     @property
     def exact(self) -> bool:
         """Whether losses and weights are those of one process: otherwise the ranks are part of a training's identity."""
-        return self.data_parallel.exact and self.offload.exact
+        stages = self.pipeline_parallel_degree == 1 or self.pipeline_parallel_schedule.exact
+        return self.data_parallel.exact and self.offload.exact and stages
 
     @property
     def taken(self) -> dict[str, int]:
@@ -166,6 +168,8 @@ class Parallelism(Spec):
     def check(self, config: ModelConfig, *, seq_len: int, teacher: ModelConfig | None = None) -> None:
         """Raises SpecError where the training of a model of `config` cannot be divided as these degrees say."""
         self.stages(config, seq_len)
+        if self.pipeline_parallel_degree > 1:
+            self.pipeline_parallel_schedule.check_model(config)
         degree = self.tensor_parallel_degree
         if degree == 1:
             return
@@ -181,6 +185,20 @@ class Parallelism(Spec):
                 f"seq_len {seq_len} is not divisible by {by}tensor_parallel_degree {degree}",
                 fix="change seq_len, or set parallelism.enable_sequence_parallel: false",
             )
+
+    def check_steps(
+        self, precision: str, intervals: Mapping[str, int], max_grad_norm: float, spikes: SkipStep | None
+    ) -> None:
+        """Raises ValueError where its techniques do not work with how steps are computed: see `DataParallel.check`."""
+        self.data_parallel.check(precision, intervals, spikes=spikes)
+        if self.pipeline_parallel_degree > 1:
+            field = "" if spikes is None else spikes.field
+            self.pipeline_parallel_schedule.check(precision=precision, max_grad_norm=max_grad_norm, spikes=field)
+
+    def trainer(self) -> Callable[..., Trainer]:
+        """The class of the loop's steps."""
+        found = self.pipeline_parallel_schedule.trainer() if self.pipeline_parallel_degree > 1 else None
+        return found or self.data_parallel.trainer()
 
     def stages(self, config: ModelConfig, seq_len: int) -> list[range]:
         """The layers of each pipeline stage. Raises SpecError when the layers cannot be divided into them."""

@@ -156,7 +156,7 @@ class Train(Prolonged):
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
-        self.parallelism.data_parallel.check(self.precision, intervals, spikes=self.optimizer.on_spike)
+        self.parallelism.check_steps(self.precision, intervals, self.max_grad_norm, self.optimizer.on_spike)
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
         told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)
@@ -355,7 +355,7 @@ class Train(Prolonged):
         self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run, offload: Any
     ) -> Trainer:
         ranks = self.parallelism.ranks(run.mesh, run.device)
-        return self.parallelism.data_parallel.trainer()(
+        return self.parallelism.trainer()(
             self.parallelism.decoder(model, ranks, self.seq_len),
             steps=plan.steps,
             schedule=plan.schedule,

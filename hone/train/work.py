@@ -380,7 +380,7 @@ def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
 def growth_bytes(work: Work, device: str) -> Estimate:
     """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most."""
     if work.pipeline is not None:
-        return max((growth_bytes(one, device) for one in by_rank(work, work.pipeline)), key=lambda found: found.value)
+        return max(bytes_by_rank(work, work.pipeline, device), key=lambda found: found.value)
     tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
     attends_in_parts = work.context is not None and work.context.zigzag  # and stores no mask
     growth = train_bytes(
@@ -435,6 +435,12 @@ def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
         segments = pipeline.live(rank, work.segments)
         found.append(replace(work, model=part, update=update, tensor=tensor, segments=segments, pipeline=None))
     return found
+
+
+def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate]:
+    """As `growth_bytes`, of each pipeline rank."""
+    parts = enumerate(by_rank(work, pipeline))
+    return [pipeline.with_versions(growth_bytes(one, device), rank, work.dtype) for rank, one in parts]
 
 
 def _around_s(work: Work, machine: Machine) -> float:

@@ -95,13 +95,14 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     if setting.get("traced"):  # as torch.compile cuts and guards them, without its compiler
         for layer in model.layers:
             layer.compile(dynamic=False, backend="eager")
-    return shared.data_parallel.trainer()(
+    return shared.trainer()(
         model,
         steps=setting.get("steps", STEPS),
         schedule=Cosine(warmup=1),
         optimizer=OPTIMIZERS.read({"kind": name, "lr": 1e-3, **OPTIONS[name]}),
         precision=setting.get("precision", "fp32"),
         gradient_accumulation_steps=setting.get("gradient_accumulation_steps", 1),
+        max_grad_norm=setting.get("max_grad_norm", 1.0),
         activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(setting.get("activation_checkpointing", "none")),
         compile=setting.get("compile", False),
         zeros=zeros,

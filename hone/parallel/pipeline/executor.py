@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,8 @@ class Executor:
     `stages` are the modules of this rank by their stage: their weights are kept in versions, and those of `linears` (by
     default the `nn.Linear` inside them) are changed when the schedule has W passes (`WeightGradients.defer`).
     `step(stage)` is the optimizer's step of an asynchronous schedule: it changes the parameters by their `grad` and clears it.
+    `renew(stage)` gives them other memory with the same values, where they are views of what a step changes; by default each
+    gets a copy of its own.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class Executor:
         *,
         linears: Iterable[nn.Module] | None = None,
         step: Callable[[int], None] | None = None,
+        renew: Callable[[int], None] | None = None,
     ) -> None:
         validate(table)
         self.table, self.channels, self.rank = table, channels, channels.index
-        self.stages, self.passes, self.step = dict(stages), passes, step
+        self.stages, self.passes, self.step, self.renew = dict(stages), passes, step, renew
         self._ops = table.ranks[self.rank]
         assert set(self.stages) >= set(table.held(self.rank)), f"rank {self.rank} needs stages {table.held(self.rank)}"
         assert table.steps == 0 or step is not None, "an asynchronous schedule needs a step"
@@ -166,7 +170,7 @@ class _Run:
         versions = self._versions[op.stage]
         if op.kind == "S":
             needed = {version for (stage, version), last in self._last.items() if stage == op.stage and last > index}
-            with versions.stepping(needed):
+            with versions.stepping(needed, self.of.renew and partial(self.of.renew, op.stage)):
                 assert self.of.step is not None
                 self.of.step(op.stage)
         elif op.kind == "W":
@@ -268,12 +272,15 @@ class _Versions:
             self._put(newest)
 
     @contextmanager
-    def stepping(self, needed: set[int]) -> Iterator[None]:
+    def stepping(self, needed: set[int], renew: Callable[[], None] | None) -> Iterator[None]:
         """The step inside makes the next version; of the older ones those in `needed` are kept."""
         if self._newest in needed:
             # The copy is changed: what autograd saved may be a view of the memory that the forward read.
             self._old[self._newest] = [one.data for one in self._parameters]
-            self._put([one.data.clone() for one in self._parameters])
+            if renew is not None:
+                renew()
+            else:
+                self._put([one.data.clone() for one in self._parameters])
         # A backward to come reads the version of its forward (`reading`), so autograd need not see that weights change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
             yield

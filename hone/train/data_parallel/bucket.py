@@ -237,6 +237,20 @@ class Bucket:
             self.parameters[name].data = values
         self._narrow = {}
 
+    def renew(self) -> None:
+        """The weights get memory of their own: what passes under way have read stays as it is."""
+        assert not self.frees, "weights that are freed have no copies"
+        self.ready()
+        index, before = self.copies.shard.index, self.weights
+        self.weights = before.clone()
+        for name, parameter in self.parameters.items():
+            parameter.data = self.flat.view(self.weights, name)
+        within = self.flat.slice_of(before, index).data_ptr()
+        if self.master.data_ptr() == within:
+            self.master = self.flat.slice_of(self.weights, index)
+        if self._own.data_ptr() == within:
+            self._own = self.flat.slice_of(self.weights, index)
+
     def ready(self) -> None:
         """Waits for the whole weights."""
         if self._gathering is not None:

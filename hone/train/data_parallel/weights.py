@@ -134,12 +134,23 @@ class DividedWeights(Weights):
             bucket = Bucket(chosen, flat, copies, dtype, **options)
             bucket.free()
             made.append(bucket)
-            for piece in bucket.pieces:
-                master = bucket.master[piece.at : piece.at + piece.stop - piece.start]
-                entire = len(master) == chosen[piece.name].numel()
-                self.masters[piece.name] = master.view(flat.shapes[piece.name]) if entire else master
-                self.pieces[piece.name] = (piece.start, piece.stop)
+            self._name(bucket)
         return made
+
+    def _name(self, bucket: Bucket) -> None:
+        """The masters of a bucket's weights: views of its own."""
+        for piece in bucket.pieces:
+            master = bucket.master[piece.at : piece.at + piece.stop - piece.start]
+            entire = len(master) == bucket.parameters[piece.name].numel()
+            self.masters[piece.name] = master.view(bucket.flat.shapes[piece.name]) if entire else master
+            self.pieces[piece.name] = (piece.start, piece.stop)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Weights, and masters that are views of them, get other memory with the same values: older versions of a pipeline stay."""
+        for bucket in self._buckets:
+            bucket.renew()
+            self._name(bucket)
 
     @staticmethod
     def _ready(buckets: Sequence[Bucket]) -> None:

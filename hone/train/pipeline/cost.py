@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.base.figure import Estimate
+from hone.base.figure import Estimate, human_bytes
 from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
@@ -14,6 +14,7 @@ from hone.cost.steps import forward_seconds, pass_seconds
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
+from hone.parallel.pipeline.check import alive_versions
 from hone.parallel.pipeline.simulate import Costs, Played, simulate
 from hone.parallel.pipeline.table import Table, receiver
 from hone.train.activation_checkpointing import Segment
@@ -78,7 +79,21 @@ class Pipelined:
             first = min(first, both.value / 2)
             forward.append(first + share / 2)
             rest.append((both.value - first + share / 2) / 2)
-        return simulate(self.table, Costs(forward, rest, rest, self._sent_s(machine, tokens, dtype)))
+        step = self._update_s(machine, dtype) if self.table.steps else 0.0
+        return simulate(self.table, Costs(forward, rest, rest, self._sent_s(machine, tokens, dtype), step))
+
+    def versions(self, rank: int) -> int:
+        """The most versions of its weights that `rank` holds at once: 1 in a synchronous schedule."""
+        return alive_versions(self.table)[rank] if self.table.steps else 1
+
+    def with_versions(self, growth: Estimate, rank: int, dtype: str) -> Estimate:
+        """`growth`, the bytes that `rank` needs, with those of the older versions of its weights."""
+        older = self.versions(rank) - 1
+        if not older:
+            return growth
+        kept = older * BYTES[dtype] * self.parts[rank].num_params
+        formula = f"{growth.formula} + {older} older versions of weights {human_bytes(kept)}"
+        return growth.model_copy(update={"value": growth.value + kept, "formula": formula})
 
     def moved_s(self, machine: Machine, tokens: int, dtype: str) -> float:
         """Seconds in which the rank with most of them receives activations and gradients of a step."""
@@ -98,18 +113,21 @@ class Pipelined:
 
     def step(self, played: Played, machine: Machine, dtype: str) -> Estimate:
         """Seconds of a step: until the last pass ends, and the largest update."""
-        last = max(
-            update_seconds(one, part, machine, dtype).value for one, part in zip(self.updates, self.parts, strict=True)
-        )
+        last = 0.0 if self.table.steps else self._update_s(machine, dtype)
         calibration = machine.calibration
         said = f"{self.table.name}: {self.table.microbatches} micro-batches over {len(self.parts)} ranks "
         return Estimate(
             value=played.seconds + last,
             unit="s",
             formula=f"{said}{played.seconds:.3g} s simulated, of which {played.bubble:.1%} bubble (link rates are not "
-            f"calibrated) + update {last:.3g} s",
+            f"calibrated) + " + (f"update {last:.3g} s" if last else f"no update after its {self.table.steps}"),
             bound=calibration is None or dtype not in calibration.dtypes,
         )
+
+    def _update_s(self, machine: Machine, dtype: str) -> float:
+        """Seconds of the largest update."""
+        each = zip(self.updates, self.parts, strict=True)
+        return max(update_seconds(one, part, machine, dtype).value for one, part in each)
 
     def live(self, rank: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory."""

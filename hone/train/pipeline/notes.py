@@ -6,7 +6,7 @@ from hone.base.figure import human_bytes
 from hone.cost.ranks import Transfers
 from hone.cost.roofline import speed_of_light
 from hone.measure.machine import Machine
-from hone.train.work import Work, by_rank, growth_bytes, inside_s, played, step_seconds
+from hone.train.work import Work, bytes_by_rank, inside_s, played, step_seconds
 
 DRAWN = 16
 """Most ranks whose schedule is drawn in a terminal."""
@@ -40,13 +40,15 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     )
     passes = played(work, work.pipeline, machine)
     found.append(f"pipeline {work.pipeline.table.name}: {passes.seconds:.3g} s, bubble {passes.bubble:.1%}")
-    found.append(f"{'rank':>4}  {'layers':<14}  {'weights':>9}  {'memory':>9}  waits")
-    for rank, one in enumerate(by_rank(work, work.pipeline)):
+    found.append(f"{'rank':>4}  {'layers':<14}  {'weights':>9}  {'versions':>8}  {'memory':>9}  waits")
+    memories = bytes_by_rank(work, work.pipeline, machine.device)
+    for rank, (one, bytes_) in enumerate(zip(work.pipeline.parts, memories, strict=True)):
         held = [work.pipeline.layers[stage] for stage in work.pipeline.table.held(rank)]
         layers = " ".join(f"{part.start}-{part.stop - 1}" for part in held)
         busy = sum(span.end - span.begin for span in passes.spans[rank])
-        weights, memory = f"{one.part.num_params / 1e6:,.1f} M", human_bytes(growth_bytes(one, machine.device).value)
-        found.append(f"{rank:>4}  {layers:<14}  {weights:>9}  {memory:>9}  {1 - busy / passes.seconds:.1%}")
+        weights, memory = f"{one.num_params / 1e6:,.1f} M", human_bytes(bytes_.value)
+        row = f"{rank:>4}  {layers:<14}  {weights:>9}  {work.pipeline.versions(rank):>8}  {memory:>9}"
+        found.append(f"{row}  {1 - busy / passes.seconds:.1%}")
     if len(passes.spans) <= DRAWN and work.pipeline.table.microbatches <= DRAWN:
         from hone.parallel.pipeline.draw import text
 

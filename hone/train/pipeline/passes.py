@@ -20,8 +20,8 @@ from hone.parallel.pipeline.table import Op, Table, frozen
 from hone.train.activation_checkpointing import Segment
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.passes import run_segments, to_device
+from hone.train.pipeline.base import PipelineSchedule
 from hone.train.pipeline.stages import Stages, divide
-from hone.train.pipeline.techniques import PipelineSchedule
 
 Objective = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """The scalar of (hidden states of the last layer, tokens, targets, context)."""
@@ -42,6 +42,10 @@ class Pipeline:
         self.channels = Channels(mesh, grid.degrees.lines(("pp",)), grid.device)
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._now: _Run | None = None
+        self.step: Callable[[int], None] | None = None
+        """The optimizer's step inside the passes of an asynchronous schedule."""
+        self.renew: Callable[[int], None] | None = None
+        """As the executor's."""
         self._has_extra: bool | None = None
         """Whether a layer of any rank has a loss of its own; known after the first step."""
         self.stages: Stages | None = None
@@ -68,12 +72,12 @@ class Pipeline:
         parts: Sequence[Batch],
         segments: Sequence[Segment],
         objective: Objective,
-        shares: tuple[float, float],
+        shares: Sequence[tuple[float, float]],
     ) -> tuple[Tensor, Tensor | None]:
         """All passes of a step: (sum of the objective, sum of the layers' own losses) of what this rank computed.
 
-        `shares`: what an objective and a layer's loss are multiplied with before the backward pass. Gradients are added to
-        the parameters' `grad`. All ranks return None for the second where no rank's layers have such a loss.
+        `shares`: of each micro-batch what an objective and a layer's loss are multiplied with before the backward pass. Gradients
+        are added to the parameters' `grad`. All ranks return None for the second where no rank's layers have such a loss.
         """
         run = self._run(model, parts, segments, objective, shares)
         zero = torch.zeros((), device=next(model.parameters()).device)
@@ -96,7 +100,7 @@ class Pipeline:
         parts: Sequence[Batch],
         segments: Sequence[Segment],
         objective: Objective,
-        shares: tuple[float, float] | None,
+        shares: Sequence[tuple[float, float]] | None,
     ) -> _Run:
         assert self.stages is not None, "take a model first"
         executor = self._executor(model, len(parts), trains=shares is not None)
@@ -118,8 +122,9 @@ class Pipeline:
             table = table if trains else _forwards(table)
             linears = [part for part in model.modules() if type(part) is Dense or hasattr(part, "deferring")]
             self._executors[key] = Executor(
-                table, self.channels, self.stages.modules(model), self._pass, linears=linears
-            )
+                table, self.channels, self.stages.modules(model), self._pass,
+                linears=linears, step=self.step, renew=self.renew,
+            )  # fmt: skip
         return self._executors[key]
 
     def _pass(self, stage: int, microbatch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -136,7 +141,7 @@ class _Run:
         parts: Sequence[Batch],
         segments: Sequence[Segment],
         objective: Objective,
-        shares: tuple[float, float] | None,
+        shares: Sequence[tuple[float, float]] | None,
         stages: Stages,
         context: ContextRanks | None,
     ) -> None:
@@ -157,14 +162,14 @@ class _Run:
         if extra is not None:
             extra = extra * tokens.numel()
             self.extras[microbatch, stage] = extra.detach()
-            own = None if self.shares is None else extra * self.shares[1]
+            own = None if self.shares is None else extra * self.shares[microbatch][1]
         if stage < len(self.stages.layers) - 1:
             return x, own
         loss = self.objective(x, tokens, targets, context)
         self.losses[microbatch] = loss.detach()
         if self.shares is None:
             return None, None
-        whole = loss * self.shares[0]
+        whole = loss * self.shares[microbatch][0]
         return None, whole if own is None else whole + own
 
 
@@ -184,4 +189,4 @@ def _sum(losses: dict[int, Tensor], zero: Tensor) -> Tensor:
 def _forwards(table: Table) -> Table:
     """The forward passes of the first micro-batch alone, in the order of `table`."""
     kept = [[Op("F", op.stage, 0) for op in ops if op.kind == "F" and op.microbatch == 0] for ops in table.ranks]
-    return replace(table, name=f"forwards of {table.name}", ranks=frozen(kept), microbatches=1, trains=False)
+    return replace(table, name=f"forwards of {table.name}", ranks=frozen(kept), microbatches=1, steps=0, trains=False)

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import resolve
-from hone.base.table import Technique
-from hone.parallel.pipeline.table import Table
+from hone.train.pipeline.base import PipelineSchedule
 
-
-class PipelineSchedule(Technique):
-    """The micro-batches of a step (`gradient_accumulation_steps`) pass the stages in the order of a table.
-
-    Losses and weights are those of one process, to the bit where a stage adds its micro-batches in their order.
-    """
-
-    function: ClassVar[str]
-    """'module:name' of the table's function of ranks, micro-batches and options."""
-
-    def options(self) -> dict[str, Any]:
-        """What the function takes beside ranks and micro-batches."""
-        return {}
-
-    def table(self, num_ranks: int, microbatches: int) -> Table:
-        """The passes of every rank. Raises SpecError where the schedule needs other numbers."""
-        try:
-            made: Table = resolve(self.function)(num_ranks, microbatches, **self.options())
-        except SpecError as error:
-            fix = "raise gradient_accumulation_steps, lower parallelism.pipeline_parallel_degree, or take 1f1b"
-            raise SpecError(f"pipeline_parallel_schedule {self.kind}: {error.what}", fix=fix) from None
-        return made
-
-    def held(self, num_ranks: int) -> list[list[int]]:
-        """The stages of each rank, which do not depend on the number of micro-batches."""
-        table = self.table(num_ranks, 4 * num_ranks)
-        return [table.held(rank) for rank in range(num_ranks)]
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
 
 
 class _Chunked(PipelineSchedule):
@@ -117,3 +90,66 @@ class DualPipeV(PipelineSchedule):
 
     paper: ClassVar[str] = "arXiv:2412.19437"
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.dualpipe:dualpipe_v"
+
+
+class _Asynchronous(PipelineSchedule):
+    """A schedule with several updates of each stage in a step. Its passes read weights of earlier updates, so results are its own."""
+
+    exact: ClassVar[bool] = False
+    steps: ClassVar[str] = "hone.train.pipeline.asynchronous:AsynchronousTrainer"
+
+    def check(self, *, precision: str, max_grad_norm: float, spikes: str) -> None:
+        """As `PipelineSchedule.check`: a rank updates its stage before others have their gradients."""
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"pipeline_parallel_schedule {self.kind} works in fp32 and bf16, not in {precision}")
+        if max_grad_norm:
+            raise ValueError(
+                f"pipeline_parallel_schedule {self.kind} updates a stage before the gradients of the others are there, so that "
+                "there is no global norm to clip to: set max_grad_norm: 0, or take 1f1b"
+            )
+        if spikes:
+            raise ValueError(
+                f"{spikes} does not work with pipeline_parallel_schedule {self.kind}: a step's loss is known after its updates"
+            )
+
+    def check_model(self, config: ModelConfig) -> None:
+        """As `PipelineSchedule.check_model`: the first and the last stage would update one matrix at different times."""
+        if config.tie_embeddings:
+            raise SpecError(
+                f"pipeline_parallel_schedule {self.kind} and a tied embedding: the first and the last stage both have it, and "
+                "update it at different times",
+                fix="set model.tie_embeddings: false, or take 1f1b",
+            )
+
+
+class PipeDream(_Asynchronous):
+    """An update a micro-batch, without a flush before it; a backward pass reads the weights of its forward pass (weight stashing). Narayanan et al. 2019, arXiv:1806.03377."""
+
+    paper: ClassVar[str] = "arXiv:1806.03377"
+    function: ClassVar[str] = "hone.parallel.pipeline.schedules.pipedream:pipedream"
+
+
+class PipeDreamVertical(_Asynchronous):
+    """As pipedream, and a micro-batch reads on all stages the weights after the same number of updates (vertical sync). Narayanan et al. 2019, arXiv:1806.03377."""
+
+    paper: ClassVar[str] = "arXiv:1806.03377"
+    function: ClassVar[str] = "hone.parallel.pipeline.schedules.pipedream:pipedream_vertical"
+
+
+class PipeDream2BW(_Asynchronous):
+    """An update for several micro-batches, which reads the weights of one update before: two versions a stage. Narayanan et al. 2020, arXiv:2006.09503."""
+
+    paper: ClassVar[str] = "arXiv:2006.09503"
+    function: ClassVar[str] = "hone.parallel.pipeline.schedules.pipedream:pipedream_2bw"
+
+    accumulation: int | None = Field(
+        None, ge=1, description="Micro-batches of an update, at least as many as ranks; empty: as many."
+    )
+
+    def options(self) -> dict[str, Any]:
+        """Its micro-batches."""
+        return {"accumulation": self.accumulation}
+
+    def held(self, num_ranks: int) -> list[list[int]]:
+        """As `PipelineSchedule.held`."""
+        return [[rank] for rank in range(num_ranks)]

@@ -1,0 +1,58 @@
+"""The base of pipeline schedules as techniques: the table that a schedule makes, and where it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hone.base.errors import SpecError
+from hone.base.lazy import resolve
+from hone.base.table import Technique
+from hone.parallel.pipeline.table import Table
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
+
+
+class PipelineSchedule(Technique):
+    """The micro-batches of a step (`gradient_accumulation_steps`) pass the stages in the order of a table.
+
+    Losses and weights are those of one process, to the bit where a stage adds its micro-batches in their order.
+    """
+
+    function: ClassVar[str]
+    """'module:name' of the table's function of ranks, micro-batches and options."""
+    exact: ClassVar[bool] = True
+    """Whether losses and weights are those of one process; otherwise schedule and degree are part of a training's identity."""
+
+    def check(self, *, precision: str, max_grad_norm: float, spikes: str) -> None:
+        """Raises ValueError where the schedule does not work in `precision`, with clipping, or with `spikes`, a field ('': none)."""
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raises SpecError where it does not work for a model of `config`."""
+
+    steps: ClassVar[str] = ""
+    """'module:name' of the class of the loop's steps; '': that of data parallelism."""
+
+    def trainer(self) -> Callable[..., Any] | None:
+        """The class of the loop's steps; None: that of data parallelism."""
+        found: Callable[..., Any] | None = resolve(self.steps) if self.steps else None
+        return found
+
+    def options(self) -> dict[str, Any]:
+        """What the function takes beside ranks and micro-batches."""
+        return {}
+
+    def table(self, num_ranks: int, microbatches: int) -> Table:
+        """The passes of every rank. Raises SpecError where the schedule needs other numbers."""
+        try:
+            made: Table = resolve(self.function)(num_ranks, microbatches, **self.options())
+        except SpecError as error:
+            fix = "raise gradient_accumulation_steps, lower parallelism.pipeline_parallel_degree, or take 1f1b"
+            raise SpecError(f"pipeline_parallel_schedule {self.kind}: {error.what}", fix=fix) from None
+        return made
+
+    def held(self, num_ranks: int) -> list[list[int]]:
+        """The stages of each rank, which do not depend on the number of micro-batches."""
+        table = self.table(num_ranks, 4 * num_ranks)
+        return [table.held(rank) for rank in range(num_ranks)]
