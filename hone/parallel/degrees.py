@@ -65,6 +65,6 @@ def data_ranks(num_ranks: int, **degrees: int) -> int:
         shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         raise SpecError(
             f"{shown} do{'es' if ' x ' not in shown else ''} not divide {num_ranks} ranks",
-            fix=f"start a multiple of {taken} ranks, or lower parallelism.{shown.partition(' ')[0]}",
+            fix=f"start a multiple of {taken} ranks, plan for them with --plan --mesh={taken}, or lower parallelism.{shown.partition(' ')[0]}",
         )
     return num_ranks // taken

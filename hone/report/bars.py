@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -285,3 +285,36 @@ def strips(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], width: float
         )
         parts.append(text(width - 4, middle + 4, units.show(half, "fraction"), "barvalue", "end"))
     return drawing(width, bottom + 26, label, *parts)
+
+
+class Pass(NamedTuple):
+    """One pass of a pipeline's rank: its kind (F, B, I, W, S), whether it is of the rank's second stage, and when it runs."""
+
+    kind: str
+    far: bool
+    microbatch: int
+    said: str
+    begin: float
+    end: float
+
+
+_PASSES = {"F": "fall kept", "B": "fall lost", "I": "fall lost", "W": "fall whole", "S": "mark"}
+
+
+def passes(rows: Sequence[Sequence[Pass]], name: str, width: float) -> Markup:
+    """A pipeline schedule over time, a line a rank: forwards, backwards, weight gradients and steps each in its color, a tooltip a
+    pass; those of a rank's second stage are lighter."""
+    scale = Scale(0, max(one.end for row in rows for one in row), 24, width - 4)
+    drawn = []
+    for rank, row in enumerate(rows):
+        top = 4.0 + 24 * rank
+        drawn.append(text(4, top + 14, rank, "tick"))
+        for one in row:
+            left, right = scale(one.begin), scale(one.end)
+            inside = str(one.microbatch)
+            label = text((left + right) / 2, top + 14, inside, "inside", anchor="middle")
+            fits = one.kind != "S" and text_width(inside) <= right - left
+            colors = _PASSES.get(one.kind, "mark") + (" far" if one.far else "")
+            box = rect(left, top, right - left - 0.5, 20, colors, rx=1)
+            drawn.append(group(one.said, box, label if fits else None))
+    return drawing(width, 8 + 24 * len(rows), f"pipeline schedule {name}", *drawn)

@@ -21,7 +21,7 @@ RECIPE = "recipe.yaml"
 """File that `hone run` writes into a line's folder; the report reads the order of the stages from it."""
 CONTENT = {
     "data": ("stats.json", "dropped.jsonl", "sample.jsonl", "contamination.jsonl"),
-    "train": ("steps.jsonl", "mixture.json"),
+    "train": ("steps.jsonl", "mixture.json", "log/pipeline.json"),
     "compress": ("layers.jsonl",),
     "serve": ("samples.jsonl",),
 }

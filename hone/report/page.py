@@ -50,6 +50,7 @@ def _context(line: Line) -> dict[str, Any]:
         "lone": [entry for entry in effects if not entry["chart"]],
         "effects_compared": sections.comparisons(effects),
         "losses": sections.losses(line),
+        "schedules": sections.schedules(line),
         "distilled": any(sections.taught(row) for row in line.of("train")),
         "quality": sections.quality(line),
         "speeds": sections.speeds(line),

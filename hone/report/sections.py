@@ -61,6 +61,24 @@ def losses(line: Line) -> list[tuple[Row, Markup, str]]:
     return found
 
 
+def schedules(line: Line) -> list[tuple[Row, Markup, str]]:
+    """(row, drawing, sentence) of every training with pipeline stages: its schedule as it was planned, from log/pipeline.json."""
+    found = []
+    for row in line.of("train"):
+        plan = row.content.get("log/pipeline.json") or {}
+        ranks = [[bars.Pass(*one) for one in rank] for rank in plan.get("ranks", []) if rank]
+        if not ranks or not all(sound(one.end) and sound(one.begin) for rank in ranks for one in rank):
+            continue
+        said = f"{plan.get('schedule')}: {units.show(plan.get('seconds'), 's')} of passes in a step as planned, "
+        said += f"{units.show(plan.get('bubble'), 'fraction')} of the ranks' time is waiting. A line is a rank; numbers are micro-batches."
+
+        def draw(width: float, ranks: Any = ranks, name: str = str(plan.get("schedule"))) -> Markup:
+            return bars.passes(ranks, name, width)
+
+        found.append((row, both(draw, FULL), said))
+    return found
+
+
 def taught(row: Row) -> bool:
     """Whether a training run had a teacher: its training loss is then another quantity."""
     return row.parent("teacher") is not None

@@ -47,7 +47,7 @@ from hone.train.offload.choose import chosen, record_left
 from hone.train.offload.choose import estimates as left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.pipeline.notes import notes
+from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
@@ -216,7 +216,7 @@ class Train(Prolonged):
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
-        found["offload"] = work.offload
+        found |= {"offload": work.offload, "passes": drawing(work, machine)}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:

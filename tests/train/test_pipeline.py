@@ -15,6 +15,8 @@ from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
 from hone.measure.machine import describe
 from hone.model.hf import load
+from hone.report.collect import collect
+from hone.report.page import render
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.ranks import failing, made, trained
@@ -199,6 +201,9 @@ def test_the_stage_trains_is_killed_and_resumes_on_others(data_folder, tmp_path)
         assert mine == pytest.approx(other, rel=1e-4)
     assert two.fingerprint == one.fingerprint
     assert "2 pipeline ranks (zb_v)" in two.figures["num_ranks"].note
+    page = render(collect(tmp_path))
+    assert page.count('aria-label="pipeline schedule ZB-V"') == 2  # for wide and for narrow screens
+    assert "I of stage 3 of microbatch 0" in page and "two: pipeline schedule" in page
 
 
 @pytest.mark.parametrize("where", ["backward", "update"])

@@ -1,19 +1,20 @@
-"""Draws a schedule over time: a line a rank, as text for a terminal and as SVG for the report."""
+"""Draws a schedule over time: a line a rank, as text for a terminal and as what the report draws."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from markupsafe import Markup
 
-from hone.parallel.pipeline.simulate import Played
-from hone.report import svg
-
-_CLASSES = {"F": "fall kept", "B": "fall lost", "I": "fall lost", "W": "fall whole", "S": "mark"}
+from hone.parallel.pipeline.simulate import Played, Span
+from hone.report.bars import Pass, passes
 
 
 def text(played: Played, width: int = 120) -> str:
     """A line a rank; the shortest pass takes up to three columns, fewer when the lines would pass `width`, and at least one.
 
-    A pass shows its kind, F B I W S, then its microbatch, as far as its columns go; '·' is waiting.
+    A pass shows its kind, F B I W S, then its microbatch, as far as its columns go; '·' is waiting. Of a rank with several
+    stages every second one has small letters.
     """
     spans = [span for row in played.spans for span in row if span.end > span.begin]
     shortest = min(span.end - span.begin for span in spans)
@@ -21,26 +22,37 @@ def text(played: Played, width: int = 120) -> str:
     lines = []
     for rank, row in enumerate(played.spans):
         columns = ["·"] * round(played.seconds / unit)
+        far = _far(row)
         for span in row:
             begin, end = round(span.begin / unit), round(span.end / unit)
-            label = f"{span.op.kind}{span.op.microbatch if span.op.microbatch >= 0 else ''}"
+            kind = span.op.kind.lower() if span.op.stage in far else span.op.kind
+            label = f"{kind}{span.op.microbatch if span.op.microbatch >= 0 else ''}"
             columns[begin:end] = list(label.ljust(end - begin)[: end - begin])
         lines.append(f"{rank:>3} {''.join(columns)}")
     return "\n".join(lines)
 
 
+def rows(played: Played) -> list[list[Pass]]:
+    """The passes of each rank, as the report draws them."""
+    found = []
+    for row in played.spans:
+        far = _far(row)
+        found.append([
+            Pass(span.op.kind, span.op.stage in far, span.op.microbatch, str(span.op), span.begin, span.end) for span in row
+        ])  # fmt: skip
+    return found
+
+
 def picture(played: Played, name: str, width: float = 720) -> Markup:
     """The same as SVG: forwards, backwards, weight gradients and steps each in its color, a tooltip a pass."""
-    scale = svg.Scale(0, played.seconds, 40, width - 4)
-    rows = []
-    for rank, row in enumerate(played.spans):
-        top = 4.0 + 24 * rank
-        rows.append(svg.text(4, top + 14, rank))
-        for span in row:
-            left, right = scale(span.begin), scale(span.end)
-            inside = str(span.op.microbatch)
-            label = svg.text((left + right) / 2, top + 14, inside, anchor="middle")
-            fits = span.op.kind != "S" and svg.text_width(inside) <= right - left
-            box = svg.rect(left, top, right - left - 0.5, 20, _CLASSES[span.op.kind], rx=1)
-            rows.append(svg.group(str(span.op), box, label if fits else None))
-    return svg.drawing(width, 8 + 24 * len(played.spans), f"pipeline schedule {name}", *rows)
+    return passes(rows(played), name, width)
+
+
+def content(played: Played, name: str) -> dict[str, Any]:
+    """The same as JSON, for a training's folder: the report reads it."""
+    return {"schedule": name, "seconds": played.seconds, "bubble": played.bubble, "ranks": rows(played)}
+
+
+def _far(row: tuple[Span, ...]) -> set[int]:
+    """Every second stage of a rank."""
+    return set(sorted({span.op.stage for span in row})[1::2])

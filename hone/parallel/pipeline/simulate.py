@@ -14,7 +14,9 @@ from hone.parallel.pipeline.table import Op, Result, Table, deps, results
 class Costs:
     """Seconds of a pass of one microbatch: one number for all stages or one a stage; `transfer` between two ranks.
 
-    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks.
+    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks. Paired passes begin
+    together and take `pair` of the seconds that they take one after the other; None: they are one after the other, as the
+    executor runs them.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -22,6 +24,7 @@ class Costs:
     weights: float | Sequence[float] = 1.0
     transfer: float = 0.0
     step: float = 0.0
+    pair: float | None = None
 
     def of(self, op: Op) -> float:
         """Seconds of `op`."""
@@ -97,16 +100,19 @@ def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | 
         moved = False
         for rank, ops in enumerate(table.ranks):
             while len(spans[rank]) < len(ops):
-                op = ops[len(spans[rank])]
-                needed = deps(table, op)
+                at = len(spans[rank])
+                together = ops[at : at + 2] if ops[at].paired and costs.pair is not None else ops[at : at + 1]
+                needed = [one for op in together for one in deps(table, op)]
                 if any(one not in ended for one in needed):
                     break
                 arrived = [ended[one] + (costs.transfer if places[one] != rank else 0.0) for one in needed]
-                begin = max([spans[rank][-1].end if spans[rank] else 0.0, *arrived])
-                spans[rank].append(Span(op, begin, begin + costs.of(op)))
-                for one in results(op):
-                    ended[one], places[one] = spans[rank][-1].end, rank
-                live[rank] += {"F": 1, "B": -1, "W": -1}.get(op.kind, 0) * sizes[op.stage]
-                peaks[rank] = max(peaks[rank], live[rank])
-                left, moved = left - 1, True
+                end = max([spans[rank][-1].end if spans[rank] else 0.0, *arrived])
+                for op in together:
+                    begin, end = end, end + costs.of(op) * (costs.pair if len(together) == 2 and costs.pair else 1.0)
+                    spans[rank].append(Span(op, begin, end))
+                    live[rank] += {"F": 1, "B": -1, "W": -1}.get(op.kind, 0) * sizes[op.stage]
+                    peaks[rank] = max(peaks[rank], live[rank])
+                for one in (one for op in together for one in results(op)):
+                    ended[one], places[one] = end, rank
+                left, moved = left - len(together), True
     return Played(tuple(map(tuple, spans)), tuple(peaks))

@@ -13,13 +13,15 @@ class Op(NamedTuple):
     """One pass of a stage over one microbatch.
 
     Kinds: F forward; B the whole backward; I the gradients of inputs alone and W those of weights, which together are B;
-    S the optimizer's step of an asynchronous schedule. `version`: the weights that F, B, I and W read, or S writes.
+    S the optimizer's step of an asynchronous schedule. `version`: the weights that F, B, I and W read, or S writes. `paired`: it
+    overlaps with the rank's next pass, one a forward and one a backward, and both begin when both have their input.
     """
 
     kind: Kind
     stage: int
     microbatch: int = -1
     version: int = 0
+    paired: bool = False
 
     def __str__(self) -> str:
         which = f" of microbatch {self.microbatch}" if self.kind != "S" else ""

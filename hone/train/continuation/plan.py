@@ -23,6 +23,8 @@ class TrainPlan(Plan):
     """Where it starts."""
     schedule: Any = None
     """The schedule, as it goes on from `start`."""
+    passes: Any = None
+    """The pipeline's passes of a step in simulated time, for the report; None without a pipeline."""
     offload: Any = None
     """Where its state is, as it was chosen."""
     repeats: tuple[str, ...] = ()

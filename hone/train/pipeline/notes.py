@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.base.figure import human_bytes
 from hone.cost.ranks import Transfers
 from hone.cost.roofline import speed_of_light
@@ -54,3 +56,16 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
 
         found.append(text(passes))
     return tuple(found)
+
+
+MOST_DRAWN = 2000
+"""Most passes that a training's folder keeps for the report's drawing."""
+
+
+def drawing(work: Work, machine: Machine) -> dict[str, Any] | None:
+    """The schedule of a step in simulated time, as JSON; None without pipeline stages, or of more passes than can be seen."""
+    if work.pipeline is None or sum(map(len, work.pipeline.table.ranks)) > MOST_DRAWN:
+        return None
+    from hone.parallel.pipeline.draw import content
+
+    return content(played(work, work.pipeline, machine), work.pipeline.table.name)

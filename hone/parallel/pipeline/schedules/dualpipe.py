@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from hone.base.errors import SpecError
 from hone.parallel.pipeline.table import Kind, Op, Table, frozen, vee
 
+_Pass = tuple[Kind, bool, int, bool]
+"""Kind, way, number, and whether it overlaps with the next pass."""
+
 
 def dualpipe(ranks: int, microbatches: int) -> Table:
     """Even microbatches enter at the first rank, odd ones at the last: each stage is on two ranks, which add gradients.
@@ -29,8 +32,8 @@ def dualpipe(ranks: int, microbatches: int) -> Table:
         lower = rank >= ranks // 2
         ops.append(
             [
-                Op(kind, ranks - 1 - rank if way != lower else rank, 2 * number + (way != lower))
-                for kind, way, number in _passes(ranks // 2, min(rank, ranks - 1 - rank), microbatches // 2)
+                Op(kind, ranks - 1 - rank if way != lower else rank, 2 * number + (way != lower), paired=paired)
+                for kind, way, number, paired in _passes(ranks // 2, min(rank, ranks - 1 - rank), microbatches // 2)
             ]
         )
     place = lambda stage, microbatch: ranks - 1 - stage if microbatch % 2 else stage  # noqa: E731
@@ -49,34 +52,40 @@ def dualpipe_v(ranks: int, microbatches: int) -> Table:
         )
     ops = [
         [
-            Op(kind, 2 * ranks - 1 - rank if way else rank, number)
-            for kind, way, number in _passes(ranks, rank, microbatches)
+            Op(kind, 2 * ranks - 1 - rank if way else rank, number, paired=paired)
+            for kind, way, number, paired in _passes(ranks, rank, microbatches)
         ]
         for rank in range(ranks)
     ]
     return Table("DualPipeV", frozen(ops), 2 * ranks, microbatches, vee(ranks))
 
 
-def _passes(half: int, rank: int, microbatches: int) -> Iterator[tuple[Kind, bool, int]]:
-    """The passes of the rank `rank` steps from the end: (kind, way, number), way False of its near stage, True of its far."""
+def _passes(half: int, rank: int, microbatches: int) -> Iterator[_Pass]:
+    """The passes of the rank `rank` steps from the end; way is False of its near stage, True of its far."""
     done: Counter[tuple[str, bool]] = Counter()
     queued: deque[tuple[bool, int]] = deque()
     inner = half - 1 - rank  # ranks between this one and the middle
 
-    def forward(way: bool) -> Iterator[tuple[Kind, bool, int]]:
-        yield "F", way, done["F", way]
+    def forward(way: bool) -> Iterator[_Pass]:
+        yield "F", way, done["F", way], False
         done["F", way] += 1
 
-    def backward(way: bool, split: bool = False) -> Iterator[tuple[Kind, bool, int]]:
+    def backward(way: bool, split: bool = False) -> Iterator[_Pass]:
         number = done["B", way]
         done["B", way] += 1
         if split:
             queued.append((way, number))
-        yield "I" if split else "B", way, number
+        yield "I" if split else "B", way, number, False
 
-    def weights() -> Iterator[tuple[Kind, bool, int]]:
+    def weights() -> Iterator[_Pass]:
         if queued:
-            yield ("W", *queued.popleft())
+            yield ("W", *queued.popleft(), False)
+
+    def pair(way: bool) -> Iterator[_Pass]:
+        """A forward of `way` beside a backward of the other one."""
+        for one in forward(way):
+            yield (*one[:3], True)
+        yield from backward(not way)
 
     for _ in range(2 * inner):
         yield from forward(False)
@@ -88,14 +97,11 @@ def _passes(half: int, rank: int, microbatches: int) -> Iterator[tuple[Kind, boo
         yield from weights()
         yield from forward(True)
     for _ in range(microbatches - 2 * half + rank + 1):  # the steady state: both ways in turn
-        yield from forward(False)
-        yield from backward(True)
-        yield from forward(True)
-        yield from backward(False)
+        yield from pair(False)
+        yield from pair(True)
     for _ in range(inner):
         yield from backward(True)
-        yield from forward(True)
-        yield from backward(False)
+        yield from pair(True)
     for index in range(2 * (rank + 1)):  # the second half of these leaves W for the time of waiting that follows
         yield from backward(index % 2 == 0, split=index > rank)
     for _ in range(inner):
