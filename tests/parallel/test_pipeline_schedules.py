@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import pipelines_page
 from hone.base.errors import SpecError
 from hone.parallel.pipeline import draw
 from hone.parallel.pipeline.check import alive_versions, staleness, validate
@@ -100,6 +101,16 @@ def test_published_bubbles(p: int, n: int):
             published = (half - 1) * ((f + i + w) + (i + w) - 3 * w)
             assert idle == pytest.approx(published, abs=1e-9) if i >= f else idle >= published - 1e-9, name
         assert simulate(table, Costs(pair=0.8)).seconds < simulate(table).seconds, name
+
+
+@pytest.mark.parametrize("p, n", [(2, 8), (4, 16), (6, 12), (8, 64)])
+def test_the_page_of_pipelines_has_formulas_that_hold(p: int, n: int):
+    for name, formula in pipelines_page.PUBLISHED.items():
+        for costs in (Costs(), *([] if formula.equal else [pipelines_page.UNEQUAL])):
+            published, simulated = pipelines_page.idle(name, p, n, costs)
+            assert simulated == pytest.approx(max(published, 0), abs=1e-9), name
+        published, simulated = pipelines_page.held(name, p, n)
+        assert simulated == min(published, n), name
 
 
 @pytest.mark.parametrize("p, n", [(2, 4), (4, 8), (8, 32)])

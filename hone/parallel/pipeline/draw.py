@@ -13,7 +13,7 @@ from hone.report.bars import Pass, passes
 def text(played: Played, width: int = 120) -> str:
     """A line a rank; the shortest pass takes up to three columns, fewer when the lines would pass `width`, and at least one.
 
-    A pass shows its kind, F B I W S, then its microbatch, as far as its columns go; '·' is waiting. Of a rank with several
+    A pass shows its kind, F B I W S, then its microbatch, an S the version that it makes, as far as its columns go; '·' is waiting. Of a rank with several
     stages every second one has small letters.
     """
     spans = [span for row in played.spans for span in row if span.end > span.begin]
@@ -26,7 +26,7 @@ def text(played: Played, width: int = 120) -> str:
         for span in row:
             begin, end = round(span.begin / unit), round(span.end / unit)
             kind = span.op.kind.lower() if span.op.stage in far else span.op.kind
-            label = f"{kind}{span.op.microbatch if span.op.microbatch >= 0 else ''}"
+            label = f"{kind}{span.op.version if kind == 'S' else span.op.microbatch}"
             columns[begin:end] = list(label.ljust(end - begin)[: end - begin])
         lines.append(f"{rank:>3} {''.join(columns)}")
     return "\n".join(lines)
