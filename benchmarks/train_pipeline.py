@@ -2,15 +2,19 @@
 
     python -m benchmarks.train_pipeline [--ranks 2] [--rounds 3]              # gloo, the tiny shape, float32
     python -m benchmarks.train_pipeline --injected                            # the simulator against passes of known seconds
+    python -m hone calibrate --device=cuda --nproc_per_node=2 && python -m benchmarks.train_pipeline --device=cuda    # two GPUs
 
-One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. With
-`--injected` every pass sleeps a given time instead of computing, so that the executor's order and waiting alone are
-measured; the result is the executor's seconds against those that `simulate` says.
+One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. One more
+step measures the bubble: the share of all ranks' time, until the last one's passes have ended, that is no pass of theirs (waits
+for messages, and the time after a rank's last pass). On GPUs: 8 layers of Llama-3 8B in bf16, 6 micro-batches of a sequence of
+8,192, the schedules of `ON_GPUS`. With `--injected` every pass sleeps a given time instead of computing, so that the executor's
+order and waiting alone are measured; the result is the executor's seconds against those that `simulate` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -23,12 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.ranks import on_ranks
-from benchmarks.train import SHAPES
+from benchmarks.train import SHAPES, random_batch, random_decoder
+from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
 from hone.model.context import Causal
-from hone.model.decoder import Decoder, build
+from hone.model.decoder import Decoder
 from hone.ops import linear_cross_entropy
 from hone.parallel.pipeline.executor import Channels, Executor
 from hone.parallel.pipeline.schedules import SCHEDULES
@@ -38,14 +43,17 @@ from hone.train.activation_checkpointing import KeepAll
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
+from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, step_seconds
+from hone.train.work import Work, played, step_seconds
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """torch's schedules with one stage a rank."""
 
-FORWARD, INPUTS, WEIGHTS = 0.020, 0.024, 0.016
+FORWARD, INPUTS, WEIGHTS, STEP = 0.050, 0.060, 0.040, 0.030
 """Seconds of a sleeping pass."""
+
+ON_GPUS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 
 
 def main() -> None:
@@ -57,47 +65,113 @@ def main() -> None:
 def _work(arguments: argparse.Namespace) -> None:
     """One rank: every training in turn; rank 0 writes the rows."""
     mesh = Mesh.from_environment()
+    device = mesh.place(arguments.device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.world_size))
     shape, vocab = SHAPES[arguments.shape]
-    config = shape.model_copy(update={"num_layers": arguments.layers, "tie_embeddings": False}).config(vocab)
-    tokens = np.random.default_rng(0).integers(0, vocab, (arguments.batch, arguments.seq_len + 1))
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.zeros((arguments.batch, arguments.seq_len), np.int32))
+    changes = {"num_layers": arguments.layers, "tie_embeddings": False, "max_seq_len": arguments.seq_len}
+    config = shape.model_copy(update=changes).config(vocab)
+    batch = random_batch(np.random.default_rng(0), vocab, arguments.batch, arguments.seq_len)
     best: dict[str, float] = {}
     last: dict[str, float] = {}
+    bubbles: dict[str, float] = {}
+    names = arguments.schedules or [*PIPELINE_SCHEDULES, *PEERS.values()]
+    for number in range(arguments.rounds):
+        for name in list(names):
+            try:
+                with mesh.together():
+                    seconds, loss, bubble = _timed(name, config, mesh, device, arguments, batch)
+            except (HoneError, RuntimeError) as error:  # one that fails must not cost the others
+                names.remove(name)
+                if mesh.leads:
+                    print(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            best[name], last[name] = min(best.get(name, seconds), seconds), loss
+            bubbles[name] = min(bubbles.get(name, bubble), bubble)
+        if mesh.leads:
+            print(f"round {number + 1}: {best}", flush=True)
     with mesh.together():
-        for number in range(arguments.rounds):
-            for name in [*PIPELINE_SCHEDULES, *PEERS.values()]:
-                step = _made(name, config, mesh, arguments, batch)
-                last[name] = step()  # the optimizer's state, and the first transfers
-                mesh.gather(None)
-                started = time.perf_counter()
-                for _ in range(arguments.steps):
-                    step()
-                seconds = max(mesh.gather(time.perf_counter() - started)) / arguments.steps
-                best[name] = min(best.get(name, seconds), seconds)
-                del step
-            if mesh.leads:
-                print(f"round {number + 1}: {best}", flush=True)
         losses = mesh.gather(last)
-        rows = _rows(best, losses, config, arguments) if mesh.leads else []
+        rows = _rows(best, bubbles, losses, config, arguments) if mesh.leads else []
     if mesh.leads:
         arguments.out.write_text(json.dumps(rows))
 
 
-def _made(name: str, config: Any, mesh: Mesh, arguments: argparse.Namespace, batch: Batch) -> Callable[[], float]:
-    """A training from random weights; the result does one step of it and says its loss (torch's: on the last rank)."""
-    model = build(config)
+def _timed(
+    name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
+) -> tuple[float, float, float]:
+    """(seconds of a step, its first loss, measured bubble; NaN of a peer)."""
+    trainer, step = _made(name, config, mesh, device, arguments, batch)
+    loss = step()  # the optimizer's state, and the first transfers
+    step()
+    _meet(mesh, device)
+    started = time.perf_counter()
+    for _ in range(arguments.steps):
+        step()
+    _synchronize(device)
+    seconds = max(mesh.gather(time.perf_counter() - started)) / arguments.steps
+    bubble = float("nan") if trainer is None else _bubble(trainer, step, mesh, device)
+    del trainer, step
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return seconds, loss, bubble
+
+
+def _bubble(trainer: Trainer, step: Callable[[], float], mesh: Mesh, device: str) -> float:
+    """The share of all ranks' time in the passes of a step that is not spent in passes."""
+    pipeline, found = trainer.ranks.pipeline, []
+    assert pipeline is not None
+    train = pipeline.train
+
+    def watched(*given: Any) -> Any:
+        _meet(mesh, device)
+        mesh.waits.take()
+        started = time.perf_counter()
+        made = train(*given)
+        _synchronize(device)
+        found.append((time.perf_counter() - started, mesh.waits.take()))
+        return made
+
+    pipeline.train = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        step()
+    pipeline.train = train  # type: ignore[method-assign]
+    shares = []
+    for took in zip(*mesh.gather(found), strict=True):
+        busy = sum(seconds - waited for seconds, waited in took)
+        shares.append(1 - busy / (len(took) * max(seconds for seconds, _ in took)))
+    return min(shares)
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _meet(mesh: Mesh, device: str) -> None:
+    _synchronize(device)
+    mesh.gather(None)
+
+
+def _parallelism(name: str, num_ranks: int) -> Parallelism:
+    return Parallelism(pipeline_parallel_degree=num_ranks, pipeline_parallel_schedule=PIPELINE_SCHEDULES.read(name))
+
+
+def _made(
+    name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
+) -> tuple[Trainer | None, Callable[[], float]]:
+    """A training from random weights, None of a peer, and what does one step of it and says its loss (torch's: on the last rank)."""
+    model = random_decoder(config, device)
     if name not in PIPELINE_SCHEDULES:
-        return _peer(name, model, mesh, arguments, batch)
-    shared = Parallelism(
-        pipeline_parallel_degree=mesh.world_size, pipeline_parallel_schedule=PIPELINE_SCHEDULES.read(name)
-    )
-    ranks = shared.ranks(mesh, "cpu")
-    trainer = Trainer(
+        return None, _peer(name, model, mesh, arguments, batch)
+    shared = _parallelism(name, mesh.world_size)
+    ranks = shared.ranks(mesh, device)
+    trainer = shared.trainer()(
         shared.decoder(model, ranks, arguments.seq_len), steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(),
-        gradient_accumulation_steps=arguments.micro_batches, ranks=ranks,
+        gradient_accumulation_steps=arguments.micro_batches, ranks=ranks, precision=arguments.precision,
+        max_grad_norm=1.0 if shared.pipeline_parallel_schedule.exact else 0.0, compile=arguments.compile,
     )  # fmt: skip
-    return lambda: trainer.step(batch).loss
+    return trainer, lambda: trainer.step(batch).loss
 
 
 class Stage(nn.Module):
@@ -153,28 +227,40 @@ def _peer(name: str, model: Decoder, mesh: Mesh, arguments: argparse.Namespace, 
     return step
 
 
-def _rows(best: dict[str, float], losses: list[dict[str, float]], config: Any, arguments: argparse.Namespace) -> list:
+def _rows(
+    best: dict[str, float],
+    bubbles: dict[str, float],
+    losses: list[dict[str, float]],
+    config: Any,
+    arguments: argparse.Namespace,
+) -> list:
     """A row for the rate of every schedule, beside torch's where it has it."""
-    machine = describe("cpu").model_copy(update={"num_ranks": arguments.ranks})
+    dtype, device = TORCH_NAMES[arguments.precision], arguments.device
+    machine = describe(device).model_copy(update={"num_ranks": arguments.ranks})
+    base = "naive" if "naive" in best else next(iter(best))
     tokens, facts = arguments.batch * arguments.seq_len, config.facts()
     rows = []
-    for name in PIPELINE_SCHEDULES:
-        shared = Parallelism(
-            pipeline_parallel_degree=arguments.ranks, pipeline_parallel_schedule=PIPELINE_SCHEDULES.read(name)
-        ).shared(config, lambda part: AdamW().cost(part, "float32", "cpu"), arguments.micro_batches, arguments.seq_len)
+    for name in (one for one in best if one in PIPELINE_SCHEDULES):
+        shared = _parallelism(name, arguments.ranks).shared(
+            config, lambda part: AdamW().cost(part, dtype, device), arguments.micro_batches, arguments.seq_len
+        )
         work = Work(
-            facts, 1, arguments.batch, arguments.seq_len, "float32", KeepAll().segments(facts.num_layers), shared.update,
+            facts, 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(facts.num_layers), shared.update,
             gradient_accumulation_steps=arguments.micro_batches, packed=False, pipeline=shared.pipeline,
         )  # fmt: skip
         predicted = step_seconds(work, machine).value
-        what = f"{arguments.shape}, {arguments.layers} layers on {arguments.ranks} pipeline ranks, {arguments.micro_batches} micro-batches of {arguments.batch // arguments.micro_batches} x {arguments.seq_len}"
+        what = f"{arguments.shape}, {arguments.layers} layers on {arguments.ranks} {arguments.device} pipeline ranks, {arguments.precision}{', compiled' * arguments.compile}, {arguments.micro_batches} micro-batches of {arguments.batch // arguments.micro_batches} x {arguments.seq_len}"
+        assert work.pipeline is not None
+        idle = played(work, work.pipeline, machine).bubble
         row = {"figure": f"{what}: {name}", "value": tokens / best[name], "unit": "tokens/s", "n": arguments.rounds}
-        row |= {"technique": f"pipeline schedule/{name}"}
+        row |= {"technique": f"pipeline schedule/{name}", "predicted": tokens / predicted}
         row |= {
-            "note": f"{best[name]:.4g} s a step, predicted {predicted:.4g} s; {best[name] / best['naive']:.3f} of naive's"
+            "note": f"{best[name]:.4g} s a step, predicted {predicted:.4g} s ({predicted / best[name]:.3f}); bubble "
+            f"{bubbles[name]:.1%}, predicted {idle:.1%}; {best[name] / best[base]:.3f} of {base}'s seconds"
         }
+        print(f"{name}: {row['note']}", flush=True)
         peer = PEERS.get(name)
-        if peer:
+        if peer in best:
             row |= {"peer": f"torch {peer}", "peer_value": tokens / best[peer], "ratio": best[peer] / best[name]}
             row["note"] += f"; first losses {losses[0][name]:.6f}, torch's {losses[-1][peer]:.6f}"
         rows.append(row)
@@ -197,7 +283,8 @@ def _injected(arguments: argparse.Namespace) -> None:
                 y = stages[stage](torch.zeros(4, 8) if x is None else x)
                 return (None, y.sum()) if stage == last else (y, None)
 
-            executor = Executor(table, channels, stages, passes, linears=[])
+            step = lambda _: time.sleep(STEP)  # noqa: E731
+            executor = Executor(table, channels, stages, passes, linears=[], step=step)
             executor.weights.compute = _slow(executor.weights.compute)  # type: ignore[method-assign]
             for one in stages.values():
                 one.deferred = lambda executor=executor: executor.weights.deferring  # type: ignore[method-assign]
@@ -207,7 +294,7 @@ def _injected(arguments: argparse.Namespace) -> None:
                 started = time.perf_counter()
                 executor.run(torch.empty(4, 8))
                 seconds.append(max(mesh.gather(time.perf_counter() - started)))
-            said = simulate(table, Costs(FORWARD, INPUTS, WEIGHTS)).seconds
+            said = simulate(table, Costs(FORWARD, INPUTS, WEIGHTS, step=STEP)).seconds
             if mesh.leads:
                 found = sorted(seconds)[len(seconds) // 2]
                 rows.append({
@@ -261,17 +348,29 @@ class _Sleeping(nn.Module):
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--shape", default="tiny", choices=SHAPES)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--schedules", nargs="+", choices=[*PIPELINE_SCHEDULES, *PEERS.values()])
+    parser.add_argument("--shape", choices=SHAPES, help="tiny; on GPUs llama3-8b")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, help="sequences of a step: 16; on GPUs as many as micro-batches")
+    parser.add_argument("--micro-batches", type=int, help="8; on GPUs 6")
+    parser.add_argument("--seq-len", type=int, help="256; on GPUs 8192")
+    parser.add_argument("--precision", help="fp32; on GPUs bf16")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--injected", action="store_true")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parser.parse_args()
+    on_gpus = given.device == "cuda"
+    given.shape = given.shape or ("llama3-8b" if on_gpus else "tiny")
+    given.micro_batches = given.micro_batches or (6 if on_gpus else 8)
+    given.batch = given.batch or (given.micro_batches if on_gpus else 16)
+    given.seq_len = given.seq_len or (8192 if on_gpus else 256)
+    given.precision = given.precision or ("bf16" if on_gpus else "fp32")
+    given.schedules = given.schedules or (list(ON_GPUS) if on_gpus else None)
+    return given
 
 
 if __name__ == "__main__":
