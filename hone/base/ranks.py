@@ -43,6 +43,10 @@ class Lost(MachineError):
         )
 
 
+class Late(Lost):
+    """A transfer ended because another rank did not come in time: it may never, so that this rank ends without meeting it."""
+
+
 class Waits:
     """Counts the seconds that this rank waits in transfers: on a CPU by its clock, on a GPU between events of the current stream."""
 
@@ -241,10 +245,11 @@ class Mesh:
                         dist.broadcast(flat, src=senders[name], group=self._group_of(tensor))
             return found
 
-    def group(self, of: Sequence[Sequence[int]], device: torch.device | str) -> Any:
+    def group(self, of: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta = _TRANSFER) -> Any:
         """The process group of those ranks of `of`, which together are all, that this rank is among; None when it is alone.
 
-        For transfers of tensors on `device`, inside `together` and `transfers`. Every rank calls it with the same lists.
+        For transfers of tensors on `device`, inside `together` and `transfers`, that take `timeout` at most. Every rank calls it
+        with the same lists.
         """
         if self.world_size == 1:
             return None
@@ -253,7 +258,7 @@ class Mesh:
         backend = "nccl" if str(device).startswith("cuda") else "gloo"
         for ranks in of:
             if len(ranks) > 1:
-                made = dist.new_group(list(ranks), backend=backend, timeout=_TRANSFER)
+                made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
                 if self.rank in ranks:
                     mine = made
                     self._groups.append(made)
@@ -375,6 +380,9 @@ class Mesh:
             with suppress(MachineError, RuntimeError, ValueError):  # they may not have met yet
                 _store().set(self._mark, str(self.rank))
             self._close(abort=True)
+            if isinstance(error, Late):
+                self._told = error
+                raise
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
                 _, first = self._met(None, said)
             if first is not None and isinstance(error, HoneError):

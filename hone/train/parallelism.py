@@ -74,6 +74,12 @@ class Parallelism(Spec):
         description="Order of the passes of a step's gradient_accumulation_steps micro-batches.",
     )
 
+    pipeline_parallel_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a rank waits for a message of another stage before all end with one error.",
+    )
+
     offload: Annotated[Technique, Choice(OFFLOADS)] = Field(
         Resident(kind="none"),
         description="Where optimizer state, float32 masters, gradients and parameters are; several ranks: with zero1 to zero3.",
@@ -312,7 +318,9 @@ class Parallelism(Spec):
         if grid.pp.size > 1:
             from hone.train.pipeline.passes import Pipeline
 
-            pipeline = Pipeline(schedule, mesh, grid, shared, self.enable_sequence_parallel)
+            pipeline = Pipeline(
+                schedule, mesh, grid, shared, self.enable_sequence_parallel, self.pipeline_parallel_timeout_s
+            )
         moves = self.data_parallel.moves(grid.copies.shard.size)
         return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline, moves)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import types
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +167,35 @@ def killed(name: str, count: int, at: list) -> str:
     except HoneError as lost:
         return str(lost)
     return "nothing"
+
+
+def late(name: str, count: int, at: list, timeout_s: float, slow_s: float) -> str:
+    """What this rank raises when pass `at` of rank 1 takes `slow_s`, or, with 0, the message that it sends is lost."""
+    torch.set_num_threads(1)
+    mesh = Mesh.from_environment()
+    try:
+        with mesh.together():
+            channels = Channels(mesh, [range(mesh.world_size)], "cpu", timeout_s)
+            executor, _ = _executor(SCHEDULES[name](mesh.world_size, count), channels, count)
+            if mesh.rank == 1 and slow_s:
+                _before(executor, Op(*at), lambda: time.sleep(slow_s))
+            elif mesh.rank == 1:
+                _before(executor, Op(*at), _drop_next)
+            executor.run(LIKE)
+    except HoneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _drop_next() -> None:
+    """The next message of this rank is not sent."""
+    send = torch.distributed.isend
+
+    def lost(*_, **__):
+        torch.distributed.isend = send
+        return types.SimpleNamespace(wait=lambda: None)
+
+    torch.distributed.isend = lost
 
 
 def failing(name: str, count: int, at: list) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -37,6 +39,19 @@ def test_a_killed_rank_ends_all():
         assert ended[rank].returncode == 0, ended[rank].stderr
         assert f"rank {rank} of the pipeline lost another one in " in ended[rank].result, ended[rank].result
         assert "stage" in ended[rank].result
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 6.0], ids=["lost", "slow"])
+def test_a_lost_message_and_a_slow_stage_end_all(slow_s: float):
+    started = time.monotonic()
+    ended = ranked.together(3, pipeline_ranks.late, "1f1b", 6, ["F", 1, 3], 2.0, slow_s)
+    assert time.monotonic() - started < 30
+    assert all(one.returncode == 0 for one in ended), "\n".join(one.stderr for one in ended)
+    said = [one.result for one in ended]
+    assert any(
+        "has waited 2 s for rank 1 in F of stage 2 of microbatch 3: that rank is slower" in one for one in said
+    ), said
+    assert all(one.startswith(("Late: ", "Lost: ")) for one in said), said
 
 
 def test_an_error_names_its_pass_and_ends_all():

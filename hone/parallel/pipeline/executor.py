@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hone.base.ranks import Lost, Mesh
+from hone.base.ranks import Late, Lost, Mesh
 from hone.parallel.pipeline.check import validate
 from hone.parallel.pipeline.table import Op, Result, Table, receiver
 from hone.parallel.pipeline.weight_gradients import WeightGradients
@@ -28,13 +29,22 @@ class Channels:
     other in a circle, and messages arrive in the order of the sends.
     """
 
-    def __init__(self, mesh: Mesh, pipelines: Sequence[Sequence[int]], device: torch.device | str) -> None:
-        """Called by all ranks with the same lists; `pipelines`: the ranks of each, from its first stage on."""
+    def __init__(
+        self, mesh: Mesh, pipelines: Sequence[Sequence[int]], device: torch.device | str, timeout_s: float = 600.0
+    ) -> None:
+        """Called by all ranks with the same lists; `pipelines`: the ranks of each, from its first stage on.
+
+        A message that does not come in `timeout_s` is an error.
+        """
+        self.timeout_s = timeout_s
         self.ranks = next(list(ranks) for ranks in pipelines if mesh.rank in ranks)
         self.index = self.ranks.index(mesh.rank)
         kinds = [(kind, upward) for kind in ("F", "I") for upward in (False, True)]
-        self._groups: dict[_Channel, Any] = {one: mesh.group(pipelines, device) for one in kinds}
+        self._groups: dict[_Channel, Any] = {
+            one: mesh.group(pipelines, device, timedelta(seconds=timeout_s)) for one in kinds
+        }
         self._connected: set[tuple[int, int, str]] = set()
+        self._messages: Counter[tuple[str, int, int]] = Counter()
         self.waits = mesh.waits
         mesh.at_close(self.close)
 
@@ -58,10 +68,17 @@ class Channels:
 
     def send(self, kind: str, x: Tensor, to: int) -> Any:
         """Begins to send; x may not be changed before the handle's `wait` has returned."""
-        return dist.isend(x, self.ranks[to], group=self._groups[kind, to > self.index])
+        group, tag = self._groups[kind, to > self.index], self._number(kind, self.index, to)
+        return dist.isend(x, self.ranks[to], group=group, tag=tag)
 
     def receive(self, kind: str, x: Tensor, of: int) -> Any:
-        return dist.irecv(x, self.ranks[of], group=self._groups[kind, of < self.index])
+        group, tag = self._groups[kind, of < self.index], self._number(kind, of, self.index)
+        return dist.irecv(x, self.ranks[of], group=group, tag=tag)
+
+    def _number(self, kind: str, source: int, to: int) -> int:
+        """The number of the next message of a channel. gloo delivers by it, so that none takes the place of a lost one."""
+        self._messages[kind, source, to] += 1
+        return self._messages[kind, source, to] % (1 << 24)
 
     def close(self) -> None:
         """Gives back the process groups; the connections close when no transfer and no `Mesh` has them any more."""
@@ -217,7 +234,7 @@ class _Run:
         """The input of `op`; receives are posted in the order of the sender's sends, up to the one that is wanted."""
         source = op.stage + (-1 if wanted.kind == "F" else 1)
         rank = self.table.place(source, op.microbatch)
-        with self._losing(op):
+        with self._losing(op, rank):
             while wanted not in self._arriving:
                 one = self._expected[rank, wanted.kind].popleft()
                 x = torch.empty_like(self._like)
@@ -242,10 +259,18 @@ class _Run:
         self._sent.clear()
 
     @contextmanager
-    def _losing(self, op: Op | None) -> Iterator[None]:
+    def _losing(self, op: Op | None, source: int | None = None) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            if op is not None and source is not None and "timed out" in str(error).lower():
+                seconds = self.of.channels.timeout_s
+                raise Late(
+                    f"rank {self.of.rank} of the pipeline has waited {seconds:g} s for rank {source} in {op}: that rank is slower, "
+                    "stands still, or its message is lost",
+                    fix=f"see what rank {source} does; parallelism.pipeline_parallel_timeout_s is how long others wait for it; the "
+                    "stage resumes",
+                ) from None
             where = f"in {op}" if op is not None else "outside its passes"
             raise Lost.of(f"rank {self.of.rank} of the pipeline lost another one {where}", error) from None
 

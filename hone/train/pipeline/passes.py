@@ -34,12 +34,18 @@ class Pipeline:
     """
 
     def __init__(
-        self, schedule: PipelineSchedule, mesh: Mesh, grid: Grid, context: ContextRanks | None, sequence: bool
+        self,
+        schedule: PipelineSchedule,
+        mesh: Mesh,
+        grid: Grid,
+        context: ContextRanks | None,
+        sequence: bool,
+        timeout_s: float,
     ) -> None:
         self.schedule, self.mesh, self.grid, self.context = schedule, mesh, grid, context
         self._rows = grid.tp.size if sequence else 1
         """Ranks among which the tokens between two layers are divided."""
-        self.channels = Channels(mesh, grid.degrees.lines(("pp",)), grid.device)
+        self.channels = Channels(mesh, grid.degrees.lines(("pp",)), grid.device, timeout_s)
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._now: _Run | None = None
         self.step: Callable[[int], None] | None = None
