@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Ranks, Trainer
+    from hone.train.pipeline.timed import Timed
     from hone.train.spikes.skip_step import SkipStep
 
 
@@ -141,9 +142,15 @@ class Parallelism(Spec):
         return replace(divided, num_ranks=divided.num_ranks * cp, num_shards=shards, within=moves.within, **bits)
 
     def shared(
-        self, config: ModelConfig, cost: Callable[[ModelFacts], UpdateCost], micro_batches: int, seq_len: int
+        self,
+        config: ModelConfig,
+        cost: Callable[[ModelFacts], UpdateCost],
+        micro_batches: int,
+        seq_len: int,
+        timed: Callable[[ModelFacts], Timed | None] = lambda _: None,
     ) -> Shared:
-        """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs."""
+        """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs, `timed` how
+        long the layers of a part take, by which they are divided into stages."""
         facts = config.facts()
         degree, update = self.tensor_parallel_degree, cost(facts)
         part = part_of(config.local(degree).facts(), degree) if degree > 1 else None
@@ -154,7 +161,10 @@ class Parallelism(Spec):
         if self.pipeline_parallel_degree == 1:
             return Shared(tensor, None, update)
         table = self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
-        pipeline = Pipelined.of(table, self.stages(config, seq_len), part or facts, cost)
+        # Where stages update at different times the division changes the result, which no measurement may.
+        seconds = timed(part or facts) if self.pipeline_parallel_schedule.exact else None
+        layers = self.stages(config, seq_len, seconds)
+        pipeline = replace(Pipelined.of(table, layers, part or facts, cost), timed=seconds is not None)
         return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
 
     def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:
@@ -206,14 +216,14 @@ class Parallelism(Spec):
         found = self.pipeline_parallel_schedule.trainer() if self.pipeline_parallel_degree > 1 else None
         return found or self.data_parallel.trainer()
 
-    def stages(self, config: ModelConfig, seq_len: int) -> list[range]:
-        """The layers of each pipeline stage. Raises SpecError when the layers cannot be divided into them."""
+    def stages(self, config: ModelConfig, seq_len: int, timed: Timed | None = None) -> list[range]:
+        """The layers of each pipeline stage, by their seconds or by operations. Raises SpecError when they cannot be divided."""
         from hone.train.pipeline.stages import divide
 
         if self.pipeline_parallel_degree == 1:
             return [range(config.num_layers)]
         held = self.pipeline_parallel_schedule.held(self.pipeline_parallel_degree)
-        return divide(config, 1 + max(max(one) for one in held), seq_len)
+        return divide(config, 1 + max(max(one) for one in held), seq_len, timed)
 
     def teacher(self, teacher: Decoder | None, ranks: Ranks) -> Decoder | None:
         """A teacher as this rank computes it: tensor-parallel ranks have parts of it, other axes divide it not at all."""
@@ -233,15 +243,18 @@ class Parallelism(Spec):
         degree = self.tensor_parallel_degree
         return part_of(config.local(degree).facts(), degree) if degree > 1 else config.facts()
 
-    def decoder(self, model: Decoder, ranks: Ranks, seq_len: int) -> Decoder:
-        """This rank's part of `model`, with no axis that divides it the model itself; sequences have `seq_len` tokens."""
+    def decoder(self, model: Decoder, ranks: Ranks, seq_len: int, layers: Sequence[range] | None = None) -> Decoder:
+        """This rank's part of `model`, with no axis that divides it the model itself; sequences have `seq_len` tokens.
+
+        `layers` of each pipeline stage, as planned; None: by operations.
+        """
         grid, config = ranks.grid, model.config
         if grid is not None and grid.tp.size > 1:
             from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
             model = TensorParallelDecoder(model, grid.tp, **self._regions)
         if ranks.pipeline is not None:
-            ranks.pipeline.take(model, config, seq_len)
+            ranks.pipeline.take(model, config, seq_len, layers)
         return model
 
     @staticmethod

@@ -143,8 +143,8 @@ def record_how(
         draft.record("sparsity", sparsity(zeros), "fraction", note=note)
     if CHECKPOINTS in plan.estimates:
         draft.record(CHECKPOINTS, largest_bytes, "B", note="on disk at once; gone at the end")
-    if plan.passes is not None:
-        (draft.log / "pipeline.json").write_text(json.dumps(plan.passes), encoding="utf8")
+    if plan.pipeline and plan.pipeline[1]:
+        (draft.log / "pipeline.json").write_text(json.dumps(plan.pipeline[1]), encoding="utf8")
     if plan.start.notes:
         read = sum(plan.start.at.sources.values())
         draft.record("data_position", read, "sequences", note="; ".join(plan.start.notes))

@@ -47,6 +47,7 @@ from hone.train.offload.choose import chosen, record_left
 from hone.train.offload.choose import estimates as left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
+from hone.train.pipeline.cost import layer_seconds
 from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
@@ -198,7 +199,7 @@ class Train(Prolonged):
         self.parallelism.check_offload(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
-        work = self._work(config, data, epoch, given, start.left(steps), machine.device, divided)
+        work = self._work(config, data, epoch, given, start.left(steps), machine, divided)
         work, places = chosen(fitted(work, kept, machine), machine)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
@@ -216,7 +217,8 @@ class Train(Prolonged):
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
-        found |= {"offload": work.offload, "passes": drawing(work, machine)}
+        stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
+        found |= {"offload": work.offload, "pipeline": stages}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -311,7 +313,7 @@ class Train(Prolonged):
         epoch: Packing,
         given: Mapping[str, CheckpointFacts],
         steps: int,
-        device: str,
+        machine: Machine,
         divided: Divided,
     ) -> Work:
         """The sizes of `steps` steps on `data`, from which estimates are computed."""
@@ -320,8 +322,10 @@ class Train(Prolonged):
         keep.check(sum(val))
         self.early_stopping.check(sum(val))
         teacher = given["teacher"].config if self.objective.from_teacher else None
-        costs = partial(self.optimizer.cost, dtype=dtype, device=device)
-        shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len)
+        costs = partial(self.optimizer.cost, dtype=dtype, device=machine.device)
+        tokens = self.batch_size * self.seq_len // self.gradient_accumulation_steps // divided.num_ranks
+        timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=self.seq_len, dtype=dtype)
+        shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len, timed)
         return Work(
             model=facts,
             steps=steps,
@@ -356,7 +360,7 @@ class Train(Prolonged):
     ) -> Trainer:
         ranks = self.parallelism.ranks(run.mesh, run.device)
         return self.parallelism.trainer()(
-            self.parallelism.decoder(model, ranks, self.seq_len),
+            self.parallelism.decoder(model, ranks, self.seq_len, plan.pipeline and plan.pipeline[0]),
             steps=plan.steps,
             schedule=plan.schedule,
             optimizer=self.optimizer,

@@ -19,9 +19,11 @@ from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.data.load import PackedTokens
+from hone.model.config import ModelConfig
 from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
+from hone.model.mixers.shared_kv import SharedKV
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Ranks, Trainer, validate
@@ -58,6 +60,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def sharing(config: ModelConfig, every: int = 2) -> ModelConfig:
+    """`config` whose layers, but for each `every`-th, read the keys of an earlier one."""
+    mixer = config.layers[0].mixer
+    reader = SharedKV(kind="shared_kv", num_heads=mixer.num_heads, head_dim=mixer.head_dim, rope=mixer.rope)
+    layers = [one.model_copy(update={"mixer": reader}) if at % every else one for at, one in enumerate(config.layers)]
+    return config.model_copy(update={"layers": tuple(layers)})
+
+
 def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     """A trainer of this rank; `setting` is what of it differs from the default."""
     names = ("data_parallel", "context_parallel", "context_parallel_degree")
@@ -69,6 +79,8 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     config = shape.config(data.vocab_size, eos=data.eos_token_id)
     if setting.get("tied"):
         config = config.model_copy(update={"tie_embeddings": True})
+    if setting.get("shared_kv"):  # every second layer reads the keys of the one before
+        config = sharing(config)
     if setting.get("biased"):
         layers = [
             one.model_copy(update={"mixer": one.mixer.model_copy(update={"qkv_bias": True, "out_bias": True})})
@@ -91,7 +103,7 @@ def trainer(data: PackedTokens, mesh: Mesh, setting: dict[str, Any]) -> Trainer:
     if setting.get("compile"):  # traced and differentiated as inductor's graphs are, without its C++
         torch.compile = partial(COMPILE, backend="aot_eager")
     AdamWRule.fuses = FUSES if not setting.get("fused") else lambda *_: True  # type: ignore[method-assign]
-    model = shared.decoder(model, ranks, SEQ)
+    model = shared.decoder(model, ranks, SEQ, setting.get("layers") and [range(*one) for one in setting["layers"]])
     if setting.get("traced"):  # as torch.compile cuts and guards them, without its compiler
         for layer in model.layers:
             layer.compile(dynamic=False, backend="eager")

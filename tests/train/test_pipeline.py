@@ -13,13 +13,18 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
+from hone.cost.steps import pass_seconds
 from hone.measure.machine import describe
 from hone.model.hf import load
 from hone.report.collect import collect
 from hone.report.page import render
+from hone.train.pipeline.cost import layer_seconds
+from hone.train.pipeline.stages import divide
+from hone.train.pipeline.timed import Timed
 from hone.train.stage import Train
 from tests.ranked import together
-from tests.train.ranks import failing, made, trained
+from tests.train.conftest import SHAPE
+from tests.train.ranks import failing, made, sharing, trained
 from tests.train.test_data_parallel import SPEC, handed_over, on_ranks, weights_of
 
 PARTS = {"model": {"num_layers": 4, "tie_embeddings": False}, "gradient_accumulation_steps": 4}
@@ -33,6 +38,7 @@ SETTINGS: list[dict[str, Any]] = [
     {**PARTS, "tied": True},
     {**PARTS},
     {**PARTS, "tied": True, "uneven": True, "validate": True},
+    {**PARTS, "shared_kv": True, "max_grad_norm": 0.1},
 ]
 SCHEDULES = [
     "naive",
@@ -76,8 +82,11 @@ FEW = [(name, 0) for name in SCHEDULES] + [
         ("dualpipe", 1),
         ("dualpipe", 2),
         ("dualpipe", 3),
+        ("zb_h1", 6),
     )
 ]
+UNEVEN = [[0, 3], [3, 4]]
+"""Layers of two stages as no count of operations divides them."""
 """On 2 ranks each schedule, and one of each family in the other settings; bfloat16, which takes longest, in the two that defer
 gradients or add them in another order. On 4, where stages have two neighbours, every schedule and every setting once or twice."""
 
@@ -114,6 +123,12 @@ def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, 
         for name, number in chosen
     ]
     settings = [{**settings[number], **piped(num_ranks, name)} for name, number in chosen]
+    if num_ranks == 2:  # however the layers are divided, by operations or by measured seconds
+        settings, bounds, numbers = (
+            [*settings, {**settings[2], "layers": UNEVEN}],
+            [*bounds, 0.0],
+            [*numbers, numbers[2]],
+        )
     check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path)
 
 
@@ -227,6 +242,35 @@ def test_what_cannot_be_divided_is_an_error_that_names_the_way_out(spec, said, d
     facts, two = {"data": facts_of(Artifact.read(data_folder))}, describe("cpu").model_copy(update={"num_ranks": 2})
     with pytest.raises(SpecError, match=said):
         Train.read({**SPEC, "gradient_accumulation_steps": 4, **spec}).plan(facts, two)
+
+
+def test_layers_are_divided_by_measured_seconds(data_folder):
+    """A machine whose head takes as long as two layers gives the stage with it two layers less."""
+    config = SHAPE.model_copy(update={"num_layers": 8, "tie_embeddings": False}).config(512)
+    assert divide(config, 2, 32, Timed((1.0,) * 8, 0.0, 2.0)) == [range(5), range(5, 8)]
+    assert divide(config, 2, 32, Timed((1.0,) * 8, 2.0, 0.0)) == [range(3), range(3, 8)]
+    calibrated = describe("cpu")
+    sizes = {"tokens": 64, "seq_len": 32, "dtype": "float32"}
+    found = layer_seconds(config.facts(), calibrated, **sizes)
+    assert found is not None and len(set(found.layers)) == 1 and min(*found.layers, found.embedding, found.head) > 0
+    whole = pass_seconds(config.facts(), calibrated, batch_tokens=64, seq_len=32, dtype="float32").value
+    assert sum(found.layers) + found.head == pytest.approx(whole, rel=0.1)
+    assert layer_seconds(config.facts(), calibrated.model_copy(update={"calibration": None}), **sizes) is None
+    facts, two = {"data": facts_of(Artifact.read(data_folder))}, calibrated.model_copy(update={"num_ranks": 2})
+    spec = {**SPEC, "gradient_accumulation_steps": 4}
+    for kind, said in (("1f1b", "their seconds as calibrated"), ("pipedream", "operations")):
+        others = {"model": {**SPEC["model"], "tie_embeddings": False}, "max_grad_norm": 0}
+        plan = Train.read({**spec, **others, **piped(2, kind)}).plan(facts, two)
+        assert any(f"layers divided by {said}" in line for line in plan.notes), kind
+        layers, drawn = plan.pipeline
+        assert [index for part in layers for index in part] == list(range(4)) and len(drawn["ranks"]) == 2
+
+
+def test_layers_that_share_keys_stay_in_a_stage():
+    own = SHAPE.model_copy(update={"num_layers": 4}).config(512)
+    assert divide(sharing(own), 2, 32) == [range(2), range(2, 4)]
+    with pytest.raises(SpecError, match="can be divided at 0 places, which makes no 2 pipeline stages"):
+        divide(sharing(own, every=4), 2, 32)
 
 
 def test_plans_count_the_bubble_and_what_a_rank_holds(data_folder):

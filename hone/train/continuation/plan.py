@@ -23,8 +23,8 @@ class TrainPlan(Plan):
     """Where it starts."""
     schedule: Any = None
     """The schedule, as it goes on from `start`."""
-    passes: Any = None
-    """The pipeline's passes of a step in simulated time, for the report; None without a pipeline."""
+    pipeline: Any = None
+    """(Layers of each stage, its drawing for the report); None without stages."""
     offload: Any = None
     """Where its state is, as it was chosen."""
     repeats: tuple[str, ...] = ()

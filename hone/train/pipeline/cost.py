@@ -10,6 +10,7 @@ from hone.base.figure import Estimate, human_bytes
 from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
+from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds, pass_seconds
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.calibration import Layout
@@ -18,6 +19,7 @@ from hone.parallel.pipeline.check import alive_versions
 from hone.parallel.pipeline.simulate import Costs, Played, simulate
 from hone.parallel.pipeline.table import Table, receiver
 from hone.train.activation_checkpointing import Segment
+from hone.train.pipeline.timed import Timed
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Pipelined:
     parts: tuple[ModelFacts, ...]
     updates: tuple[UpdateCost, ...]
     stages: tuple[ModelFacts, ...]
+    timed: bool = False
+    """Whether the layers are divided by their seconds on a calibrated machine, else by operations."""
 
     @classmethod
     def of(
@@ -143,6 +147,23 @@ class Pipelined:
         many, inputs = (round(simulate(self.table, sizes=sizes).peaks[rank]) for sizes in (kept, dropped))
         found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
         return (*found, *([Segment(0, longest, True)] if inputs else []))
+
+
+def layer_seconds(facts: ModelFacts, machine: Machine, *, tokens: int, seq_len: int, dtype: str) -> Timed | None:
+    """Seconds of a micro-batch of `tokens` in each layer and at both ends; None where `machine` is not calibrated in `dtype`."""
+    calibration = machine.calibration
+    if calibration is None or dtype not in calibration.dtypes:
+        return None
+
+    def of(layers: Sequence[int], vocab: int) -> float:
+        part = replace(facts, layers=tuple(facts.layers[index] for index in layers), vocab_size=vocab)
+        return pass_seconds(part, machine, batch_tokens=tokens, seq_len=seq_len, dtype=dtype).value
+
+    around, table = of([], 0), facts.vocab_size * facts.hidden_size
+    # The gradient of an embedding is as large as its table: it is written, read, and added up in float32.
+    moved = (2 * BYTES[dtype] + 8) * table + 2 * BYTES[dtype] * tokens * facts.hidden_size
+    layers = tuple(of([index], 0) - around for index in range(facts.num_layers))
+    return Timed(layers, seconds(machine, num_bytes=moved).value, of([], facts.vocab_size) - around)
 
 
 def _part(facts: ModelFacts, ranges: Sequence[range]) -> ModelFacts:

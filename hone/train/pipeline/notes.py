@@ -41,7 +41,10 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
         f"{work.pipeline.moved_s(machine, work.micro_batch_tokens, work.dtype):.3g} s between stages ({times.said})"
     )
     passes = played(work, work.pipeline, machine)
-    found.append(f"pipeline {work.pipeline.table.name}: {passes.seconds:.3g} s, bubble {passes.bubble:.1%}")
+    found.append(
+        f"pipeline {work.pipeline.table.name}: {passes.seconds:.3g} s, bubble {passes.bubble:.1%}; layers divided by "
+        + ("their seconds as calibrated" if work.pipeline.timed else "operations")
+    )
     found.append(f"{'rank':>4}  {'layers':<14}  {'weights':>9}  {'versions':>8}  {'memory':>9}  waits")
     memories = bytes_by_rank(work, work.pipeline, machine.device)
     for rank, (one, bytes_) in enumerate(zip(work.pipeline.parts, memories, strict=True)):

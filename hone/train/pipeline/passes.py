@@ -56,14 +56,14 @@ class Pipeline:
         """Whether a layer of any rank has a loss of its own; known after the first step."""
         self.stages: Stages | None = None
 
-    def take(self, model: Decoder, config: ModelConfig, seq_len: int) -> None:
+    def take(self, model: Decoder, config: ModelConfig, seq_len: int, layers: Sequence[range] | None = None) -> None:
         """Leaves this rank's stages in `model`, which is whole but for tensor parallelism; `config` is the whole model's.
 
-        Raises SpecError as `divide` does.
+        `layers` of each stage, the same on all ranks; None: by operations. Raises SpecError as `divide` does.
         """
         size = self.grid.pp.size
         held = self.schedule.held(size)
-        layers = divide(config, 1 + max(max(one) for one in held), seq_len)
+        layers = layers or divide(config, 1 + max(max(one) for one in held), seq_len)
         self.stages = Stages(model, layers, held, self.grid.pp)
         shared: dict[tuple[int, ...], list[str]] = {}
         for name, owners in self.stages.holders.items():

@@ -15,19 +15,22 @@ from hone.model.decoder import Decoder
 from hone.model.parallel.local import joined_layers
 from hone.parallel.axis import Axis
 from hone.parallel.place import stages_of
+from hone.train.pipeline.timed import Timed
 
 
-def divide(config: ModelConfig, num_stages: int, seq_len: int) -> list[range]:
-    """The layers of each stage, such that the one with the most operations a token has as few as possible.
+def divide(config: ModelConfig, num_stages: int, seq_len: int, timed: Timed | None = None) -> list[range]:
+    """The layers of each stage, such that the one that takes longest is as short as possible: in seconds, or where no machine is
+    known that was calibrated in operations a token.
 
-    The head counts to the last one. Raises SpecError when there are fewer places to divide at, because there are fewer
-    layers, or layers read the keys of earlier ones.
+    The embedding counts to the first and the head to the last one. Raises SpecError when there are fewer places to divide at,
+    because there are fewer layers, or layers read the keys of earlier ones.
     """
-    facts = config.facts()
-    costs = [2.0 * one.matmul_params + one.mixing.mixing_flops(seq_len) for one in facts.layers]
-    head = 2.0 * facts.vocab_size * facts.hidden_size
+    if timed is None:
+        facts = config.facts()
+        costs = [2.0 * one.matmul_params + one.mixing.mixing_flops(seq_len) for one in facts.layers]
+        timed = Timed(tuple(costs), 0.0, 2.0 * facts.vocab_size * facts.hidden_size)
     try:
-        return stages_of(costs, num_stages, (0.0, head), joined_layers(config))
+        return stages_of(timed.layers, num_stages, (timed.embedding, timed.head), joined_layers(config))
     except SpecError as error:
         fix = "lower parallelism.pipeline_parallel_degree, or take a schedule with one stage a rank"
         raise SpecError(error.what, fix=fix) from None
