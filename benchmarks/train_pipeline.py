@@ -274,7 +274,7 @@ def _injected(arguments: argparse.Namespace) -> None:
     size, rows = mesh.world_size, []
     with mesh.together():
         channels = Channels(mesh, [range(size)], "cpu")
-        for name in PIPELINE_SCHEDULES:
+        for name in arguments.schedules or PIPELINE_SCHEDULES:
             table = SCHEDULES[name](size, 2 * size)
             stages = {stage: _Sleeping() for stage in table.held(mesh.rank)}
             last = table.stages - 1

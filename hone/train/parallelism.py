@@ -164,7 +164,9 @@ class Parallelism(Spec):
         # Where stages update at different times the division changes the result, which no measurement may.
         seconds = timed(part or facts) if self.pipeline_parallel_schedule.exact else None
         layers = self.stages(config, seq_len, seconds)
-        pipeline = replace(Pipelined.of(table, layers, part or facts, cost), timed=seconds is not None)
+        copies = getattr(self.pipeline_parallel_schedule, "post_validation", False)
+        pipeline = Pipelined.of(table, layers, part or facts, cost)
+        pipeline = replace(pipeline, timed=seconds is not None, copies=copies)
         return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
 
     def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:

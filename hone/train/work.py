@@ -439,8 +439,8 @@ def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
 
 def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate]:
     """As `growth_bytes`, of each pipeline rank."""
-    parts = enumerate(by_rank(work, pipeline))
-    return [pipeline.with_versions(growth_bytes(one, device), rank, work.dtype) for rank, one in parts]
+    parts, about = enumerate(by_rank(work, pipeline)), (work.dtype, work.divided.of("optimizer"))
+    return [pipeline.with_versions(growth_bytes(one, device), rank, *about) for rank, one in parts]
 
 
 def _around_s(work: Work, machine: Machine) -> float:

@@ -26,6 +26,7 @@ from hone.model.mixers import MIXERS
 from hone.model.mixers.shared_kv import SharedKV
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
+from hone.train.faults.checksums import of_tensor
 from hone.train.loop import Ranks, Trainer, validate
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.parallelism import Parallelism
@@ -167,6 +168,21 @@ def trained(folder: str, out: str, settings: list[dict[str, Any]]) -> list[list]
             gc.collect()
             assert held() is None, "a training that is over keeps its weights in memory"
             found.append(steps)
+    return found
+
+
+def taken_back(folder: str, settings: list[dict[str, Any]]) -> list[list]:
+    """Trains with each of `settings`: (losses and norms, a number of the bits of its weights and states, updates taken back)."""
+    torch.set_num_threads(1)
+    mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
+    for setting in settings:
+        with mesh.together():
+            one = trainer(data, mesh, setting)
+            steps = [one.step(batch(data, one.ranks, at)) for at in range(one.steps)]
+            tensors = one.update.state().items()
+            bits = [of_tensor(tensor.contiguous()) for name, tensor in sorted(tensors, key=lambda pair: pair[0])]
+            rows = [[step.loss, step.grad_norm, step.skipped] for step in steps]
+            found.append([rows, bits, getattr(one, "taken_back", None)])
     return found
 
 

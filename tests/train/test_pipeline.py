@@ -24,7 +24,7 @@ from hone.train.pipeline.timed import Timed
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE
-from tests.train.ranks import failing, made, sharing, trained
+from tests.train.ranks import failing, made, sharing, taken_back, trained
 from tests.train.test_data_parallel import SPEC, handed_over, on_ranks, weights_of
 
 PARTS = {"model": {"num_layers": 4, "tie_embeddings": False}, "gradient_accumulation_steps": 4}
@@ -130,6 +130,36 @@ def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, 
             [*numbers, numbers[2]],
         )
     check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path)
+
+
+CLIPPED, FREE = {"max_grad_norm": 0.1}, {"max_grad_norm": 100.0}
+HALF = {"precision": "fp16", "steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "others"),
+    [(2, {}), pytest.param(4, {"data_parallel": "zero1"}, marks=pytest.mark.slow)],
+    ids=["2", "2-zero1"],
+)
+def test_an_update_before_the_norm_is_taken_back_to_the_bit(num_ranks, others, data_folder):
+    """Clipped gradients and fp16's overflows: weights and optimizer states are those of the update that waits."""
+    cases = [
+        ("zb_h2", FREE),
+        ("zb_h2", CLIPPED),
+        ("zb_v", {**CLIPPED, "optimizer": "muon"}),
+        ("zb_h1", {**FREE, **HALF}),
+    ]
+    settings = [
+        {**PARTS, **case, **piped(2, {"kind": kind, "post_validation": early}, **others)}
+        for kind, case in cases
+        for early in (False, True)
+    ]
+    for found in on_ranks(num_ranks, taken_back, str(data_folder), settings):
+        pairs = list(zip(found[::2], found[1::2], strict=True))
+        for (kind, case), ((rows, bits, _), (early_rows, early_bits, _)) in zip(cases, pairs, strict=True):
+            assert rows == early_rows and bits == early_bits, (kind, case)
+        assert [early[2] for _, early in pairs][:3] == [0, 1, 1]  # after one that was taken back the next waits
+        assert any(skipped for *_, skipped in pairs[3][0][0]) == (pairs[3][1][2] > 0), "an overflow is taken back"
 
 
 PRODUCTS: dict[int, list[tuple[dict[str, Any], int]]] = {

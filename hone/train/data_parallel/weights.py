@@ -261,6 +261,15 @@ class DividedWeights(Weights):
         for bucket in self._buckets:
             bucket.drop()
 
+    def copied_grads(self) -> list[Tensor | None]:
+        """Copies of this rank's gradients, for `put_grads`."""
+        return [None if bucket.part is None else bucket.part.clone() for bucket in self._buckets]
+
+    def put_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Sets the gradients to what `copied_grads` copied."""
+        for bucket, part in zip(self._buckets, grads, strict=True):
+            bucket.part = part
+
     # Weights
 
     @torch.no_grad()

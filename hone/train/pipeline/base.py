@@ -31,8 +31,10 @@ class PipelineSchedule(Technique):
     def check_model(self, config: ModelConfig) -> None:
         """Raises SpecError where it does not work for a model of `config`."""
 
-    steps: ClassVar[str] = ""
-    """'module:name' of the class of the loop's steps; '': that of data parallelism."""
+    @property
+    def steps(self) -> str:
+        """'module:name' of the class of the loop's steps; '': that of data parallelism."""
+        return ""
 
     def trainer(self) -> Callable[..., Any] | None:
         """The class of the loop's steps; None: that of data parallelism."""

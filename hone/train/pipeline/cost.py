@@ -36,6 +36,8 @@ class Pipelined:
     stages: tuple[ModelFacts, ...]
     timed: bool = False
     """Whether the layers are divided by their seconds on a calibrated machine, else by operations."""
+    copies: bool = False
+    """Whether an update is made before it is known to be right."""
 
     @classmethod
     def of(
@@ -90,9 +92,14 @@ class Pipelined:
         """The most versions of its weights that `rank` holds at once: 1 in a synchronous schedule."""
         return alive_versions(self.table)[rank] if self.table.steps else 1
 
-    def with_versions(self, growth: Estimate, rank: int, dtype: str) -> Estimate:
-        """`growth`, the bytes that `rank` needs, with those of the older versions of its weights."""
+    def with_versions(self, growth: Estimate, rank: int, dtype: str, shards: int) -> Estimate:
+        """`growth`, the bytes that `rank` needs, with those of the older versions of its weights, or of copies of its part of
+        weights, gradients and states, one of `shards`."""
         older = self.versions(rank) - 1
+        if self.copies:
+            kept = (8 * self.parts[rank].num_params + self.updates[rank].state_bytes) / shards
+            formula = f"{growth.formula} + copies for an update that is taken back {human_bytes(kept)}"
+            return growth.model_copy(update={"value": growth.value + kept, "formula": formula})
         if not older:
             return growth
         kept = older * BYTES[dtype] * self.parts[rank].num_params

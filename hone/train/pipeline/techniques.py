@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from hone.base.errors import SpecError
+from hone.base.spec import Quiet
 from hone.train.pipeline.base import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -57,21 +58,35 @@ class BreadthFirst(_Chunked):
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.breadth_first:breadth_first"
 
 
-class ZbH1(PipelineSchedule):
+class _ZeroBubble(PipelineSchedule):
+    """A schedule whose ranks end their passes at different times."""
+
+    post_validation: Annotated[bool, Quiet()] = Field(
+        False,
+        description="Update before the global norm is known, and take that back, to the bit, where it is clipped.",
+    )
+
+    @property
+    def steps(self) -> str:
+        """As `PipelineSchedule.steps`."""
+        return "hone.train.pipeline.post_validation:PostValidatedTrainer" if self.post_validation else ""
+
+
+class ZbH1(_ZeroBubble):
     """As 1f1b, with weight gradients computed where ranks would wait; memory as 1f1b. Qi et al. 2023, arXiv:2401.10241."""
 
     paper: ClassVar[str] = "arXiv:2401.10241"
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.zero_bubble:zb_h1"
 
 
-class ZbH2(PipelineSchedule):
+class ZbH2(_ZeroBubble):
     """As zb_h1, with more forward passes ahead: less waiting, up to twice the activations. Qi et al. 2023, arXiv:2401.10241."""
 
     paper: ClassVar[str] = "arXiv:2401.10241"
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.zero_bubble:zb_h2"
 
 
-class ZbV(PipelineSchedule):
+class ZbV(_ZeroBubble):
     """Two stages a rank, down the ranks and up again, with weight gradients where ranks would wait. Qi et al. 2024, arXiv:2405.15362."""
 
     paper: ClassVar[str] = "arXiv:2405.15362"
@@ -96,7 +111,11 @@ class _Asynchronous(PipelineSchedule):
     """A schedule with several updates of each stage in a step. Its passes read weights of earlier updates, so results are its own."""
 
     exact: ClassVar[bool] = False
-    steps: ClassVar[str] = "hone.train.pipeline.asynchronous:AsynchronousTrainer"
+
+    @property
+    def steps(self) -> str:
+        """As `PipelineSchedule.steps`."""
+        return "hone.train.pipeline.asynchronous:AsynchronousTrainer"
 
     def check(self, *, precision: str, max_grad_norm: float, spikes: str) -> None:
         """As `PipelineSchedule.check`: a rank updates its stage before others have their gradients."""
