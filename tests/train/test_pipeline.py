@@ -123,12 +123,11 @@ def test_it_trains_as_one_process_does(num_ranks, chosen, request, data_folder, 
         for name, number in chosen
     ]
     settings = [{**settings[number], **piped(num_ranks, name)} for name, number in chosen]
-    if num_ranks == 2:  # however the layers are divided, by operations or by measured seconds
-        settings, bounds, numbers = (
-            [*settings, {**settings[2], "layers": UNEVEN}],
-            [*bounds, 0.0],
-            [*numbers, numbers[2]],
-        )
+    if (
+        num_ranks == 2
+    ):  # however the layers are divided, by operations or by measured seconds, and rows of micro-batches
+        others = [{**settings[2], "layers": UNEVEN}, {**PARTS, **piped(2, {"kind": "interleaved", "contiguous": 3})}]
+        settings, bounds, numbers = [*settings, *others], [*bounds, 0.0, 0.0], [*numbers, numbers[2], 4]
     check(num_ranks, settings, bounds, numbers, alone, data_folder, tmp_path)
 
 

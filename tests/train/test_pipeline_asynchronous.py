@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from hone.train.pipeline.stages import divide
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from hone.train.weights import describe_parameters
+from tests.ranked import together
 from tests.train.conftest import SHAPE, STEADY
-from tests.train.ranks import BATCH, SEQ, STEPS, trained
+from tests.train.ranks import BATCH, SEQ, STEPS, made, trained
 from tests.train.test_data_parallel import SPEC, on_ranks, weights_of
 
 SETTING: dict[str, Any] = {
@@ -133,6 +135,17 @@ def test_each_pass_reads_the_weights_of_its_definition(stages, others, bound, da
                 assert (one[name] - whole).abs().max() <= bound, f"{kind} {name}"
         ends.append(weights["embed_tokens.weight"])
     assert not torch.equal(ends[0], ends[2]), "schedules that read other weights end with other weights"
+
+
+@pytest.mark.slow
+def test_a_killed_training_resumes_with_the_same_bits(data_folder, tmp_path):
+    """Between two steps all updates are made and no pass is under way, so nothing is lost."""
+    model = {**SPEC["model"], "tie_embeddings": False}
+    spec = {**SPEC, "model": model, "max_grad_norm": 0, "gradient_accumulation_steps": 4, **layout("pipedream_2bw", 2)}
+    [whole, _] = on_ranks(2, made, spec, str(data_folder), str(tmp_path / "whole"))
+    ended = together(2, made, spec, str(data_folder), str(tmp_path / "killed"), 3)
+    assert ended[1].returncode == -signal.SIGKILL and "the stage resumes" in ended[0].result
+    assert on_ranks(2, made, spec, str(data_folder), str(tmp_path / "killed")) == [whole, whole]
 
 
 @pytest.mark.parametrize(

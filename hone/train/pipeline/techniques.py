@@ -50,6 +50,20 @@ class Interleaved(_Chunked):
     paper: ClassVar[str] = "arXiv:2104.04473"
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.interleaved:interleaved"
 
+    contiguous: Annotated[int | None, Quiet()] = Field(
+        None,
+        ge=1,
+        description="Micro-batches in a row through a stage before the rank's next one; empty: as many as ranks. More hide transfers, and hold more.",
+    )
+
+    def options(self) -> dict[str, Any]:
+        """Its stages and rows."""
+        return {**super().options(), "contiguous": self.contiguous}
+
+    def held(self, num_ranks: int) -> list[list[int]]:
+        """As `PipelineSchedule.held`."""
+        return [list(range(rank, num_ranks * self.stages_per_rank, num_ranks)) for rank in range(num_ranks)]
+
 
 class BreadthFirst(_Chunked):
     """As gpipe, with several stages a rank: all micro-batches of one before the next. Lamy-Poirier 2022, arXiv:2211.05953."""
