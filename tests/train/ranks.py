@@ -178,6 +178,7 @@ def taken_back(folder: str, settings: list[dict[str, Any]]) -> list[list]:
     for setting in settings:
         with mesh.together():
             one = trainer(data, mesh, setting)
+            one.scaler.scale = setting.get("scale", one.scaler.scale)
             steps = [one.step(batch(data, one.ranks, at)) for at in range(one.steps)]
             tensors = one.update.state().items()
             bits = [of_tensor(tensor.contiguous()) for name, tensor in sorted(tensors, key=lambda pair: pair[0])]
