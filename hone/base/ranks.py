@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,12 +23,19 @@ torch = lazy("torch")
 dist = lazy("torch.distributed")
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _PATIENCE = timedelta(days=30)
 """How long a rank waits for another one's work: a training may take weeks."""
 
 _TRANSFER = timedelta(minutes=10)
 """How long a transfer between GPUs may take. All ranks have met before it, so that none waits there for another one's work."""
+
+_LATE_S = 30.0
+"""How long a rank waits for the others to come before it says so, or ends alone with an error of its own."""
+
+_LEAVE_S = 3.0
+"""How long a process that ends waits for the threads of its transfers."""
 
 CHUNK = 1 << 24
 """Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
@@ -93,7 +103,7 @@ class Mesh:
     local_rank: int = 0
     world_size: int = 1
     waits: Waits = field(default_factory=Waits, repr=False, compare=False)
-    """Counts the waits in transfers of the axes and pipelines of its ranks."""
+    """Counts the waits in transfers of its ranks."""
     _group: Any = field(default=None, repr=False, compare=False)
     _gpus: Any = field(default=None, repr=False, compare=False)
     _groups: list[Any] = field(default_factory=list, repr=False, compare=False)
@@ -107,10 +117,7 @@ class Mesh:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Mesh:
-        """The mesh that torchrun describes by RANK, LOCAL_RANK and WORLD_SIZE; one process without them.
-
-        Raises MachineError when they are invalid.
-        """
+        """The mesh that torchrun describes by RANK, LOCAL_RANK and WORLD_SIZE, one process without; MachineError when they are invalid."""
         said = {name: environment.get(name.upper()) for name in ("rank", "local_rank", "world_size")}
         if said["rank"] is None and said["world_size"] in (None, "1"):
             return cls()
@@ -122,10 +129,10 @@ class Mesh:
             said |= {name: environment.get(name.upper()) for name in ("master_addr", "master_port")}
         missing = [name for name, value in said.items() if value is None and name != "local_rank"]
         if missing or not 0 <= mesh.rank < mesh.world_size:
-            shown = ", ".join(
-                f"{name.upper()}={'(not set)' if value is None else value}" for name, value in said.items()
+            shown = [f"{name.upper()}={'(not set)' if value is None else value}" for name, value in said.items()]
+            raise MachineError(
+                f"the environment says {', '.join(shown)}", fix="start it with torchrun, or unset these variables"
             )
-            raise MachineError(f"the environment says {shown}", fix="start it with torchrun, or unset these variables")
         return mesh
 
     @property
@@ -141,15 +148,12 @@ class Mesh:
         if self.world_size == 1 or not device.startswith("cuda"):
             return device
         if device != "cuda":
-            raise MachineError(
-                f"{self.world_size} ranks and one device {device}", fix="use --device=cuda: one GPU a rank"
-            )
+            what = f"{self.world_size} ranks and one device {device}"
+            raise MachineError(what, fix="use --device=cuda: one GPU a rank")
         there = torch.cuda.device_count()
         if self.local_rank >= there:
-            raise MachineError(
-                f"local rank {self.local_rank} has no GPU: torch sees {there}",
-                fix=f"use torchrun --nproc-per-node={there}",
-            )
+            what = f"local rank {self.local_rank} has no GPU: torch sees {there}"
+            raise MachineError(what, fix=f"use --nproc-per-node={there}" if there else "use --device=cpu")
         torch.cuda.set_device(self.local_rank)
         return f"cuda:{self.local_rank}"
 
@@ -189,7 +193,7 @@ class Mesh:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of every rank's `tensor`, of one shape and dtype, in place.
 
-        Added in the order of the ranks: all ranks get the same bits, in every run with as many ranks.
+        Added in their order: all get the same bits, in every run with as many ranks.
         """
         return self._fold(tensor, lambda total, part: total.add_(part))
 
@@ -274,7 +278,7 @@ class Mesh:
 
     @property
     def _mark(self) -> str:
-        """The key that a failing rank sets, for ranks that wait in a transfer instead of a meeting."""
+        """The key that a failing rank sets, for ranks that wait in a transfer."""
         return f"hone/broken/{self._works}"
 
     @contextmanager
@@ -324,8 +328,15 @@ class Mesh:
         return self._gpus
 
     def _connect(self) -> None:
-        """Joins all ranks in a gloo group, once."""
-        if self._group is None:
+        """Joins all ranks in a gloo group, once. Raises MachineError when they do not find each other."""
+        if self._group is not None:
+            return
+        where = ", ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        said = f"rank {self.rank} waits for the other ranks of {self.world_size} at {where}: start all of them"
+        late = threading.Timer(_LATE_S, warnings.warn, (said,))
+        late.daemon = True
+        late.start()
+        try:
             if not dist.is_initialized():
                 # torchrun's store outlives a restart of the ranks, and has the addresses of those that are gone.
                 life = f"hone/life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -333,15 +344,34 @@ class Mesh:
                 store.set_timeout(dist.distributed_c10d.default_pg_timeout)
                 store = dist.PrefixStore(life, store)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            atexit.register(self._leave)
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        except (RuntimeError, ValueError, OSError) as error:
+            what = f"rank {self.rank} cannot meet the other ranks at {where}: {_line(error)}"
+            fix = "start all ranks, with torchrun --standalone or a MASTER_PORT that no other training has"
+            raise self._known(MachineError(what, fix=fix)) from None
+        finally:
+            late.cancel()
+
+    def _leave(self) -> None:
+        """Ends gloo's threads before the interpreter does: one that frees a tensor of the last meeting then ends the process with
+        SIGABRT. Waits for no transfer that is still under way."""
+        self._group = None
+        if dist.is_initialized():
+            _within(_LEAVE_S, dist.destroy_process_group)
 
     def _meet(self, value: Any = None) -> list[Any]:
         """Waits for all ranks; every rank's `value`. Raises the first rank's error when one brings an error."""
         values, error = self._met(value)
         if error is not None:
-            self._told = error
-            raise error
+            raise self._known(error)
         return values
+
+    def _known(self, error: E) -> E:
+        """`error`, which no rank has to be told any more."""
+        self._told = error
+        error.told = True  # type: ignore[attr-defined]
+        return error
 
     def _met(self, value: Any, error: HoneError | None = None) -> tuple[list[Any], HoneError | None]:
         """Every rank's `value`, and the first rank's error: one that is no `Lost`, if there is one."""
@@ -349,8 +379,28 @@ class Mesh:
         everyone: list[Any] = [None] * self.world_size
         with self._losing():
             dist.all_gather_object(everyone, (value, error), group=self._group)
-        errors = sorted((one for _, one in everyone if one is not None), key=lambda one: isinstance(one, Lost))
-        return [found for found, _ in everyone], errors[0] if errors else None
+        values, errors = map(list, zip(*everyone, strict=True))
+        ranks = [rank for rank, one in enumerate(errors) if one is not None]
+        if not ranks:
+            return values, None
+        rank = min(ranks, key=lambda rank: isinstance(errors[rank], Lost))
+        first, known = errors[rank], {one and one.what for one in errors}
+        if rank and len(known) > 1 and f"rank {rank}" not in first.what:  # one of its own, which rank 0 does not have
+            first = type(first)(f"rank {rank}: {first.what}", fix=first.fix)
+        return values, first
+
+    def tell(self, error: HoneError) -> HoneError | None:
+        """The error with which all ranks end when this one has `error` before they met; None when the others do not come."""
+        if self.world_size == 1:
+            return error
+        found: list[HoneError | None] = []
+
+        def meet() -> None:
+            with suppress(HoneError):
+                found.append(self._met(None, error)[1])
+
+        _within(_LATE_S, meet)
+        return next(iter(found), None)
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -358,8 +408,7 @@ class Mesh:
         try:
             yield
         except RuntimeError as error:
-            self._told = Lost.of(f"rank {self.rank} lost the other ranks", error)
-            raise self._told from None
+            raise self._known(Lost.of(f"rank {self.rank} lost the other ranks", error)) from None
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -386,10 +435,16 @@ class Mesh:
             with suppress(MachineError):  # when another rank has died, this one's error is still the one to show
                 _, first = self._met(None, said)
             if first is not None and isinstance(error, HoneError):
-                self._told = first
-                raise first from None
-            self._told = error
+                raise self._known(first) from None
+            self._known(error)
             raise
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Does `work` in a thread, which may stay behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _store() -> Any:
@@ -398,5 +453,6 @@ def _store() -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The first line of its message."""
-    return str(error).partition("\n")[0]
+    """The first line of its message, without the place in gloo's code and what gloo suspects."""
+    line = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return line.partition(".cc:")[2].partition("] ")[2] or line

@@ -7,7 +7,10 @@ import os
 import signal
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.base.errors import HoneError
 
 VERBS = {
     "plan": "hone.cli.line:plan",
@@ -47,12 +50,12 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _say
             return _dispatch(arguments)
     except HoneError as error:
-        return _complain(error.what, error.fix)
+        return _complain(error.what, error.fix, error)
     except ModuleNotFoundError as error:
         missing = without_models(error)
         if missing is None:
             raise
-        return _complain(missing.what, missing.fix)
+        return _complain(missing.what, missing.fix, missing)
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"\n{str(error) or 'interrupted'}; the same command resumes where it stopped", file=sys.stderr)
@@ -65,11 +68,14 @@ def main(argv: list[str] | None = None) -> int:
             return _complain(
                 f"{NO_SPACE[error.errno]} while writing {error.filename or 'a file'}",
                 "free some space, or write where there is more, and run the same command again; it resumes",
+                error,
             )
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return _complain(f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write")
+            return _complain(
+                f"not allowed: {error.strerror}: {error.filename}", "give a folder you may read and write", error
+            )
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP):
-            return _complain(f"cannot use {error.filename}: {error.strerror}", "give another path")
+            return _complain(f"cannot use {error.filename}: {error.strerror}", "give another path", error)
         raise
 
 
@@ -78,11 +84,30 @@ def _say(message: Warning | str, category: type[Warning], filename: str, lineno:
     print(f"note: {message}", file=sys.stderr)
 
 
-def _complain(what: str, fix: str) -> int:
-    """Prints a mistake and its fix, on the first rank of each host; returns the exit code."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+def _complain(what: str, fix: str, error: Exception) -> int:
+    """Prints a mistake and its fix, once on each host where all ranks know it; returns the exit code. `error`: as it was raised."""
+    from hone.base.errors import HoneError
+
+    # The others know of an OSError only that there was one.
+    alone = not isinstance(error, HoneError)
+    if not hasattr(error, "told"):
+        known = _told(error if isinstance(error, HoneError) else HoneError(what, fix=fix))
+        alone = known is None
+        what, fix = (known.what, known.fix) if known is not None else (what, fix)
+    if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"error: {what}\nfix: {fix}", file=sys.stderr)
     return 2
+
+
+def _told(error: HoneError) -> HoneError | None:
+    """What all ranks end with, when this one has `error` before they met; None when they do not meet."""
+    from hone.base.errors import HoneError
+    from hone.base.ranks import Mesh
+
+    try:
+        return Mesh.from_environment().tell(error)
+    except (HoneError, ModuleNotFoundError):  # the environment is the mistake, or there is no torch to meet with
+        return None
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -87,9 +87,10 @@ def ranks_to_start(verb: str, options: dict[str, str], environment: Mapping[str,
         options.setdefault("mesh", given)
         return 1
     if on_gpus and number > (there := _gpus()):
+        less = f"use at most {there}" if there else "leave --device=cuda out"
         raise MachineError(
             f"--{OPTION}={number}, and torch sees {there} GPUs: each rank has one",
-            fix=f"use at most {there}, make more visible (CUDA_VISIBLE_DEVICES), or use torchrun on several hosts",
+            fix=f"{less}, make more visible (CUDA_VISIBLE_DEVICES), or use torchrun on several hosts",
         )
     return number
 

@@ -61,8 +61,9 @@ def stages_of(costs: Sequence[float], num_stages: int, ends: tuple[float, float]
     count = len(costs)
     cuts = [place for place in range(1, count) if place not in joined]
     if len(cuts) < num_stages - 1:
+        apart = f", of which {len(joined)} stay with the one before," if joined else ""
         raise SpecError(
-            f"the {count} layers can be divided at {len(cuts)} places, which makes no {num_stages} pipeline stages",
+            f"{count} layer{'s' if count != 1 else ''}{apart} make{'s' if count == 1 else ''} no {num_stages} pipeline stages",
             fix=f"set pipeline_parallel_size to {len(cuts) + 1} or less",
         )
     before = [ends[0]]

@@ -84,7 +84,6 @@ def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | 
     ended: dict[Result, float] = {}
     places: dict[Result, int] = {}
     spans: list[list[Span]] = [[] for _ in table.ranks]
-    live, peaks = [0.0] * len(table.ranks), [0.0] * len(table.ranks)
     left, moved = sum(map(len, table.ranks)), True
     while left:
         if not moved:
@@ -110,9 +109,19 @@ def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | 
                 for op in together:
                     begin, end = end, end + costs.of(op) * (costs.pair if len(together) == 2 and costs.pair else 1.0)
                     spans[rank].append(Span(op, begin, end))
-                    live[rank] += {"F": 1, "B": -1, "W": -1}.get(op.kind, 0) * sizes[op.stage]
-                    peaks[rank] = max(peaks[rank], live[rank])
                 for one in (one for op in together for one in results(op)):
                     ended[one], places[one] = end, rank
                 left, moved = left - len(together), True
-    return Played(tuple(map(tuple, spans)), tuple(peaks))
+    return Played(tuple(map(tuple, spans)), tuple(peak(table, rank, sizes) for rank in range(len(table.ranks))))
+
+
+def peak(table: Table, rank: int, sizes: Sequence[float]) -> float:
+    """The most activations that `rank` holds at once, by `sizes` as in `simulate`: the order of its passes decides, not their time."""
+    live = most = 0.0
+    for op in table.ranks[rank]:
+        if op.kind == "F":
+            live += sizes[op.stage]
+            most = max(most, live)
+        elif op.kind in "BW":
+            live -= sizes[op.stage]
+    return most

@@ -16,7 +16,7 @@ from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.check import alive_versions
-from hone.parallel.pipeline.simulate import Costs, Played, simulate
+from hone.parallel.pipeline.simulate import Costs, Played, peak, simulate
 from hone.parallel.pipeline.table import Table, receiver
 from hone.train.activation_checkpointing import Segment
 from hone.train.pipeline.timed import Timed
@@ -151,7 +151,7 @@ class Pipelined:
         kept = [float(sum(one.stop - one.start for one in part if not one.recompute)) for part in own]
         dropped = [float(sum(one.recompute for one in part)) for part in own]
         longest = max((one.stop - one.start for part in own for one in part if one.recompute), default=0)
-        many, inputs = (round(simulate(self.table, sizes=sizes).peaks[rank]) for sizes in (kept, dropped))
+        many, inputs = (round(peak(self.table, rank, sizes)) for sizes in (kept, dropped))
         found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
         return (*found, *([Segment(0, longest, True)] if inputs else []))
 

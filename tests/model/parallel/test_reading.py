@@ -138,7 +138,7 @@ def test_what_cannot_be_divided_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"layer 0: .*num_heads 4 cannot be divided among 3") as caught:
         local(tmp_path / "model", 0, 3)
     assert "tensor_parallel_size" in caught.value.fix
-    with pytest.raises(HoneError, match="2 layers can be divided at 1 places, which makes no 3 pipeline stages"):
+    with pytest.raises(HoneError, match="2 layers make no 3 pipeline stages"):
         local(tmp_path / "model", 0, 1, 0, 3)
 
 

@@ -151,7 +151,7 @@ def test_a_lost_rank_ends_all_with_one_error(call, folder: Path, how: str, spec:
     ("spec", "says"),
     [
         ({"tensor_parallel_size": 3}, "SpecError: layer 0: attention.num_heads 4 cannot be divided among 3"),
-        ({"pipeline_parallel_size": 3}, "SpecError: the 2 layers can be divided at 1 places"),
+        ({"pipeline_parallel_size": 3}, "SpecError: 2 layers make no 3 pipeline stages"),
         ({"tensor_parallel_size": 2, "num_pages": 10**9}, "FitError: 1000000000 pages"),
     ],
     ids=str,
