@@ -106,7 +106,11 @@ def _told(error: HoneError) -> HoneError | None:
 
     try:
         return Mesh.from_environment().tell(error)
-    except (HoneError, ModuleNotFoundError):  # the environment is the mistake, or there is no torch to meet with
+    except (
+        HoneError,
+        ModuleNotFoundError,
+        KeyboardInterrupt,
+    ):  # a wrong environment, no torch, or nobody wants to wait
         return None
 
 

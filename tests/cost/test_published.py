@@ -1,12 +1,17 @@
-"""Sizes and operations that papers print, from hone's closed forms."""
+"""Sizes, operations, memory and speed that papers print, from hone's closed forms and plans."""
 
 from __future__ import annotations
 
 import pytest
 
-from hone.cost.facts import ModelFacts
+from hone.cost import ranks
+from hone.cost.activations.segments import Segment, layer_bytes, live_bytes
+from hone.cost.facts import LayerFacts, ModelFacts, Widths
+from hone.cost.replicas import Divided
+from hone.cost.tensor import Tensor
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import simulate
+from hone.parallel.pipeline.simulate import peak
+from tests.cost.published import gpt, llama_spec, machine, megatron_spec, memory_gib, planned, rates, step_s
 
 
 def llama(
@@ -42,5 +47,200 @@ def test_activations_of_the_first_stage(p, v):
     """arXiv:2205.05198, section 4.2.3: 1F1B holds those of all L layers, interleaved 1 + (p - 1) / (p v) times as many."""
     n = 8 * p
     plain, both = SCHEDULES["1f1b"](p, n), SCHEDULES["interleaved"](p, n, stages_per_rank=v)
-    assert simulate(plain, sizes=[1 / p] * p).peaks[0] == pytest.approx(1)
-    assert simulate(both, sizes=[1 / (p * v)] * (p * v)).peaks[0] == pytest.approx(1 + (p - 1) / (p * v))
+    assert peak(plain, 0, [1 / p] * p) == pytest.approx(1)
+    assert peak(both, 0, [1 / (p * v)] * (p * v)) == pytest.approx(1 + (p - 1) / (p * v))
+
+
+MEGATRON = [
+    # heads, h, layers, billions of weights, GPUs, tensor, pipeline, batch, TFLOP/s a GPU
+    (24, 2304, 24, 1.7, 32, 1, 1, 512, 137),
+    (32, 3072, 30, 3.6, 64, 2, 1, 512, 138),
+    (32, 4096, 36, 7.5, 128, 4, 1, 512, 142),
+    (48, 6144, 40, 18.4, 256, 8, 1, 1024, 135),
+    (64, 8192, 48, 39.1, 512, 8, 2, 1536, 138),
+    (80, 10240, 60, 76.1, 1024, 8, 4, 1792, 140),
+    (96, 12288, 80, 145.6, 1536, 8, 8, 2304, 148),
+    (128, 16384, 96, 310.1, 1920, 8, 16, 2160, 155),
+    (128, 20480, 105, 529.6, 2520, 8, 35, 2520, 163),
+    (160, 25600, 128, 1008.0, 3072, 8, 64, 3072, 163),
+]
+"""Table 1 of arXiv:2104.04473: GPT of a vocabulary of 51,200, sequences of 2,048 on A100, all layers recomputed."""
+
+
+def operations(facts: ModelFacts, seq_len: int, *, recomputed: bool) -> float:
+    """A token's operations of forward and backward pass as Megatron counts them: attention to all positions, not half of them."""
+    mixing = sum(2 * layer.mixing.mixing_flops(seq_len) * seq_len / (seq_len + 1) for layer in facts.layers)
+    layers = 2.0 * (facts.matmul_params - facts.vocab_size * facts.hidden_size) + mixing
+    return (4 if recomputed else 3) * layers + 3 * 2.0 * facts.vocab_size * facts.hidden_size
+
+
+@pytest.mark.parametrize("row", MEGATRON, ids=[f"{row[3]}B" for row in MEGATRON])
+def test_parameters_and_operations_of_megatron(row):
+    """Equations 2 and 3 of arXiv:2104.04473, exactly: its biases and positions are the weights that hone's decoders do not have."""
+    heads, h, layers, billions, *_ = row
+    facts, s, v = gpt(h, layers, heads), 2048, 51200
+    n = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
+    assert facts.num_params + 11 * layers * h + (s - 1) * h == round(n)
+    assert n / 1e9 == pytest.approx(billions, abs=0.051)
+    flops = 96 * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert operations(facts, s, recomputed=True) == pytest.approx(flops, rel=1e-12)
+
+
+def test_days_of_the_megatron_paper():
+    """Section 5.1 of arXiv:2104.04473: 84 days for a trillion weights and 450 billion tokens, 34 for GPT-3 and 300 billion."""
+    trillion, gpt3 = gpt(25600, 128, 160), gpt(12288, 96, 96)
+    days = operations(trillion, 2048, recomputed=True) * 450e9 / (3072 * 163e12) / 86400
+    assert days == pytest.approx(84, rel=0.03)
+    assert operations(gpt3, 2048, recomputed=True) * 300e9 / (1024 * 140e12) / 86400 == pytest.approx(34, rel=0.03)
+
+
+ACTIVATIONS = [  # h, layers, heads, sequences, p, v, GiB without recomputation, GiB with sequence parallelism and without scores
+    (6144, 48, 64, 4, 1, 1, 59.25, 9.5625),
+    (12288, 96, 96, 1, 8, 3, 66.84375, 12.3515625),
+    (20480, 105, 128, 1, 35, 3, 114.0234, 23.0762),
+    (25600, 128, 160, 1, 64, 1, 131.25, 26.5625),
+]
+"""Figure 1 and table 2 of arXiv:2205.05198: 22, 175, 530 and 1,000 billion weights on 8 tensor-parallel ranks, first stage."""
+
+
+@pytest.mark.parametrize("row", ACTIVATIONS, ids=["22B", "175B", "530B", "1T"])
+def test_activations_of_megatron(row):
+    """What hone keeps of a layer is what the paper's formulas count, but for four differences, each named here.
+
+    The paper: s b h (10 + 24 / t + 5 a s / (h t)), of which 34 / t stay with sequence parallelism and without attention's scores.
+    """
+    h, num_layers, heads, b, p, v, before, after = row
+    s, t, held = 2048, 8, 1 + (p - 1) / (p * v) if v > 1 else 1
+    whole, gib = s * b * h, num_layers * held / 2**30
+    assert whole * (10 + 24 / t + 5 * heads * s / (h * t)) * gib == pytest.approx(before, rel=1e-5)
+    assert whole * 34 / t * gib == pytest.approx(after, rel=1e-5)
+
+    # GELU's input and output are as many numbers as gate, up and product of a gated layer of 8 h / 3.
+    d, inner = h // heads, 8 * h / (3 * t)
+    layer = LayerFacts((), None, Widths(3 * h // t, 2 * h // t, h // t, d), inner)  # type: ignore[arg-type]
+    saved = layer_bytes(layer, h, s * b, 2, 0).saved
+    saved -= Tensor(t, facts=gpt(h, num_layers, heads)).saved_bytes(h, s * b, 1, "bfloat16")
+    rotated = 4 * whole / t + 2 * s * b * d  # the paper's positions are added to the embedding
+    masks = 2 * whole / t  # hone has no dropout
+    gathered = 4 * (1 - 1 / t) * whole  # inputs of two products: the paper keeps a part and gathers them again
+    assert saved - rotated + masks - gathered == pytest.approx(whole * 34 / t, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("h", "num_layers", "b", "gib"), [(6144, 48, 4, 4.5), (12288, 96, 1, 4.5), (25600, 128, 1, 12.5)]
+)
+def test_activations_with_all_layers_recomputed(h, num_layers, b, gib):
+    """2 s b h a layer, section 5 of arXiv:2205.05198: each layer's input."""
+    facts = gpt(h, num_layers, 8)
+    sizes = [layer_bytes(one, h, 2048 * b, 2, 0) for one in facts.layers]
+    every = [Segment(index, index + 1, True) for index in range(num_layers)]
+    assert live_bytes(every, sizes).turn / 2**30 == gib
+
+
+A100 = rates(0.8 * 312e12, 0.8 * 2.039e12, 24e12, 8.65e12)
+"""Eight tenths of the data sheet, untuned; attention at the traffic of scores that are written and read: 13 bytes a score forward,
+22 backward, which is what both papers' runs did before FlashAttention."""
+
+
+@pytest.fixture
+def selene(monkeypatch):
+    """Links of A100: 235 of 300 GB/s for an all-reduce in a machine, four fifths of HDR between two. hone's are those of H100."""
+    monkeypatch.setitem(ranks.LINK_BYTES_PER_S, "cuda", 235e9)
+    monkeypatch.setattr(ranks, "NETWORK_BYTES_PER_S", 20e9)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{row[3]}B", marks=pytest.mark.slow if row[6] > 2 else ())
+        for row in MEGATRON
+        if row[6] < 16
+    ],
+)
+def test_speed_of_megatron(row, selene):
+    """Achieved FLOP/s of table 1 but for its three largest models, whose plans take a minute each: within 12 %."""
+    heads, h, layers, _, gpus, tensor, pipeline, batch, tflops = row
+    spec = megatron_spec(h, layers, heads, batch, gpus, tensor, pipeline)
+    took = step_s(planned(spec, 51200, machine("A100", gpus, A100)), spec)
+    measured = batch * 2048 * operations(gpt(h, layers, heads), 2048, recomputed=True) / (tflops * 1e12 * gpus)
+    assert took == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("h", "layers", "heads", "p", "v", "batch", "full", "seconds"),
+    [
+        (6144, 48, 64, 1, 1, 4, True, 1.42),
+        (6144, 48, 64, 1, 1, 4, False, 1.10),
+        pytest.param(12288, 96, 96, 8, 3, 64, True, 18.13, marks=pytest.mark.slow),
+        pytest.param(12288, 96, 96, 8, 3, 64, False, 13.75, marks=pytest.mark.slow),
+    ],
+)
+def test_iteration_times_of_sequence_parallelism(h, layers, heads, p, v, batch, full, seconds, selene):
+    """Table 5 of arXiv:2205.05198: everything recomputed, and sequence parallelism with no more than the scores recomputed."""
+    spec = megatron_spec(h, layers, heads, batch, 8 * p, 8, p, stages_per_rank=v, sequence=not full, full=full)
+    spec["gradient_accumulation_steps"] = batch if p > 1 else 1
+    assert step_s(planned(spec, 51200, machine("A100", 8 * p, A100)), spec) == pytest.approx(seconds, rel=0.12)
+
+
+TITAN = rates(480e12, 0.8 * 2.4e12, 450e12, 110e12)
+"""H100 with HBM2e at 500 W, whose rate for products nobody published: the one that makes the first row below 6,667 tokens/s."""
+LLAMA_3_8B = (4096, 32, 32, 14336)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seq_len", "context", "gib"),
+    [(8, 32768, 1, 83.9), (8, 65536, 2, 84.2), (8, 131072, 4, 84.0), (8, 262144, 8, 84.5)],
+)
+def test_memory_of_torchtitan(gpus, seq_len, context, gib):
+    """Table 2 of torchtitan's benchmarks of December 2024, fp8, all layers recomputed: within 5 %.
+
+    Where torchtitan holds all logits (bf16, float32 and both gradients: 12 bytes each), hone holds some thousand tokens' of them.
+    """
+    spec = llama_spec(LLAMA_3_8B, gpus // context, seq_len, "full", context_parallel_degree=context)
+    spec["precision"] = "fp8"
+    logits = 12 * seq_len / context * 128256 / 2**30
+    found = memory_gib(planned(spec, 128256, machine("H100", gpus)))
+    assert found + logits == pytest.approx(gib, rel=0.05)
+
+
+def test_memory_that_more_ranks_save_in_torchtitan():
+    """Tables 1 and 3: 15.4 and 15.0 GiB less on 128 ranks than on 8, of weights, gradients and AdamW's moments."""
+    state = ("optimizer", "gradients", "weights")
+
+    def gib(num_ranks: int) -> float:
+        divided = Divided(num_ranks, num_ranks, state)
+        return (
+            divided.weights_bytes(LLAMA_8B, 2) + divided.gradient_bytes(LLAMA_8B) + 8 * LLAMA_8B.num_params / num_ranks
+        ) / 2**30
+
+    assert gib(8) - gib(128) == pytest.approx((82.4 - 67.0 + 77.0 - 62.0) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "precision", "tokens_per_s"),
+    [(8, "bf16", 6667), (8, "fp8", 8532), (128, "bf16", 6514), (128, "fp8", 8380)],
+)
+def test_speed_of_torchtitan(gpus, precision, tokens_per_s):
+    """Tables 1 and 3, compiled: one rate is fitted to the first row, the other rows follow."""
+    spec = {**llama_spec(LLAMA_3_8B, 2 * gpus, 8192, "selective"), "precision": precision}
+    plan = planned(spec, 128256, machine("H100", gpus, TITAN))
+    assert plan.estimates["tokens_per_s"].value / gpus == pytest.approx(tokens_per_s, rel=0.1)
+
+
+def test_no_published_speed_is_above_a_bound():
+    """Without rates a plan says what the data sheet allows: 1.5 to 2.7 times what was reached."""
+    spec = llama_spec(LLAMA_3_8B, 16, 8192, "selective")
+    plan = planned(spec, 128256, machine("H100", 8))
+    assert plan.estimates["time_s"].bound and 1.5 < plan.estimates["tokens_per_s"].value / 8 / 6667 < 2.7
+    assert any("MFU at most" in line and "step at least" in line for line in plan.notes)
+
+
+def test_the_case_study_of_the_guide_does_not_add_up():
+    """70 billion weights, 5 trillion tokens, 256 H100 at 40 %: 240 days, not two weeks, which are enough for 0.3 trillion tokens."""
+    flops = 6 * 70e9
+    rate = 256 * 0.4 * 989.4e12
+    assert flops * 5e12 / rate / 86400 == pytest.approx(240, rel=0.01)
+    llama_70b = llama(8192, 80, 64, 8, 28672, 128256)
+    days = 3 * llama_70b.flops_per_token(8192) * 5e12 / rate / 86400  # attention's operations too
+    assert 240 < days < 280
+    assert 14 * 86400 * rate / flops == pytest.approx(292e9, rel=0.01)

@@ -134,6 +134,33 @@ def misused(spec: dict[str, Any], data: str, out: str, mistake: str, rank: int =
         return str(error)
 
 
+def refused(specs: list[dict[str, Any]], data: str, out: str) -> list[str]:
+    """The errors of trainings of `specs`, one after the other; what begins counts as none."""
+    torch.set_num_threads(1)
+    found = []
+    for number, spec in enumerate(specs):
+        try:
+            Train.read(spec).make(f"{out}-{number}", {"data": Artifact.read(data)}, Run(quiet=True))
+            found.append("")
+        except HoneError as error:
+            found.append(str(error))
+    return found
+
+
+def early(what: str) -> str:
+    """The error on this rank of two when rank 1 alone has the error `what` before the ranks meet."""
+    mesh = Mesh.from_environment()
+    try:
+        if mesh.rank == 1:
+            known = mesh.tell(ArtifactError(what, fix="copy it"))
+            return f"told {known}"
+        with mesh.together():
+            mesh.gather(1)
+    except HoneError as error:
+        return f"{error!s} {hasattr(error, 'told')}"
+    return "no error"
+
+
 def _other_version(spec: Any, parents: Any, run: Run) -> Any:
     import hone.base.stage
 

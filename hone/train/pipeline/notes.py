@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.base.figure import human_bytes
+from hone.cost.memory import BYTES
 from hone.cost.ranks import Transfers
 from hone.cost.roofline import speed_of_light
 from hone.measure.machine import Machine
@@ -18,26 +19,32 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     """Lines for `Plan.notes`; none for one rank."""
     if machine.num_ranks == 1:
         return ()
-    step = step_seconds(work, machine).value
+    estimated = step_seconds(work, machine)
+    step, bound = estimated.value, estimated.bound
     peak, _, source = speed_of_light(machine, work.dtype)
     flops = 3 * work.model.flops_per_token(work.seq_len) * work.step_tokens
     rate = work.step_tokens * work.filled / step
+    least, most = ("at least ", "at most ") if bound else ("", "")
     found = [
-        f"step {step:.3g} s, {rate:,.0f} tokens/s, {rate / machine.num_ranks:,.0f} a rank, "
-        f"MFU {flops / step / machine.num_ranks / peak:.1%} of {source}"
+        *_layout(work, machine.num_ranks),
+        f"step {least}{step:.3g} s, {most}{rate:,.0f} tokens/s, {rate / machine.num_ranks:,.0f} a rank, "
+        f"MFU {most}{flops / step / machine.num_ranks / peak:.1%} of {source}",
     ]
     device, calibration = machine.device, machine.calibration
     times = Transfers(device, calibration.collectives if calibration else (), work.tensor.degree)
-    between = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
+    times_a_step = work.gradient_accumulation_steps
+    between = work.divided.step_s(work.part, work.dtype, times_a_step, device, times)
+    sent = sum(one.sent_bytes for one in work.divided.messages(work.part, BYTES[work.dtype], times_a_step))
+    of_weights = f"{between:.3g} s of gradients and weights ({human_bytes(sent)} sent)"
     inside = inside_s(work, machine)
     if work.pipeline is None:
-        found.append(
-            f"transfers of a rank: {between:.3g} s of gradients and weights, {inside:.3g} s inside layers ({times.said})"
-        )
+        found.append(f"transfers of a rank: {of_weights}, {inside:.3g} s inside layers ({times.said})")
+        growth = growth_bytes(work, machine.device)
+        found.append(f"memory that the training adds to a rank: {human_bytes(growth.value)} = {growth.formula}")
         return tuple(found)
     passes_of_rank = work.pipeline.table.microbatches / len(work.pipeline.parts)
     found.append(
-        f"transfers of a rank: {between:.3g} s of gradients and weights, {inside * passes_of_rank:.3g} s inside layers, "
+        f"transfers of a rank: {of_weights}, {inside * passes_of_rank:.3g} s inside layers, "
         f"{work.pipeline.moved_s(machine, work.micro_batch_tokens, work.dtype):.3g} s between stages ({times.said})"
     )
     passes = played(work, work.pipeline, machine)
@@ -45,6 +52,7 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
         f"pipeline {work.pipeline.table.name}: {passes.seconds:.3g} s, bubble {passes.bubble:.1%}; layers divided by "
         + ("their seconds as calibrated" if work.pipeline.timed else "operations")
     )
+    found.append("of the ranks of each pipeline stage, in order:")
     found.append(f"{'rank':>4}  {'layers':<14}  {'weights':>9}  {'versions':>8}  {'memory':>9}  waits")
     memories = bytes_by_rank(work, work.pipeline, machine.device)
     for rank, (one, bytes_) in enumerate(zip(work.pipeline.parts, memories, strict=True)):
@@ -54,6 +62,8 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
         weights, memory = f"{one.num_params / 1e6:,.1f} M", human_bytes(bytes_.value)
         row = f"{rank:>4}  {layers:<14}  {weights:>9}  {work.pipeline.versions(rank):>8}  {memory:>9}"
         found.append(f"{row}  {1 - busy / passes.seconds:.1%}")
+    largest = max(memories, key=lambda one: one.value)
+    found.append(f"the most memory that the training adds to a rank: {largest.formula}")
     if len(passes.spans) <= DRAWN and work.pipeline.table.microbatches <= DRAWN:
         from hone.parallel.pipeline.draw import text
 
@@ -72,3 +82,21 @@ def drawing(work: Work, machine: Machine) -> dict[str, Any] | None:
     from hone.parallel.pipeline.draw import content
 
     return content(played(work, work.pipeline, machine), work.pipeline.table.name)
+
+
+def _layout(work: Work, num_ranks: int) -> list[str]:
+    """How the ranks are divided, and what of a step's batch one of them has."""
+    copies = work.divided.num_ranks // work.context_degree
+    pipeline = 1 if work.pipeline is None else len(work.pipeline.parts)
+    degrees = {
+        "data-parallel": copies,
+        "pipeline": pipeline,
+        "context-parallel": work.context_degree,
+        "tensor-parallel": work.tensor.degree,
+    }
+    said = " x ".join(f"{degree} {name}" for name, degree in degrees.items() if degree > 1 or name == "data-parallel")
+    own, passes = work.batch_size // copies, work.gradient_accumulation_steps
+    each = (
+        f"{own} of {work.batch_size} sequences in {passes} micro-batch{'es' if passes > 1 else ''} of {own // passes}"
+    )
+    return [f"{num_ranks} ranks: {said}; a step of each data-parallel rank: {each}"]
