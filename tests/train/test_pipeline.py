@@ -264,7 +264,7 @@ def test_a_failing_rank_ends_all_with_its_error(where, data_folder):
     [
         ({"parallelism": {**LAYOUT, "data_parallel": "zero2"}}, "zero2 works without pipeline stages"),
         ({"parallelism": {"pipeline_parallel_degree": 3}}, "pipeline_parallel_degree 3 does not divide 2 ranks"),
-        ({"parallelism": {**LAYOUT, "pipeline_parallel_schedule": {"kind": "interleaved", "stages_per_rank": 4}}}, "makes no 8 pipeline"),
+        ({"parallelism": {**LAYOUT, "pipeline_parallel_schedule": {"kind": "interleaved", "stages_per_rank": 4}}}, "make no 8 pipeline"),
         ({"parallelism": {**LAYOUT, "pipeline_parallel_schedule": "dualpipe"}, "gradient_accumulation_steps": 1}, "dualpipe: "),
     ],
 )  # fmt: skip
