@@ -22,6 +22,9 @@ class HoneError(Exception):
     as `error: <what>` and `fix: <fix>` and exits with code 2.
     """
 
+    told = False
+    """Whether all ranks of a run end with it, because they have met or each finds it."""
+
     def __init__(self, what: str, *, fix: str) -> None:
         super().__init__(what, fix)
         self.what = what

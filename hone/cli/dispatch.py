@@ -90,7 +90,7 @@ def _complain(what: str, fix: str, error: Exception) -> int:
 
     # The others know of an OSError only that there was one.
     alone = not isinstance(error, HoneError)
-    if not hasattr(error, "told"):
+    if not getattr(error, "told", False):
         known = _told(error if isinstance(error, HoneError) else HoneError(what, fix=fix))
         alone = known is None
         what, fix = (known.what, known.fix) if known is not None else (what, fix)

@@ -44,10 +44,12 @@ def check_world(verb: str, environment: Mapping[str, str] = os.environ) -> None:
         "bench": "--engine.tensor_parallel_size=N",
     }
     way = f", which starts its processes itself ({own[verb]})" if verb in own else ""
-    raise SpecError(
+    error = SpecError(
         f"hone {verb} runs in one process{way}, and torchrun started {size}",
         fix=f"start it without torchrun (or unset RANK and WORLD_SIZE); several ranks share: {', '.join(SHARED)}",
     )
+    error.told = True
+    raise error
 
 
 def ranks_to_start(verb: str, options: dict[str, str], environment: Mapping[str, str] = os.environ) -> int:

@@ -106,10 +106,12 @@ def _need_shared(recipe: Any, world_size: int) -> None:
     nodes = recipe.nodes()
     if world_size > 1 and not any(node.read().every_rank for node in nodes):
         stages = ", ".join(node.folder for node in nodes)
-        raise SpecError(
+        error = SpecError(
             f"{world_size} ranks, and no stage of the recipe shares its work among them: {stages}",
             fix="run it in one process; stages train and compress use several",
         )
+        error.told = True
+        raise error
 
 
 def _with_model(line: Path, made: dict[str, str]) -> list[str]:

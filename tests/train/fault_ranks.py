@@ -157,7 +157,7 @@ def early(what: str) -> str:
         with mesh.together():
             mesh.gather(1)
     except HoneError as error:
-        return f"{error!s} {hasattr(error, 'told')}"
+        return f"{error!s} {error.told}"
     return "no error"
 
 
