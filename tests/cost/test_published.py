@@ -152,13 +152,17 @@ def selene(monkeypatch):
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=f"{row[3]}B", marks=pytest.mark.slow if row[6] > 2 else ())
+        pytest.param(row, id=f"{row[3]}B", marks=pytest.mark.slow if row[6] > 8 else ())
         for row in MEGATRON
-        if row[6] < 16
+        if row[6] < 64
     ],
 )
 def test_speed_of_megatron(row, selene):
-    """Achieved FLOP/s of table 1 but for its three largest models, whose plans take a minute each: within 12 %."""
+    """Achieved FLOP/s of table 1 but for its largest model, whose plan takes long: within 12 %.
+
+    The runs of 530 billion weights of arXiv:2201.11990 on the same machine are no rows here: at 2,240 to 3,360 GPUs they reach 126 to
+    113 TFLOP/s where this table has 163 for the same layers, and plans are 24 to 27 % faster than they were.
+    """
     heads, h, layers, _, gpus, tensor, pipeline, batch, tflops = row
     spec = megatron_spec(h, layers, heads, batch, gpus, tensor, pipeline)
     took = step_s(planned(spec, 51200, machine("A100", gpus, A100)), spec)
@@ -171,8 +175,8 @@ def test_speed_of_megatron(row, selene):
     [
         (6144, 48, 64, 1, 1, 4, True, 1.42),
         (6144, 48, 64, 1, 1, 4, False, 1.10),
-        pytest.param(12288, 96, 96, 8, 3, 64, True, 18.13, marks=pytest.mark.slow),
-        pytest.param(12288, 96, 96, 8, 3, 64, False, 13.75, marks=pytest.mark.slow),
+        (12288, 96, 96, 8, 3, 64, True, 18.13),
+        (12288, 96, 96, 8, 3, 64, False, 13.75),
     ],
 )
 def test_iteration_times_of_sequence_parallelism(h, layers, heads, p, v, batch, full, seconds, selene):
