@@ -48,7 +48,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ("train/test_activation_checkpointing.py",),
     "fp8 precision": ("train/test_fp8.py",),
     "offload": ("train/test_offload.py", "train/test_offload_places.py", "train/test_offload_delayed.py"),
-    "data parallelism": ("train/test_data_parallel.py", "train/test_lossy.py", "train/test_volumes.py"),
+    "data parallelism": (
+        "train/test_data_parallel.py",
+        "train/test_lossy.py",
+        "train/test_volumes.py",
+        "train/test_async_ranks.py",
+    ),
     "context parallelism": ("train/test_context_parallel.py", "parallel/test_context.py"),
     "pipeline schedule": ("train/test_pipeline.py", "parallel/test_pipeline_schedules.py"),
     "transform": ("compress/test_transforms.py", "compress/test_rotation.py"),

@@ -62,6 +62,10 @@ class Divided:
     """Bits of a layer's weight that travels, with a scale for each block; 0: those of its dtype."""
     gradient_bits: int = 0
     """The same of a gradient inside a group; 0: float32."""
+    served: bool = False
+    """Whether each rank sends its gradient to the ranks that serve a part of the weights, and gets the weights from them."""
+    peers: int = 0
+    """Neighbours that get a rank's weights in each step; 0: none."""
 
     def of(self, name: str) -> int:
         """The number of parts into which `name` is divided."""
@@ -82,11 +86,16 @@ class Divided:
             whole = width * ends + (again if self.within == 1 else gathered + again) + kept
         apart = width < 4 or self.of("weights") > 1
         whole += self.kept_bytes * facts.num_params
+        if self.served:
+            # The rank's own float32 masters, what it sends and receives, what the others send to it; in fp32, its weights are the
+            # masters, and those of the part it serves are further ones.
+            others = (self.num_ranks - 1) / self.num_ranks
+            whole += 4 * facts.num_params * (1 + others + (1 if apart else 1 / self.num_ranks))
         return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
 
     def gradient_bytes(self, facts: ModelFacts) -> float:
         """Bytes of float32 gradients on one rank, at the end of a backward pass, when it has most of them."""
-        part = 4 * facts.num_params / self.num_shards if self.num_shards > 1 else 0.0
+        part = 4 * facts.num_params / self.num_shards if self.num_shards > 1 and not self.served else 0.0
         if self.of("gradients") == 1:
             return 4 * facts.num_params + part
         flying = (FLYING_LAYERS - 1) * _layers(facts) / max(facts.num_layers, 1)
@@ -103,7 +112,9 @@ class Divided:
         times = times or Transfers(device)
         groups = self.num_ranks // self.num_shards
         if self.every:
-            return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+            mean = times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+            mixed = times.seconds("all_gather", 1 + self.peers, (1 + self.peers) * 4 * facts.num_params)
+            return mean + (mixed if self.peers else 0.0)
         messages = self.messages(facts, BYTES[dtype], micro_batches)
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in messages)
 
@@ -125,6 +136,8 @@ class Divided:
     def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
         shards, groups = self.num_shards, self.num_ranks // self.num_shards
+        if self.served:  # of float32 gradients, then of float32 weights
+            return [Message("all_to_all", self.num_ranks, 4 * facts.num_params, 2)]
         passes = micro_batches if self.of("gradients") > 1 else 1
         frees, layers, found = self.of("weights") > 1, _layers(facts), []
         buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers

@@ -76,6 +76,10 @@ DATA_PARALLEL = Table(
         "powersgd": "hone.train.data_parallel.compressed:PowerSGD",
         "local_sgd": "hone.train.data_parallel.local_sgd:LocalSGD",
         "diloco": "hone.train.data_parallel.local_sgd:DiLoCo",
+        "bsp": "hone.train.data_parallel.asynchronous.techniques:BSP",
+        "ssp": "hone.train.data_parallel.asynchronous.techniques:SSP",
+        "asp": "hone.train.data_parallel.asynchronous.techniques:ASP",
+        "gossip": "hone.train.data_parallel.asynchronous.techniques:Gossip",
     },
 )
 

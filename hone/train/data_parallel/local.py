@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.data.load import Batch
 from hone.train.checkpoint import Checkpoints, Stored
-from hone.train.loop import Step, Trainer
+from hone.train.data_parallel.apart import ApartTrainer
 
 
-class LocalTrainer(Trainer):
-    """A `Trainer` whose gradients stay on their rank; after every `sync_every` steps, and the last one, all weights are combined.
+class LocalTrainer(ApartTrainer):
+    """An `ApartTrainer` whose gradients stay on their rank; in every meeting all weights are combined.
 
     With x the last common weights, x_i rank i's, and d = x - mean(x_i), in float32: v = momentum v + d and
     x = x - lr (d + momentum v), SGD with Nesterov momentum on d (arXiv:2311.08105, algorithm 1; lr 1 and momentum 0 average the
-    weights). The optimizer's state stays with its rank. Losses and norms of a step are those of this rank. Its tokens are those
-    of all ranks; between two outer steps the others count as having as many as this one.
+    weights). The optimizer's state stays with its rank.
     """
 
-    sync_every: int
     outer_lr: float
     outer_momentum: float
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._counted = 0
-        """Tokens of all ranks up to the last outer step."""
-        self._own = 0
-        """Tokens of this rank since."""
         self._common = {name: master.detach().clone() for name, master in self.update.weights.masters.items()}
         self._velocity: dict[str, Tensor] = {}
         if self.outer_momentum:
             self._velocity = {name: torch.zeros_like(one) for name, one in self._common.items()}
-
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        return sums
-
-    def _of_ranks(self, numbers: Tensor) -> Tensor:
-        return numbers[None]
-
-    def step(self, batch: Batch) -> Step:
-        """As `Trainer.step`; then the outer step, where one is due."""
-        before = self.tokens
-        step = super().step(batch)
-        self._own += self.tokens - before
-        self.tokens = self._counted + self._own * self.ranks.mesh.world_size
-        asked, self.stopping = self.stopping, False
-        if self.done % self.sync_every == 0 or self.done == self.steps:
-            self._combine()
-            own = torch.tensor([float(asked), self._own, *self.times.own], dtype=torch.float64)
-            rows = self.ranks.mesh.every(own)
-            self.times.gathered(self.done, rows[:, 2:])
-            self.stopping = bool(rows[:, 0].any())
-            self.tokens = self._counted = self._counted + int(rows[:, 1].sum())
-            self._own = 0
-        return replace(step, tokens=self.tokens)
 
     @torch.no_grad()
     def _combine(self) -> None:
@@ -79,7 +48,7 @@ class LocalTrainer(Trainer):
 
     def save(self, checkpoints: Checkpoints, **more: Any) -> None:
         """As `Trainer.save`, after an outer step: rank 0 writes the common weights, every rank its optimizer's state."""
-        assert self.done % self.sync_every == 0 or self.done == self.steps, "ranks have different weights"
+        assert self.meets(self.done), "ranks have different weights"
         rank, tensors = self.ranks.mesh.rank, {}
         for label, tensor in self.update.state().items():
             if label.startswith("weight.") or label == "updates":
@@ -96,7 +65,6 @@ class LocalTrainer(Trainer):
     def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
         """As `Trainer.restore`, with as many ranks."""
         super().restore(_Own(stored, f"worker-{self.ranks.mesh.rank}."), numbers)  # type: ignore[arg-type]
-        self._counted = self.tokens
         for name, master in self.update.weights.masters.items():
             self._common[name].copy_(master)
             if name in self._velocity:

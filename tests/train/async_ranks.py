@@ -1,0 +1,71 @@
+"""What each of several ranks does in the tests of asynchronous data parallelism."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.base.ranks import Mesh
+from hone.data.load import PackedTokens
+from hone.train.checkpoint import Checkpoints
+from hone.train.data_parallel.asynchronous.shard import Push, Shard
+from tests.train.ranks import batch, trainer
+
+PUSH = Shard.push
+logs: dict[int, list[Any]] = {}
+"""Of each shard of this process what it did: [worker, clock, learning rate, targets, the workers whose reads were due]."""
+
+
+def _logged(self: Shard, worker: int, push: Push) -> list[int]:
+    due = PUSH(self, worker, push)
+    logs.setdefault(id(self), []).append([worker, push.clock, push.lr, push.weight, due])
+    return due
+
+
+def worked(folder: str, out: str, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trains with each of `settings`: what this rank found. Every rank writes the weights after every step.
+
+    `max_grad_norm`, `until`, `write` and `read` are as they are called; rank `slow[0]` sleeps `slow[1]` seconds in each step's passes.
+    """
+    torch.set_num_threads(1)
+    Shard.push = _logged  # type: ignore[method-assign]
+    mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
+    for number, setting in enumerate(settings):
+        with mesh.together():
+            one = trainer(data, mesh, setting)
+            one.max_grad_norm = setting.get("max_grad_norm", 0.0)
+            if "read" in setting:
+                one.restore(*Checkpoints(Path(setting["read"])).newest())
+            rank, seconds = setting.get("slow", (-1, 0.0))
+            losses, weights, gradients = [], [], one.gradients
+
+            def slowly(part: Any, wait: float = seconds if rank == mesh.rank else 0.0, then: Any = gradients) -> Any:
+                time.sleep(wait)
+                return then(part)
+
+            one.gradients = slowly
+            while one.done < setting.get("until", one.steps):
+                losses.append(one.step(batch(data, one.ranks, one.done, uneven=setting.get("uneven", False))).loss)
+                masters = one.update.weights.masters
+                weights.append({name: part.detach().clone() for name, part in masters.items()})
+            if "write" in setting:
+                one.save(Checkpoints(Path(setting["write"]), mesh=mesh))
+            torch.save(weights, Path(out) / f"{number}-{mesh.rank}.pt")
+            servers = getattr(one.update, "servers", None)
+            log = [] if servers is None else logs.pop(id(servers._shard))
+            sent = dict(one.update.connections.sent) if hasattr(one.update, "connections") else {}
+            found.append({"losses": losses, "tokens": one.tokens, "sent": sent})
+            if servers is not None:
+                found[-1] |= {"staleness": dict(servers.staleness), "updates": one.update.shard.count}
+                found[-1]["log"] = log
+                found[-1]["held"] = sum(one.numel() for one in one.update.shard.weights.masters.values())
+            held = weakref.ref(one.update.weights)
+            del one, servers, masters, gradients, slowly
+            gc.collect()
+            assert held() is None, "a training that is over keeps its weights in memory"
+    return found
