@@ -203,6 +203,8 @@ class Train(Prolonged):
         work, places = chosen(fitted(work, kept, machine), machine)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
+        if self.checkpoint.keep.optimizer:
+            self.parallelism.data_parallel.check_kept(schedule.kept_after(steps), steps)
         made = CheckpointFacts(
             where=self.stage,
             config=config,
@@ -289,6 +291,7 @@ class Train(Prolonged):
         reading.record(draft, read_at_end)
         keeper.record(draft)
         record_left(draft, trainer)
+        self.parallelism.data_parallel.record(draft, trainer)
 
     def _plan_of(self, steps: int, parents: dict[str, Artifact], run: Run) -> TrainPlan:
         """The plan of `steps` alone, whose learning rates are nothing to its costs."""

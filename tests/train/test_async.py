@@ -215,6 +215,11 @@ def test_what_does_not_work_is_said(data_folder):
     with pytest.raises(SpecError, match="staleness"):
         read({"kind": "ssp", "staleness": -1})
     facts = {"data": facts_of(Artifact.read(data_folder))}
+    kept = {"checkpoint": {"interval": 0, "keep": "optimizer"}, "schedule": {"kind": "wsd", "warmup": 1, "decay": 1}}
+    with pytest.raises(
+        SpecError, match=r"keeps the state after step 3, and the ranks of data_parallel asp .* every 2 steps"
+    ):
+        read({"kind": "asp", "sync_every": 2}, **kept).plan(facts, describe("cpu").model_copy(update={"num_ranks": 2}))
     machine = describe("cpu").model_copy(update={"num_ranks": 4})
     for kind in (*SERVED, "gossip"):
         with pytest.raises(SpecError, match=f"{kind} is set to 2 ranks, and 4 started") as caught:

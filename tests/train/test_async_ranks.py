@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.ranks import Mesh
 from hone.data.load import PackedTokens
@@ -384,3 +385,5 @@ def test_a_signal_ends_all_in_a_meeting(data_folder, tmp_path):
     assert [one.result for one in ended] == ["ended after step 4 of 8, which is saved"] * 3
     assert len(set(on_ranks(3, made, *arguments))) == 1
     assert len(read_jsonl(Path(arguments[2]) / "steps.jsonl")) == 9
+    staleness = Artifact.read(arguments[2]).figures["staleness"]
+    assert 0 <= staleness.value <= 3 and staleness.unit == "steps", "fewer than the steps between two meetings"

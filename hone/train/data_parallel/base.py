@@ -14,6 +14,7 @@ from hone.train.data_parallel.moves import Moves
 from hone.train.precision import TORCH_NAMES
 
 if TYPE_CHECKING:
+    from hone.base.artifact import Draft
     from hone.train.data_parallel.sums import Sum
     from hone.train.loop import Trainer
     from hone.train.spikes.skip_step import SkipStep
@@ -56,6 +57,18 @@ class DataParallel(Technique):
                     f"{name}.interval {steps} is no multiple of the {self.meets_every} steps after which the ranks of "
                     f"data_parallel {self.kind} have the same weights"
                 )
+
+    def check_kept(self, at: int, steps: int) -> None:
+        """Raises SpecError where the ranks' weights differ after step `at` of `steps`, whose state is to be kept."""
+        if at % self.meets_every and at != steps:
+            raise SpecError(
+                f"checkpoint.keep.optimizer keeps the state after step {at}, and the ranks of data_parallel {self.kind} have the "
+                f"same weights after every {self.meets_every} steps",
+                fix=f"set schedule.decay so that it begins after a multiple of {self.meets_every} steps, or change sync_every",
+            )
+
+    def record(self, draft: Draft, trainer: Trainer) -> None:
+        """Records what this technique alone has to say of a training that is done; rank 0 calls it."""
 
     def summing(self) -> Sum | None:
         """How the copies add up a gradient; None: by the backend."""

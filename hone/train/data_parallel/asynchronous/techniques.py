@@ -12,8 +12,10 @@ from hone.cost.replicas import Divided
 from hone.train.data_parallel.base import Lossy
 
 if TYPE_CHECKING:
+    from hone.base.artifact import Draft
     from hone.train.data_parallel.asynchronous.gossip import GossipTrainer
     from hone.train.data_parallel.asynchronous.worker import ServedTrainer
+    from hone.train.loop import Trainer
 
 
 class ParameterServer(Lossy):
@@ -31,6 +33,11 @@ class ParameterServer(Lossy):
         from hone.train.data_parallel.asynchronous.worker import served
 
         return served(self.meets_every, self.may_miss)
+
+    def record(self, draft: Draft, trainer: Trainer) -> None:
+        """The staleness that the clocks have shown."""
+        note = f"by which a worker missed gradients of the slowest one, of at most {self.may_miss:g}; since this process began"
+        draft.record("staleness", trainer.most_stale, "steps", note=note)  # type: ignore[attr-defined]
 
     def divided(self, num_ranks: int) -> Divided:
         """As `Lossy.divided`: servers have a part of the optimizer's state and of the masters each, workers all weights."""

@@ -101,6 +101,12 @@ class ServedTrainer(ApartTrainer):
         super().__init__(*arguments, **options)
         assert self.ranks.mesh.world_size > 1, "a parameter server needs several ranks"
         self.update: ServedUpdate = ServedUpdate(self.update, self.ranks.mesh)
+        self.most_stale = 0
+        """The most clocks by which a read of any worker was behind, up to the last meeting, as the servers' clocks say."""
+
+    def _combine(self) -> None:
+        own = max(self.update.servers.staleness)
+        self.most_stale = max(self.ranks.mesh.gather(own)) if self.staleness else own
 
     def _step(self, batch: Batch) -> Step:
         self.update.bound = 0.0 if self.meets(self.done + 1) else self.staleness
