@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.data.load import PackedTokens
 from hone.train.checkpoint import Checkpoints
@@ -69,3 +70,30 @@ def worked(folder: str, out: str, settings: list[dict[str, Any]]) -> list[dict[s
             gc.collect()
             assert held() is None, "a training that is over keeps its weights in memory"
     return found
+
+
+def unserved(folder: str) -> str:
+    """What this rank raises when the server in rank 1 fails in its second step, on a gradient that may be another rank's."""
+    torch.set_num_threads(1)
+    mesh, data = Mesh.from_environment(), PackedTokens(folder)
+    try:
+        with mesh.together():
+            one = trainer(data, mesh, {"data_parallel": {"kind": "asp", "num_workers": mesh.world_size}, "steps": 4})
+            if mesh.rank == 1:
+                one.update.shard.weights.begin = _second_breaks()
+            while one.done < one.steps:
+                one.step(batch(data, one.ranks, one.done))
+    except (HoneError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return "nothing"
+
+
+def _second_breaks() -> Any:
+    calls: list[Any] = []
+
+    def begin(buckets: Any) -> None:
+        calls.append(buckets)
+        if len(calls) == 2:
+            raise ZeroDivisionError("a bug of a server")
+
+    return begin

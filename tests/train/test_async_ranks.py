@@ -21,7 +21,7 @@ from hone.train import DATA_PARALLEL
 from hone.train.data_parallel.asynchronous.shard import Keys
 from hone.train.data_parallel.asynchronous.topology import exponential, ring
 from tests.ranked import together
-from tests.train.async_ranks import worked
+from tests.train.async_ranks import unserved, worked
 from tests.train.conftest import SHAPE, STEADY
 from tests.train.ranks import BATCH, SEQ, failing, made, trainer
 from tests.train.test_data_parallel import on_ranks
@@ -376,6 +376,12 @@ def test_an_error_of_one_rank_is_that_of_all(where, data_folder):
     for name in ("asp", "gossip") if where == "backward" else ("bsp",):
         said = on_ranks(2, failing, str(data_folder), {"data_parallel": {"kind": name}}, where)
         assert said == ["MachineError: rank 1 failed: ZeroDivisionError: a bug", "ZeroDivisionError: a bug"], name
+
+
+def test_an_error_of_one_server_is_that_of_all(data_folder):
+    said = on_ranks(3, unserved, str(data_folder))
+    assert said[1] == "ZeroDivisionError: a bug of a server"
+    assert said[0] == said[2] == "MachineError: rank 1 failed: ZeroDivisionError: a bug of a server"
 
 
 def test_a_signal_ends_all_in_a_meeting(data_folder, tmp_path):

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Connections:
         self.of: dict[int, socket.socket] = {}
         self.sent: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent, by what for."""
+        self._counting = threading.Lock()
         mesh.at_close(self.close)
         secret = mesh.from_leader(lambda: secrets.token_bytes(32))
         with _listening(self.size) as listening:
@@ -77,7 +79,8 @@ class Connections:
         with self.losing(peer):
             on.sendall(header)
             on.sendall(_bytes_of(tensor))
-        self.sent[what] += tensor.nbytes
+        with self._counting:
+            self.sent[what] += tensor.nbytes
 
     def receive(self, peer: int, on: socket.socket, header: struct.Struct, tensor: Tensor) -> tuple[int | float, ...]:
         """What `peer` sent by `send`: its header, and its numbers into the contiguous CPU `tensor`. Raises `Lost`."""

@@ -48,8 +48,9 @@ class GossipUpdate(Update):
     def __init__(self, own: Update, mesh: Mesh, mixed: Callable[[int, int, int], Mixed]) -> None:
         vars(self).update(vars(own))
         self._mixed, self.connections, self._waits = mixed, Connections(mesh), mesh.waits
-        size = sum(one.numel() for one in own.weights.masters.values())
-        self._sent = torch.empty(size)
+        sizes = [one.numel() for one in own.weights.masters.values()]
+        self._sent = torch.empty(sum(sizes))
+        self._parts = self._sent.split(sizes)
         self._came: dict[int, Tensor] = {}
         self._moving: list[_Beside] = []
         self._now = Mixed({}, ())
@@ -58,7 +59,8 @@ class GossipUpdate(Update):
         """Starts to send the weights before `step` (from 0) and to receive those of the others, beside the passes."""
         at = self.connections
         self._now = self._mixed(step, at.rank, at.size)
-        torch.cat([one.detach().reshape(-1) for one in self.weights.masters.values()], out=self._sent)
+        for part, one in zip(self._parts, self.weights.masters.values(), strict=True):
+            part.copy_(one.detach().view(-1))  # from a GPU, too
         for peer in self._now.sources:
             self._came.setdefault(peer, torch.empty_like(self._sent))
         send = (_Beside(partial(self._send, peer, step)) for peer in self._now.targets)
@@ -81,10 +83,8 @@ class GossipUpdate(Update):
         mean = self._sent.mul_(1 - sum(self._now.sources.values()))
         for peer, share in sorted(self._now.sources.items()):
             mean.add_(self._came[peer], alpha=share)
-        at = 0
-        for master in self.weights.masters.values():
-            master.view(-1).copy_(mean[at : at + master.numel()])
-            at += master.numel()
+        for part, master in zip(self._parts, self.weights.masters.values(), strict=True):
+            master.view(-1).copy_(part)
         super().apply(lr, factor)
 
 

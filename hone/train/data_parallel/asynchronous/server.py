@@ -41,7 +41,18 @@ class Servers:
         return self._turn
 
     def exchange(self, lr: float, weight: float, bound: float) -> None:
-        """Sends the gradient in `messages` to all servers, and receives their weights in its place. Raises `Lost`."""
+        """Sends the gradient in `messages` to all servers, and receives their weights in its place.
+
+        Raises `Lost`, or the error of this rank's own server that was the cause.
+        """
+        try:
+            self._exchange(lr, weight, bound)
+        except Lost:
+            if self._failed is None or isinstance(self._failed, Lost):
+                raise
+            raise self._failed from None
+
+    def _exchange(self, lr: float, weight: float, bound: float) -> None:
         at, rank, size = self._connections, self._connections.rank, self._connections.size
         self.clock += 1
         push = Push(self.clock, lr, weight, bound)
