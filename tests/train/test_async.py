@@ -166,8 +166,12 @@ def test_what_a_straggler_costs():
     assert max(one[-1] for one in local) == pytest.approx(
         sum(seconds[:, at : at + 10].sum(1).max() for at in (0, 10, 20))
     )
-    near = ends(seconds, math.inf, peers=lambda step, worker: tuple(ring(step, worker, 4).sources))
-    assert max(one[-1] for one in asp) < max(one[-1] for one in near) < last[0]
+    near = np.asarray(ends(seconds, math.inf, peers=lambda step, worker: tuple(ring(step, worker, 4).sources)))
+    for step in range(1, 30):
+        for worker in range(4):
+            others = near[[(worker - 1) % 4, (worker + 1) % 4], step - 1].max()
+            assert near[worker, step] == pytest.approx(max(near[worker, step - 1] + seconds[worker, step], others))
+    assert max(one[-1] for one in asp) < near[:, -1].max() < last[0]
 
 
 def test_what_travels_and_what_is_kept():

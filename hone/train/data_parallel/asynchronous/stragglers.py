@@ -16,7 +16,8 @@ def ends(
 
     Step c (from 0) of a worker begins when its step before has ended, and those of all workers up to step c - 1 - `staleness`
     (Ho et al. 2013): 0 is bsp and ddp, infinity asp, local_sgd and gossip. After every `sync_every` steps (0: not) all
-    wait for all; `peers(c, worker)` are the workers for whose step c - 1 it waits in each step, such as gossip's neighbours.
+    wait for all. `peers(c, worker)` are the workers whose step c - 1 must have ended before its own step c ends, such as gossip's
+    neighbours, whose weights come while it computes.
     """
     workers, steps = range(len(step_s)), len(step_s[0])
     found: list[list[float]] = [[] for _ in workers]
@@ -27,5 +28,5 @@ def ends(
         before = [one[-1] if one else 0.0 for one in found]
         for worker in workers:
             near = [before[one] for one in peers(step, worker)] if peers is not None else []
-            found[worker].append(max(before[worker], behind, *near) + step_s[worker][step])
+            found[worker].append(max([max(before[worker], behind) + step_s[worker][step], *near]))
     return found
