@@ -330,7 +330,7 @@ def test_a_restored_training_goes_on(data_folder, tmp_path):
                 same = all(torch.equal(joined[step][one], values) for one, values in through[step].items())
                 assert same or name == "asp", f"{name}, step {step + 1}"
             if name == "asp":  # which gradient comes first differs from run to run
-                assert_near(joined[3], through[3], 6e-3, name)
+                assert_near(joined[3], through[3], 8e-3, name)
 
 
 SPEC: dict[str, Any] = {
