@@ -25,6 +25,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "mixer": tuple(f"model/mixers/test_{name}.py" for name in MIXER_TESTS),
     "feed-forward": ("model/test_feed_forwards.py",),
+    "growth": ("model/growth/test_growth.py",),
     "adapter": ("model/test_adapters.py",),
     "extractor": ("data/readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),

@@ -18,6 +18,7 @@ TABLES: tuple[str, ...] = (
     "hone.model.linear:LINEARS",
     "hone.model.mixers:MIXERS",
     "hone.model.feed_forwards:FEED_FORWARDS",
+    "hone.model.growth:GROWTHS",
     "hone.model.adapters:ADAPTERS",
     "hone.data:EXTRACTORS",
     "hone.data:IDENTIFIERS",

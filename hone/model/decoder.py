@@ -259,11 +259,11 @@ def _pieces(config: ModelConfig, part: nn.Module, path: str, seed: int) -> Itera
 
 def _fill(pieces: Iterable[tuple[Tensor, str, Initial]]) -> None:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # drawing is serial and lets other threads run
-        for _ in pool.map(lambda piece: _draw(*piece), pieces):
+        for _ in pool.map(lambda piece: draw_initial(*piece), pieces):
             pass
 
 
-def _draw(target: Tensor, name: str, initial: Initial) -> None:
+def draw_initial(target: Tensor, name: str, initial: Initial) -> None:
     """Fills `target` from the distribution `initial`, drawn in float32 on the CPU; depends on `name` and the shape alone."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)

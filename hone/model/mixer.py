@@ -31,6 +31,9 @@ class Mixer(BlockSpec):
     reuses_kv: ClassVar[bool] = False
     """Whether it attends to the keys and values of the nearest layer before it whose mixer `can_share_kv`."""
 
+    by_layer: ClassVar[bool] = False
+    """Whether it computes something else at another place in the stack: its random numbers are drawn for the layer's index."""
+
     def mixing_flops(self, seq_len: int) -> float:
         """Average FLOPs per token of a sequence of `seq_len` tokens, without the linears; a multiply-add is 2."""
         raise NotImplementedError

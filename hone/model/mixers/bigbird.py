@@ -29,6 +29,7 @@ class BigBird(GroupedHeads):
     """
 
     paper: ClassVar[str] = "arXiv:2007.14062"
+    by_layer: ClassVar[bool] = True
     complexity: ClassVar[str] = "O(S block (window + global + random))"
 
     max_seq_len: int = Field(gt=0, description="Longest input of the causal form, in tokens.")

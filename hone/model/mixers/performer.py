@@ -25,6 +25,7 @@ class Performer(Recurrent):
     """
 
     paper: ClassVar[str] = "arXiv:2009.14794"
+    by_layer: ClassVar[bool] = True
     splits: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_features: int | None = Field(

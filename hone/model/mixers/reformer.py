@@ -33,6 +33,7 @@ class Reformer(Mixer):
     """
 
     paper: ClassVar[str] = "arXiv:2001.04451"
+    by_layer: ClassVar[bool] = True
     complexity: ClassVar[str] = "O(S (log S + rounds chunk))"
 
     num_heads: int = Field(gt=0, description="Heads.")

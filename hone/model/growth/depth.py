@@ -1,0 +1,57 @@
+"""More layers: which layer of the smaller model each one is a copy of, and which of them add nothing to the residual stream yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hone.model.config import ModelConfig
+from hone.model.growth.base import silencing
+from hone.model.growth.checkpoint import GrownCheckpoint, Recipe
+from hone.model.hf import Checkpoint
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Tensor `name` of the source as it is, or with `value` in every place of it."""
+
+    name: str
+    value: float | None = None
+
+    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+        return source.shape(self.name)
+
+    def make(self, source: Checkpoint) -> Tensor:
+        stored = source.tensor(self.name)
+        return stored if self.value is None else stored.new_full(stored.shape, self.value)
+
+
+def deeper(
+    source: Checkpoint, config: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
+) -> Checkpoint:
+    """The model of `config` whose layers are those of `source` at `order`; those at the places `silent` add zero."""
+    recipes = {
+        "model.embed_tokens.weight": Copied("model.embed_tokens.weight"),
+        "model.norm.weight": Copied("model.norm.weight"),
+    }
+    if not config.tie_embeddings:
+        recipes["lm_head.weight"] = Copied("lm_head.weight")
+    for place, index in enumerate(order):
+        recipes |= _layer(source.config, config, index, place, silent=place in silent)
+    return GrownCheckpoint(source, config, recipes)
+
+
+def _layer(small: ModelConfig, large: ModelConfig, index: int, place: int, *, silent: bool) -> dict[str, Recipe]:
+    """The tensors of layer `place`, a copy of layer `index`."""
+    zeros = silencing(large, place) if silent else {}
+    found: dict[str, Recipe] = {}
+    for path, linear in large.linears(place).items():
+        for made, name in zip(large.modules(place, path), small.modules(index, path), strict=True):
+            for suffix in ("weight", "bias") if linear.bias else ("weight",):
+                found[f"{made}.{suffix}"] = Copied(f"{name}.{suffix}", zeros.get(path))
+    names = small.singles(index)
+    for path, made in large.singles(place).items():
+        found[made] = Copied(names[path], zeros.get(path))
+    return found
