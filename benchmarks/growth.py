@@ -4,7 +4,7 @@
 
 Bytes of the text are the tokens; the last book is validation only. One small model a seed, trained with a constant learning rate, is grown
 by every technique to one of two larger ones, twice as deep or twice as wide, and trained on with a cosine for the FLOPs that are left of those
-that the larger one has from scratch in `--steps` steps. Every arm has the learning rate, of twice and half of 2e-3, with which the first seed from
+that the larger one has from scratch in `--steps` steps. Every arm has the learning rate, of two, with which the first seed from
 scratch does best. Runs that are done are kept in `--kept`, from which an interrupted comparison goes on.
 """
 
@@ -52,7 +52,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert2bert": ("wide", {"kind": "bert2bert", **_WIDE}),
     "zero_expansion": ("wide", {"kind": "zero_expansion", **_WIDE}),
 }
-RATES, SEQUENCES, WARMUP = (2e-3, 1e-3, 4e-3), 8, 20
+RATES, SEQUENCES, WARMUP = (2e-3, 4e-3), 8, 20
 
 
 class Arms:
@@ -135,7 +135,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     arms, rows = Arms(arguments), []
-    best = {large: min(RATES, key=lambda lr: arms.scratch(large, lr, 0)) for large in LARGE}  # noqa: B023
+    best = {large: min(RATES, key=lambda lr: arms.scratch(large, lr, 0)) for large in LARGE}
     seeds = range(arguments.seeds)
     with tempfile.TemporaryDirectory() as scratch:
         for seed in seeds:
@@ -148,7 +148,9 @@ def main() -> None:
                 if of == large:
                     found = [arms.grown(arm, best[large], seed, Path(scratch)) for seed in seeds]
                     rows.append(_row(arms, large, best[large], [one[-1] for one in found], arm, found, rows[-1]))
-                    rows[-1] |= _beside(rows[-1].pop("_losses"), [arms.scratch(large, best[large], seed) for seed in seeds])
+                    rows[-1] |= _beside(
+                        rows[-1].pop("_losses"), [arms.scratch(large, best[large], seed) for seed in seeds]
+                    )
     print(ledger.table(rows))
     for row in rows:
         row.pop("_losses", None)
@@ -174,7 +176,9 @@ def _row(
     if len(losses) > 1:
         row["interval"] = half_width(losses)
     if not arm:
-        return row | {"note": f"{arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes; lr {lr:g}, best of {RATES} at seed 0"}
+        return row | {
+            "note": f"{arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes; lr {lr:g}, best of {RATES} at seed 0"
+        }
     small, begun = (statistics.mean(one[at] for one in found) for at in (0, 1))
     at = f"of {SMALL.config(VOCAB).num_params:,} weights, {arms.small_steps} steps"
     note = f"from a model {at}, with loss {small:.4f}; grown {begun:.4f} before the {arms.steps_left(large)} steps of the larger one"

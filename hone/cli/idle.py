@@ -26,7 +26,8 @@ def _idle(verb: str, spec: Any, inputs: Mapping[str, str]) -> list[tuple[tuple[s
     if verb == "compress" and spec.calibration_text is None and "data" not in inputs:
         rows.append((_CALIBRATION, "nothing is calibrated", "give texts: --calibration_text=FILE"))
     if verb == "train" and "model" in inputs:
-        rows.append((("model",), "the model's shape is that of --from.model", "leave --from.model out"))
+        more = ", grown as --init says" if not isinstance(spec.init, str) else ""
+        rows.append((("model",), f"the model's shape is that of --from.model{more}", "leave --from.model out"))
     if verb == "train" and spec.init == "teacher":
         rows.append((("model",), "the model's shape is that of the teacher", "leave init=teacher out"))
     if verb == "train" and spec.init != "teacher":

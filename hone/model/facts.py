@@ -52,6 +52,10 @@ class Trained(BaseModel):
     ended: Position | None = Field(description="Where it ended; None: it is of a version of hone that does not say.")
     kept: Position | None = Field(None, description="Where the state that it kept is; None: there is none.")
     state: Path | None = Field(None, description="The checkpoint of that state.")
+    flops_before: float | None = Field(
+        None,
+        description="FLOPs of the trainings of the smaller models that it was grown from; None: it was not, or none is known.",
+    )
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
@@ -64,12 +68,14 @@ class Trained(BaseModel):
         state = next(iter(sorted((folder / TRAINING_STATE).glob("step-*/numbers.json"))), None)
         data = tuple(row["fingerprint"] for row in made.manifest["parents"] if row["role"].startswith("data"))
         told = (folder / POSITION_FILE).exists()
+        grown = made.figures.get("flops_before_growth")
         return cls(
             spec=made.manifest["spec"],
             data=data,
             ended=_position(folder / POSITION_FILE) if told else _by_figures(made, data),
             kept=None if state is None else _position(state, "position"),
             state=None if state is None else state.parent,
+            flops_before=grown and grown.value,
         )
 
 

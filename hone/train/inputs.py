@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
 from hone.data.facts import DataFacts
 from hone.model.facts import CheckpointFacts
+from hone.model.growth.base import Growth, grown_config
 from hone.model.shape import Shape
+from hone.train.growth.figures import need_small
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -44,16 +46,19 @@ def config_of(
     *,
     shape: Shape,
     keep_every: int | None,
+    growths: Sequence[Growth],
     objective: str,
     wants_teacher: bool,
     seq_len: int,
 ) -> ModelConfig:
     """The config of the model to train, checked against the data and the parents in their roles.
 
-    `keep_every` is that of a student (None: the weights are not its teacher's), `objective` the kind of loss.
+    `keep_every` is that of a student (None: the weights are not its teacher's), `growths` what makes the model larger than its
+    parent, `objective` the kind of loss.
     """
     from hone.train.student import student_config
 
+    need_small(growths, given)
     if wants_teacher and "teacher" not in given:
         init = "random" if keep_every is None else "teacher"
         raise SpecError(
@@ -73,7 +78,7 @@ def config_of(
     if keep_every is not None:
         config = student_config(given["teacher"].config, keep_every)
     elif "model" in given:
-        config = given["model"].config
+        config = grown_config(given["model"].config, growths)
     else:
         config = shape.config(data.vocab_size, eos=data.eos_token_id)
     config.must_be_causal("the next token would be visible to its own prediction")

@@ -179,12 +179,12 @@ class Validation(Spec):
     )
     sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")
 
-    def total(self, steps: int, val: Sequence[int], *, mixed: bool, also: Sequence[int]) -> int:
+    def total(self, steps: int, val: Sequence[int], *, mixed: bool, also: Sequence[int], first: int = 0) -> int:
         """Sequences of all evaluations in `steps`, whose data have `val` sequences each; `mixed`: by a mixture; `also`: steps
-        between evaluations beside those of `interval`, 0 for none."""
+        between evaluations beside those of `interval`, 0 for none; `first`: evaluations before the first step."""
         evaluated = min(sum(val), self.sequences or sum(val))
         at = {step for every in (self.interval, *also) if every for step in range(every, steps, every)}
-        evaluations = 1 + len(at)
+        evaluations = 1 + len(at) + first
         if len(val) > 1:  # the sources of a mixture are also evaluated one by one
             by_source = sum(min(rows, self.sequences or rows) for rows in val)
         else:

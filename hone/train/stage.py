@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,8 @@ from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_products
+from hone.train.growth import figures as growth
+from hone.train.growth.init import Init, growths_of
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
@@ -92,8 +94,10 @@ class Train(Prolonged):
     model: Shape = Field(
         default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
     )
-    init: Literal["random", "teacher"] = Field(
-        "random", description="Initial weights: random, or teacher: copies of every keep_every-th layer of the teacher."
+    init: Init = Field(
+        "random",
+        description="Initial weights: random; teacher: copies of every keep_every-th layer of the teacher; or growths, in turn: "
+        "a larger model made of the one that 'model' gives.",
     )
     keep_every: int = Field(
         2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
@@ -161,6 +165,7 @@ class Train(Prolonged):
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
         told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)
+        growth.check(growths_of(self.init), self.checkpoint.load)
         return self
 
     def files(self) -> dict[str, Path]:
@@ -180,6 +185,7 @@ class Train(Prolonged):
             data[0],
             shape=self.model,
             keep_every=self._keep_every,
+            growths=growths_of(self.init),
             objective=self.objective.kind,
             wants_teacher=self.objective.from_teacher or self.init == "teacher",
             seq_len=self.seq_len,
@@ -205,22 +211,24 @@ class Train(Prolonged):
         schedule.share(0, steps)  # raises now when the warm-up is too long
         if self.checkpoint.keep.optimizer:
             self.parallelism.data_parallel.check_kept(schedule.kept_after(steps), steps)
+        tokens = work.steps * work.step_tokens * work.filled
+        grown = growth.planned(growths_of(self.init), given.get("model"), config, self.seq_len, tokens)
         made = CheckpointFacts(
             where=self.stage,
             config=config,
             dtype=work.saved_dtype,
             weights_bytes=BYTES[work.saved_dtype] * config.num_params,
             tokenizer=data[0].tokenizer,
-            trained=trained_as(self, start, marks, schedule, steps, work.filled),
+            trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
-        estimates = with_energy(estimate(work, machine), machine) | left(work, machine)
-        said = (*kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
+        estimates = with_energy(estimate(work, machine), machine) | left(work, machine) | grown.estimates
+        said = (*grown.notes, *kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
-        found |= {"offload": work.offload, "pipeline": stages}
+        found |= {"offload": work.offload, "pipeline": stages, "grown": grown}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
 
     def run(self, plan: TrainPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
@@ -261,6 +269,9 @@ class Train(Prolonged):
             saved = saved_dtype(self.precision, self.checkpoint.export_dtype)
             saves = partial(self.parallelism.save, trainer, first.folder, saved)
             place = partial(start.place_of, plan.schedule, plan.steps, self.batch_size, reading.position)
+            growing, val = growth.Growing(plan.grown, draft, run), reading.sources.val
+            score = partial(self._loss, trainer, val) if val.num_sequences(self.seq_len) else None
+            growing.measure(trainer, parents, score)
             keeper = Keeper(self.checkpoint.keep, draft, mesh, at, place, saves)
             watch = self._train(draft, trainer, reading, checkpoints, start, keeper, window, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
@@ -271,6 +282,7 @@ class Train(Prolonged):
         sizes |= {"sequences": self.validation.sequences, "tokens_before": start.at.tokens}
         found: dict[str, Any] = {"rounding": rounding, "best_step": keeper.best_step}
         record(draft, watch, config, window, objective=self.objective.kind, **sizes, **found)
+        growing.record()
         slots = ("objective", "schedule", "optimizer", "activation_checkpointing")
         record_how(
             draft,
@@ -341,7 +353,11 @@ class Train(Prolonged):
             update=masked(shared.update, facts) if "mask" in given else shared.update,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             eval_sequences=self.validation.total(
-                steps, val, mixed=self.mixture is not None, also=self._evaluates_every
+                steps,
+                val,
+                mixed=self.mixture is not None,
+                also=self._evaluates_every,
+                first=2 * bool(growths_of(self.init)),
             ),
             teacher=teacher and self.parallelism.part_of(teacher),
             num_checkpoints=self.checkpoint.kept(steps, self.optimizer.rewind) + keep.num_states(steps),
@@ -439,9 +455,9 @@ class Train(Prolonged):
         keeper.ended(trainer)
         return watch
 
-    def _loss(self, trainer: Trainer, part: PackedTokens) -> float:
-        """Mean loss on the first sequences of `part`."""
+    def _loss(self, trainer: Trainer, part: PackedTokens, model: Decoder | None = None) -> float:
+        """Mean loss on the first sequences of `part`, of another `model` than the trainer's if one is given."""
         from hone.train.loop import validate
 
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "num_sequences": self.validation.sequences}
-        return validate(trainer.model, part, **sizes, ranks=trainer.ranks)
+        return validate(model or trainer.model, part, **sizes, ranks=trainer.ranks)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.base.artifact import Artifact
 from hone.base.lazy import lazy
+from hone.train.growth.init import growths_of
 from hone.train.precision import Precision
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Training(Protocol):
     @property
     def objective(self) -> Objective: ...
     @property
-    def init(self) -> str: ...
+    def init(self) -> Any: ...
     @property
     def keep_every(self) -> int: ...
     @property
@@ -57,24 +58,28 @@ def starting_models(
 ) -> tuple[Decoder, Decoder | None]:
     """(model in float32, teacher in the compute dtype or None) on `device`.
 
-    With init: teacher the model has every `keep_every`-th layer of the teacher; else it is the parent 'model', or a random
-    one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
+    With init: teacher the model has every `keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
+    or a random one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
     device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
     teacher is.
     """
     from hone.model.decoder import Drawn, build, unmade
+    from hone.model.growth.base import grown_checkpoint
     from hone.model.hf import Checkpoint, load
     from hone.train.precision import compute_dtype
     from hone.train.student import from_teacher
 
     copies, reads = spec.init == "teacher", spec.objective.from_teacher
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or copies else None
-    if "model" in parents and in_parts:
+    if "model" in parents:
         checkpoint = Checkpoint(parents["model"].folder)
-        model = checkpoint.empty()
-        model.maker = Read(checkpoint, device)
-    elif "model" in parents:
-        model = load(parents["model"].folder, device, torch.float32)
+        if growths := growths_of(spec.init):  # tensors of the larger model are made one at a time of those in the files
+            checkpoint = grown_checkpoint(checkpoint, growths, spec.seed)
+        if in_parts:
+            model = checkpoint.empty()
+            model.maker = Read(checkpoint, device)
+        else:
+            model = checkpoint.build(device, torch.float32)
     elif copies:
         assert teacher is not None, "planned without a teacher"
         model = from_teacher(teacher, spec.keep_every)

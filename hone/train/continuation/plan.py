@@ -25,6 +25,8 @@ class TrainPlan(Plan):
     """The schedule, as it goes on from `start`."""
     pipeline: Any = None
     """(Layers of each stage, its drawing for the report); None without stages."""
+    grown: Any = None
+    """What is known of its growth (hone.train.growth.figures.Grown)."""
     offload: Any = None
     """Where its state is, as it was chosen."""
     repeats: tuple[str, ...] = ()
