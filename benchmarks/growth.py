@@ -134,65 +134,64 @@ def main() -> None:
     """Trains every arm of every seed, prints the table, adds it to the ledger."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    arms, rows = Arms(arguments), []
-    best = {large: min(RATES, key=lambda lr: arms.scratch(large, lr, 0)) for large in LARGE}
-    seeds = range(arguments.seeds)
-    with tempfile.TemporaryDirectory() as scratch:
+    arms, seeds = Arms(arguments), range(arguments.seeds)
+    best = {large: min((arms.scratch(large, lr, 0), lr) for lr in RATES)[1] for large in LARGE}
+    with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             for arm, (large, _) in ARMS.items():
                 arms.scratch(large, best[large], seed)
-                arms.grown(arm, best[large], seed, Path(scratch))
-        for large in LARGE:
-            rows.append(_row(arms, large, best[large], [arms.scratch(large, best[large], seed) for seed in seeds]))
+                arms.grown(arm, best[large], seed, Path(folder))
+        rows = []
+        for large, lr in best.items():
+            scratch = [arms.scratch(large, lr, seed) for seed in seeds]
+            rows.append(_row(arms, large, lr, "from scratch", scratch))
             for arm, (of, _) in ARMS.items():
                 if of == large:
-                    found = [arms.grown(arm, best[large], seed, Path(scratch)) for seed in seeds]
-                    rows.append(_row(arms, large, best[large], [one[-1] for one in found], arm, found, rows[-1]))
-                    rows[-1] |= _beside(
-                        rows[-1].pop("_losses"), [arms.scratch(large, best[large], seed) for seed in seeds]
+                    found = [arms.grown(arm, lr, seed, Path(folder)) for seed in seeds]
+                    rows.append(
+                        _row(arms, large, lr, arm, [one[-1] for one in found]) | _beside(arms, arm, found, scratch)
                     )
     print(ledger.table(rows))
     for row in rows:
-        row.pop("_losses", None)
-        print(row["figure"], row.get("note", ""))
+        print(f"{row['figure']}: {row['note']}")
     if not arguments.no_ledger:
         print(ledger.append("growth", rows, "cpu"))
 
 
-def _row(
-    arms: Arms, large: str, lr: float, losses: list[float], arm: str = "", found: Any = (), _: Any = None
-) -> dict[str, Any]:
-    arguments, config = arms.arguments, LARGE[large].config(VOCAB)
-    total = 3 * arms.flops[large] * arguments.steps * SEQUENCES * SEQ_LEN
-    what = f"{config.num_params:,} weights ({large}), {total:.3g} FLOPs in all"
-    row: dict[str, Any] = {
-        "figure": f"{what}: {arm or 'from scratch'}, validation loss",
+def _row(arms: Arms, large: str, lr: float, arm: str, losses: list[float]) -> dict[str, Any]:
+    """The ledger's row of one arm."""
+    steps, config = arms.arguments.steps, LARGE[large].config(VOCAB)
+    total = 3 * arms.flops[large] * steps * SEQUENCES * SEQ_LEN
+    row = {
+        "figure": f"{config.num_params:,} weights ({large}), {total:.3g} FLOPs in all: {arm}, validation loss",
         "value": statistics.mean(losses),
         "unit": "nats/byte",
         "n": len(losses),
         "lr": lr,
-        "_losses": losses,
+        "note": f"{steps} steps of {SEQUENCES} x {SEQ_LEN} bytes; lr {lr:g}, the better of {RATES} at seed 0 from scratch",
     }
-    if len(losses) > 1:
-        row["interval"] = half_width(losses)
-    if not arm:
-        return row | {
-            "note": f"{arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes; lr {lr:g}, best of {RATES} at seed 0"
-        }
-    small, begun = (statistics.mean(one[at] for one in found) for at in (0, 1))
-    at = f"of {SMALL.config(VOCAB).num_params:,} weights, {arms.small_steps} steps"
-    note = f"from a model {at}, with loss {small:.4f}; grown {begun:.4f} before the {arms.steps_left(large)} steps of the larger one"
-    return row | {"technique": f"growth/{ARMS[arm][1]['kind']}", "note": note}
+    return row | ({"interval": half_width(losses)} if len(losses) > 1 else {})
 
 
-def _beside(losses: list[float], scratch: list[float]) -> dict[str, Any]:
-    """The comparison with training from scratch, by the differences of each seed."""
-    mean = statistics.mean(scratch)
-    found: dict[str, Any] = {"peer": "from scratch", "peer_value": mean, "ratio": statistics.mean(losses) / mean}
-    if len(losses) > 1:
-        by = paired(scratch, losses)
-        found |= {"difference": by.by, "difference_interval": by.half}
-    return found
+def _beside(arms: Arms, arm: str, found: list[list[float]], scratch: list[float]) -> dict[str, Any]:
+    """The comparison with training from scratch, by the differences of each seed, and what was before."""
+    large, options = ARMS[arm]
+    small, begun, end = (statistics.mean(one[at] for one in found) for at in range(3))
+    what = (
+        f"from a model of {SMALL.config(VOCAB).num_params:,} weights after {arms.small_steps} steps, loss {small:.4f}"
+    )
+    row = {
+        "technique": f"growth/{options['kind']}",
+        "peer": "from scratch",
+        "peer_value": statistics.mean(scratch),
+        "ratio": end / statistics.mean(scratch),
+        "note": f"{what}; grown {begun:.4f}, then {arms.steps_left(large)} steps",
+    }
+    if len(found) > 1:
+        by = paired(scratch, [one[-1] for one in found])
+        row |= {"difference": by.by, "difference_interval": by.half}
+        row["note"] += f"; difference {by.by:+.4f}, 95 % interval +-{by.half:.4f} (of pairs of seeds)"
+    return row
 
 
 def _arguments() -> argparse.Namespace:

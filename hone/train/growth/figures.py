@@ -138,10 +138,11 @@ class Growing:
         draft.record("loss_after_growth", losses["after"], "nats/token", note="val is empty" if empty else why)
         flops = grown.each * (draft.figures["train_tokens"].value or 0.0)
         note = "tokens without padding; 6 a weight, head included, plus causal-halved attention"
-        draft.record(FLOPS, flops, "FLOP", note=note)
+        draft.record(FLOPS, flops, "FLOP", how="modelled", note=note)
         if grown.before is None:
             draft.record(BEFORE, None, "FLOP", note="hone did not train the smaller model")
             return
-        draft.record(BEFORE, grown.before, "FLOP", note=grown.said)
-        draft.record(TOTAL, flops + grown.before, "FLOP", note="of all phases")
-        draft.record(SAVED, grown.estimates[SAVED].value, "FLOP", note=grown.estimates[SAVED].formula)
+        draft.record(BEFORE, grown.before, "FLOP", how="modelled", note=grown.said)
+        draft.record(TOTAL, flops + grown.before, "FLOP", how="modelled", note="of all phases")
+        saved = grown.estimates[SAVED]
+        draft.record(SAVED, saved.value, "FLOP", how="modelled", note=saved.formula)

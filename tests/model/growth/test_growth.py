@@ -43,6 +43,7 @@ EXACT = [
     {"kind": "net2net", **TWICE},
     {"kind": "net2net", **ODD, "mapping": "random", "shares": "even"},
     {"kind": "net2net", "num_kv_heads": 6},
+    {"kind": "net2net", "num_heads": 12, "num_kv_heads": 2},
     {"kind": "zero_expansion", **ODD, "num_kv_heads": 4},
 ]
 
