@@ -31,11 +31,8 @@ _PATIENCE = timedelta(days=30)
 _TRANSFER = timedelta(minutes=10)
 """How long a transfer between GPUs may take. All ranks have met before it, so that none waits there for another one's work."""
 
-_LATE_S = 30.0
-"""How long a rank waits for the others to come before it says so, or ends alone with an error of its own."""
-
-_LEAVE_S = 3.0
-"""How long a process that ends waits for the threads of its transfers."""
+_LATE_S, _LEAVE_S = 30.0, 3.0
+"""How long a rank waits for the others to come before it says so, or ends alone with its error; and, when it ends, for its threads."""
 
 CHUNK = 1 << 24
 """Elements that are exchanged at once by sums: every rank holds as many of each other rank."""
@@ -47,14 +44,12 @@ class Lost(MachineError):
     @classmethod
     def of(cls, what: str, error: Exception) -> Lost:
         """`what` happened, as `error` says."""
-        return cls(
-            f"{what}: {_line(error)}",
-            fix="see what the rank that ended first printed, and start all of them again; the stage resumes",
-        )
+        fix = "see what the rank that ended first printed, and start all of them again; the stage resumes"
+        return cls(f"{what}: {_line(error)}", fix=fix)
 
 
 class Late(Lost):
-    """A transfer ended because another rank did not come in time: it may never, so that this rank ends without meeting it."""
+    """A transfer ended because another rank did not come in time: it may never, so that this rank ends without it."""
 
 
 class Waits:
@@ -78,12 +73,8 @@ class Waits:
         yield
         self._seconds += self._clock() - begun
 
-    def take(self) -> float:
-        """The seconds since the last call. Those on a GPU of which it is known: nothing waits here."""
-        return self.later()()
-
     def later(self) -> Callable[[], float]:
-        """As `take`, of the waits up to now, for when a GPU has come so far."""
+        """The seconds since the last call, for when a GPU has come so far: those of which it is known then, nothing waits."""
         seconds, self._seconds = self._seconds, 0.0
         events, self._events = self._events, []
         return lambda: seconds + sum(first.elapsed_time(last) / 1e3 for first, last in events if last.query())
@@ -354,8 +345,7 @@ class Mesh:
             late.cancel()
 
     def _leave(self) -> None:
-        """Ends gloo's threads before the interpreter does: one that frees a tensor of the last meeting then ends the process with
-        SIGABRT. Waits for no transfer that is still under way."""
+        """Ends gloo's threads before the interpreter does: one that frees a tensor afterwards aborts the process."""
         self._group = None
         if dist.is_initialized():
             _within(_LEAVE_S, dist.destroy_process_group)
@@ -374,7 +364,7 @@ class Mesh:
         return error
 
     def _met(self, value: Any, error: HoneError | None = None) -> tuple[list[Any], HoneError | None]:
-        """Every rank's `value`, and the first rank's error: one that is no `Lost`, if there is one."""
+        """Every rank's `value`, and the first rank's error, one that is no `Lost` if there is one."""
         self._connect()
         everyone: list[Any] = [None] * self.world_size
         with self._losing():
@@ -393,14 +383,8 @@ class Mesh:
         """The error with which all ranks end when this one has `error` before they met; None when the others do not come."""
         if self.world_size == 1:
             return error
-        found: list[HoneError | None] = []
-
-        def meet() -> None:
-            with suppress(HoneError):
-                found.append(self._met(None, error)[1])
-
-        _within(_LATE_S, meet)
-        return next(iter(found), None)
+        met = _within(_LATE_S, lambda: self._met(None, error))
+        return met and met[1]
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -440,11 +424,18 @@ class Mesh:
             raise
 
 
-def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Does `work` in a thread, which may stay behind."""
-    thread = threading.Thread(target=work, daemon=True)
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns, in a thread that may stay behind; None when it takes longer or ends in a HoneError."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with suppress(HoneError):
+            found.append(work())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    return next(iter(found), None)
 
 
 def _store() -> Any:

@@ -15,12 +15,9 @@ from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Run
 from hone.base.spec import Circumstance, Quiet
 from hone.base.table import Choice, Technique
-from hone.cost.activations.segments import keep_all
 from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
-from hone.cost.replicas import Divided
 from hone.data import CURRICULA, MIXTURES
-from hone.data.facts import DataFacts
 from hone.data.order.random import Random
 from hone.data.tokens.epochs import check_batch, epoch_of, repeats, steps_for
 from hone.measure.machine import Machine, machine_of
@@ -35,33 +32,32 @@ from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.estimates.spec import work_of
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
-from hone.train.fp8.fits import check_passes, fp8_notes, fp8_products
+from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
 from hone.train.growth.init import Init, growths_of
 from hone.train.inputs import config_of, data_of
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
-from hone.train.mask import check_mask, masked, zeros_of
+from hone.train.mask import check_mask, zeros_of
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.choose import chosen, record_left
 from hone.train.offload.choose import estimates as left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.pipeline.cost import layer_seconds
 from hone.train.pipeline.notes import drawing, notes
-from hone.train.precision import FP8_RECIPES, TORCH_NAMES, Precision, saved_dtype
+from hone.train.precision import Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, TrainPlan, Work, estimate
+from hone.train.work import CHECKPOINTS, TrainPlan, estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.data.load import PackedTokens, Packing
+    from hone.data.load import PackedTokens
     from hone.data.mix.reading import Reading
-    from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.train.loop import Trainer
     from hone.train.watch import Watch
@@ -205,7 +201,7 @@ class Train(Prolonged):
         self.parallelism.check_offload(machine.num_ranks)
         divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
-        work = self._work(config, data, epoch, given, start.left(steps), machine, divided)
+        work = work_of(self, config, data, epoch, given, start.left(steps), machine, divided)
         work, places = chosen(fitted(work, kept, machine), machine)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
@@ -313,66 +309,13 @@ class Train(Prolonged):
         return self.model_copy(update=changes).plan(facts, machine_of(run))
 
     @property
-    def _evaluates_every(self) -> tuple[int, int]:
+    def evaluates_every(self) -> tuple[int, int]:
         """Steps between evaluations beside those of `validation`; 0: none."""
         return self.checkpoint.keep.evaluates_every, self.early_stopping.evaluates_every
 
     @property
     def _keep_every(self) -> int | None:
         return self.keep_every if self.init == "teacher" else None
-
-    def _work(
-        self,
-        config: ModelConfig,
-        data: list[DataFacts],
-        epoch: Packing,
-        given: Mapping[str, CheckpointFacts],
-        steps: int,
-        machine: Machine,
-        divided: Divided,
-    ) -> Work:
-        """The sizes of `steps` steps on `data`, from which estimates are computed."""
-        facts, dtype, keep = config.facts(), TORCH_NAMES[self.precision], self.checkpoint.keep
-        val = [one.packed("val", self.seq_len).num_sequences for one in data if "val" in one.splits]
-        keep.check(sum(val))
-        self.early_stopping.check(sum(val))
-        teacher = given["teacher"].config if self.objective.from_teacher else None
-        costs = partial(self.optimizer.cost, dtype=dtype, device=machine.device)
-        tokens = self.batch_size * self.seq_len // self.gradient_accumulation_steps // divided.num_ranks
-        timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=self.seq_len, dtype=dtype)
-        shared = self.parallelism.shared(config, costs, self.gradient_accumulation_steps, self.seq_len, timed)
-        return Work(
-            model=facts,
-            steps=steps,
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            dtype=dtype,
-            saved_dtype=saved_dtype(self.precision, self.checkpoint.export_dtype),
-            epoch=epoch,
-            segments=keep_all(config.num_layers),
-            update=masked(shared.update, facts) if "mask" in given else shared.update,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            eval_sequences=self.validation.total(
-                steps,
-                val,
-                mixed=self.mixture is not None,
-                also=self._evaluates_every,
-                first=2 * bool(growths_of(self.init)),
-            ),
-            teacher=teacher and self.parallelism.part_of(teacher),
-            num_checkpoints=self.checkpoint.kept(steps, self.optimizer.rewind) + keep.num_states(steps),
-            snapshot=self.checkpoint.async_mode == "async",
-            keeps_state=keep.optimizer,
-            num_models=1 + keep.num_models(steps),
-            divided=divided,
-            context=self.parallelism.context_parallel,
-            context_degree=self.parallelism.context_parallel_degree,
-            tensor=shared.tensor,
-            offload=self.parallelism.offload,
-            pipeline=shared.pipeline,
-            fp8=fp8_products(self.precision),
-            fp8_recipe=FP8_RECIPES.get(self.precision, ""),
-        )
 
     def _trainer(
         self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run, offload: Any
@@ -438,7 +381,7 @@ class Train(Prolonged):
                     checkpoint_every=self.checkpoint.interval,
                     first_sequence=start.at.sequences - start.step * self.batch_size,
                     after_step=profiler.after(keeper.stepped),
-                    eval_also=self._evaluates_every,
+                    eval_also=self.evaluates_every,
                     checks=self.checkpoint.check,
                 )
             except (RuntimeError, MemoryError) as error:

@@ -2,168 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY
-from hone.cost.activations.segments import copied_bytes, layer_bytes, recomputed_layers, replayed_layers
+from hone.cost.activations.segments import copied_bytes, layer_bytes, replayed_layers
 from hone.cost.facts import ModelFacts
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers, beside_seconds, slowing
-from hone.cost.replicas import Divided
 from hone.cost.roofline import waits_s
 from hone.cost.steps import forward_seconds, product_seconds, train_step_seconds
-from hone.cost.tensor import Tensor
-from hone.cost.update import UpdateCost, update_seconds
-from hone.measure.calibration import Layout
+from hone.cost.update import update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
-from hone.train.activation_checkpointing import Segment, live_layers
-from hone.train.context_parallel.base import ContextParallel, Sizes
+from hone.train.activation_checkpointing import live_layers
 from hone.train.continuation.keep import STATE_BYTES
 from hone.train.continuation.plan import CHECKPOINTS as CHECKPOINTS
 from hone.train.continuation.plan import TrainPlan as TrainPlan
+from hone.train.estimates.sizes import Work as Work
 from hone.train.objectives.chunk import loss_chunk
-from hone.train.offload.cost import Load, places, stepped
+from hone.train.offload.cost import places, stepped
 from hone.train.offload.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
-from hone.train.offload.techniques import Offload, Resident
 from hone.train.pipeline.cost import Pipelined
 
 if TYPE_CHECKING:
-    from hone.data.load import Packing
+    pass
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
-
-LOG_BYTES = 750
-"""Bytes that a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
-
-RANK_BYTES, MOST_RANKS = 20, 16
-"""Bytes that the times of a rank add to timing.jsonl, and of how many ranks a step adds them at most, as in watch.py."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A training whose steps are batches of `batch_size` sequences of `seq_len`, in `gradient_accumulation_steps` micro-batches."""
-
-    model: ModelFacts
-    steps: int
-    batch_size: int
-    seq_len: int
-    dtype: str
-    segments: tuple[Segment, ...]
-    update: UpdateCost
-    gradient_accumulation_steps: int = 1
-    eval_sequences: int = 0
-    """Sequences of all evaluations together."""
-    teacher: ModelFacts | None = None
-    packed: bool = True
-    """Whether sequences hold several documents, which requires attention masks."""
-    saved_dtype: str = ""
-    """Dtype of the saved weights; '': `dtype`."""
-    epoch: Packing | None = None
-    """One pass over the data, with its padding; None: as much as the steps read, without padding."""
-    num_checkpoints: int = 0
-    """Checkpoints on disk at once."""
-    snapshot: bool = False
-    """Whether checkpoints are copied to the host's memory and written from there."""
-    divided: Divided = field(default_factory=Divided)
-    """Its ranks, and what each holds of the training's state."""
-    context_degree: int = 1
-    """Ranks that share each sequence, as `context` says."""
-    context: ContextParallel | None = None
-    offload: Offload = field(default_factory=Resident)
-    tensor: Tensor = field(default_factory=Tensor)
-    """The ranks that compute each layer together; then `update` is of one rank's part."""
-    pipeline: Pipelined | None = None
-    """The ranks that compute some of the layers each; then `update` is of the rank with the most weights."""
-    keeps_state: bool = False
-    """Whether a checkpoint stays in the finished folder."""
-    num_models: int = 1
-    """Models that stay in it."""
-    fp8: frozenset[Layout] = frozenset()
-    """The products of the layers' linears that are of fp8 codes."""
-    fp8_recipe: str = "rowwise"
-    """How they are coded."""
-
-    @property
-    def holds_codes(self) -> bool:
-        """Whether the codes of the layers' weights are computed once a step."""
-        return bool(self.fp8) and self.gradient_accumulation_steps > 1 and self.divided.of("weights") == 1
-
-    @property
-    def passes_widened(self) -> int:
-        """Passes of a step whose gradients are added up in float32: those of several, or of weights that ranks share."""
-        shares = self.divided.num_ranks > 1 or self.tensor.degree > 1 or self.pipeline is not None
-        return self.gradient_accumulation_steps if shares or self.gradient_accumulation_steps > 1 else 0
-
-    @property
-    def part(self) -> ModelFacts:
-        """What of the model one rank computes: with pipeline stages the one with the most weights."""
-        if self.pipeline is not None:
-            return self.pipeline.parts[self.pipeline.largest]
-        return self.tensor.facts or self.model
-
-    @property
-    def load(self) -> Load:
-        """The sizes of what may leave the device."""
-        shards, ranks = int(self.divided.of("optimizer")), self.divided.num_ranks
-        return Load(self.part, self.update, self.dtype, self.gradient_accumulation_steps, shards, ranks)
-
-    @property
-    def step_tokens(self) -> int:
-        """Positions that a step computes, padding included."""
-        return self.batch_size * self.seq_len
-
-    @property
-    def log_bytes(self) -> int:
-        """Bytes of the logs of all steps."""
-        ranks = self.divided.num_ranks
-        return self.steps * (LOG_BYTES + (RANK_BYTES * min(ranks, MOST_RANKS) if ranks > 1 else 0))
-
-    @property
-    def saved_width(self) -> int:
-        """Bytes of a saved weight."""
-        return BYTES[self.saved_dtype or self.dtype]
-
-    @property
-    def filled(self) -> float:
-        """The fraction of positions that are not padding."""
-        return self.epoch.tokens / self.epoch.positions if self.epoch and self.epoch.positions else 1.0
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Positions of one pass of one rank."""
-        return self.step_tokens // self.gradient_accumulation_steps // self.divided.num_ranks
-
-    @property
-    def context_sizes(self) -> Sizes:
-        """The sizes of a pass, for the costs of sharing sequences."""
-        return Sizes.of(self.part, self.micro_batch_tokens, self.seq_len, self.context_degree, BYTES[self.dtype])
-
-    @property
-    def piece_len(self) -> int:
-        """Tokens of a sequence that attention computes with at once: those of one rank where keys travel from rank to rank."""
-        around = self.context is not None and self.context.overlaps
-        return self.seq_len // self.context_degree if around else self.seq_len
-
-    def loss_chunk(self, device: str) -> int:
-        """Tokens whose logits exist at once."""
-        divided = self.tensor.degree > 1
-        return loss_chunk(self.micro_batch_tokens, self.part.vocab_size, device, divided=divided)
-
-    @property
-    def keeps_codes(self) -> float:
-        """Bytes a number, with its scale's, of the fp8 codes that linears keep of their input for the backward pass; 0: none."""
-        return ("weight_gradient" in self.fp8) * (1 + 4 / 128 if self.fp8_recipe == "blockwise" else 1.0)
-
-    @property
-    def recomputed(self) -> list[int]:
-        """The layers that run forward once more, each as often as it does."""
-        return recomputed_layers(self.segments)
 
 
 def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:

@@ -57,7 +57,7 @@ class RankTimes:
     def passes(self) -> None:
         self._mark("passes", on_stream=True)
         if self._measures:
-            self._mesh.waits.take()  # those of evaluations, checkpoints and updates
+            self._mesh.waits.later()  # those of evaluations, checkpoints and updates
 
     def computed(self) -> None:
         self._mark("computed", on_stream=True)

@@ -1,0 +1,1 @@
+"""What a training is, in numbers that its estimates are computed from."""

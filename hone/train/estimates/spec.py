@@ -1,0 +1,77 @@
+"""The sizes of a training, from its spec and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hone.cost.activations.segments import keep_all
+from hone.cost.replicas import Divided
+from hone.data.facts import DataFacts
+from hone.measure.machine import Machine
+from hone.model.facts import CheckpointFacts
+from hone.train.estimates.sizes import Work
+from hone.train.fp8.fits import fp8_products
+from hone.train.growth.init import growths_of
+from hone.train.mask import masked
+from hone.train.pipeline.cost import layer_seconds
+from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
+
+if TYPE_CHECKING:
+    from hone.data.load import Packing
+    from hone.model.config import ModelConfig
+
+
+def work_of(
+    spec: Any,
+    config: ModelConfig,
+    data: list[DataFacts],
+    epoch: Packing,
+    given: Mapping[str, CheckpointFacts],
+    steps: int,
+    machine: Machine,
+    divided: Divided,
+) -> Work:
+    """The sizes of `steps` steps on `data` of the train stage `spec`, from which estimates are computed."""
+    facts, dtype, keep = config.facts(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
+    val = [one.packed("val", spec.seq_len).num_sequences for one in data if "val" in one.splits]
+    keep.check(sum(val))
+    spec.early_stopping.check(sum(val))
+    teacher = given["teacher"].config if spec.objective.from_teacher else None
+    costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
+    tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
+    timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
+    shared = spec.parallelism.shared(config, costs, spec.gradient_accumulation_steps, spec.seq_len, timed)
+    return Work(
+        model=facts,
+        steps=steps,
+        batch_size=spec.batch_size,
+        seq_len=spec.seq_len,
+        dtype=dtype,
+        saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype),
+        epoch=epoch,
+        segments=keep_all(config.num_layers),
+        update=masked(shared.update, facts) if "mask" in given else shared.update,
+        gradient_accumulation_steps=spec.gradient_accumulation_steps,
+        eval_sequences=spec.validation.total(
+            steps,
+            val,
+            mixed=spec.mixture is not None,
+            also=spec.evaluates_every,
+            first=2 * bool(growths_of(spec.init)),
+        ),
+        teacher=teacher and spec.parallelism.part_of(teacher),
+        num_checkpoints=spec.checkpoint.kept(steps, spec.optimizer.rewind) + keep.num_states(steps),
+        snapshot=spec.checkpoint.async_mode == "async",
+        keeps_state=keep.optimizer,
+        num_models=1 + keep.num_models(steps),
+        divided=divided,
+        context=spec.parallelism.context_parallel,
+        context_degree=spec.parallelism.context_parallel_degree,
+        tensor=shared.tensor,
+        offload=spec.parallelism.offload,
+        pipeline=shared.pipeline,
+        fp8=fp8_products(spec.precision),
+        fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
+    )
