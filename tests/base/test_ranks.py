@@ -126,7 +126,7 @@ def test_collectives_are_those_of_all_ranks_and_an_error_of_one_is_told_to_all()
         assert one["exchanged"] == codes | {f"none{rank}": [] for rank in range(3)}
         assert one["gathered"] == [0, 10, 20] and one["leader"] == "of 0" and one["after"] == [1, 1, 1]
     bugs = ["MachineError: rank 1 failed: ZeroDivisionError: a bug", "ZeroDivisionError: a bug"]
-    assert [one["told"] for one in found] == [["SpecError: no", bugs[rank == 1]] for rank in range(3)]
+    assert [one["told"] for one in found] == [["SpecError: rank 1: no", bugs[rank == 1]] for rank in range(3)]
 
 
 def test_one_rank_gets_back_what_it_gives():

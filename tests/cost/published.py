@@ -8,7 +8,7 @@ from hone.base.plan import MEMORY
 from hone.cost.facts import Attending, LayerFacts, ModelFacts
 from hone.cost.roofline import data_sheets
 from hone.data.facts import DataFacts, SplitFacts
-from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
+from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, KernelRate, MatmulRate
 from hone.measure.machine import Gpu, Machine
 from hone.train.stage import Train
 
@@ -33,14 +33,22 @@ def machine(name: str, ranks: int, calibration: Calibration | None = None) -> Ma
     )  # fmt: skip
 
 
-def rates(flops_per_s: float, bytes_per_s: float, forward: float, train: float, **more: float) -> Calibration:
-    """A calibration of one rate of large products, one of memory, and those of attention; `more`: products of float8."""
+def rates(
+    flops_per_s: float, bytes_per_s: float, forward: float, train: float, passes: float = 1.0, **more: float
+) -> Calibration:
+    """A calibration of one rate of large products, one of memory, and those of attention; `more`: products of float8.
+
+    Norms, gates and rotations pass `passes` times over the memory that hone's kernels pass over once."""
     found = [("bfloat16", flops_per_s), *more.items()]
     return Calibration(
         device="as published", threads=1, torch="", read_bytes_per_s=bytes_per_s, op_s=5e-6, exp_per_s=bytes_per_s / 8,
         copies=(Bandwidth(num_bytes=1 << 30, bytes_per_s=bytes_per_s),),
         matmuls=tuple(MatmulRate(dtype=dtype, m=8192, n=8192, k=8192, flops_per_s=rate) for dtype, rate in found),
         attentions=(AttentionRate(dtype="bfloat16", forward_flops_per_s=forward, train_flops_per_s=train),),
+        kernels=tuple(
+            KernelRate(kernel=kernel, dtype="bfloat16", bytes_per_s=bytes_per_s / passes)
+            for kernel in ("rms_norm", "swiglu", "rope")
+        ),
     )  # fmt: skip
 
 
