@@ -66,7 +66,7 @@ def test_fp8_halves_the_products_of_the_layers_alone_and_says_what_is_assumed():
     assert 0.25 * products_s < plain.value - times[3].value < 0.44 * products_s
     # Blocks of 128 are cast from one read and multiplied more slowly.
     blocks = train_step_seconds(LLAMA_8B, machine, **how, fp8=layouts, recipe="blockwise")
-    assert "384 fp8 products (assumed 1.49 times as fast as" in blocks.formula
+    assert "384 fp8 products (assumed 1.35 times as fast as" in blocks.formula
     assert times[3].value < blocks.value < plain.value
     recipes = (("rowwise", 1.0), ("tensorwise", 1.25))
     rates = tuple(
