@@ -77,6 +77,8 @@ def train_bytes(
         weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts)
         state, taken = state / divided.of("optimizer"), head * (width + 4)
     summed = gradients if passes > 1 else 0
+    if summed and divided is not None and divided.num_ranks > 1:
+        summed = divided.summed_bytes(facts)
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0

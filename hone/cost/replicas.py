@@ -101,6 +101,10 @@ class Divided:
         flying = (FLYING_LAYERS - 1) * _layers(facts) / max(facts.num_layers, 1)
         return part + 4 * (max(_ends(facts)) + min(flying, _layers(facts)))
 
+    def summed_bytes(self, facts: ModelFacts) -> float:
+        """Bytes of float32 gradients that one rank keeps from one backward pass of a step to the next."""
+        return 4 * facts.num_params / self.of("gradients")
+
     def step_s(
         self, facts: ModelFacts, dtype: str, micro_batches: int, device: str, times: Transfers | None = None
     ) -> float:
