@@ -15,7 +15,8 @@ from hone.measure.timer import Probe
 from hone.measure.training import FP8, KERNEL, gpu_attention
 from hone.ops.activation.api import swiglu
 from hone.ops.attention.api import attend
-from hone.ops.fp8.api import fp8_trained_linear, weight_codes
+from hone.ops.fp8.api import fp8_trained_linear
+from hone.ops.fp8.factors import weight_codes
 from hone.ops.fp8.recipes import RECIPES
 from hone.ops.norm.api import rms_norm
 from hone.ops.rope.api import rope
