@@ -13,6 +13,8 @@ from hone.ops.fp8.recipes import RECIPES
 def test_each_probe_runs_and_counts_its_own_work(monkeypatch):
     small = {
         "_TOKENS": 32,
+        "_NORM_TOKENS": 32,
+        "_GATE_TOKENS": 32,
         "_HIDDEN": 64,
         "_INNER": 128,
         "_HEADS": 4,
