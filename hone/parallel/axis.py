@@ -89,6 +89,10 @@ class Axis:
         """Bytes that this rank has sent by each collective, where sums and gathers go around a ring."""
         assert self.size == 1 or group is not None, "several ranks need a process group"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """A copy of a module that holds an axis meets the same ranks: a process group has no copies."""
+        return self
+
     def _count(self, collective: str, x: Tensor, times: int = 1) -> None:
         """Counts `times` a ring's part of x, the whole tensor of a collective."""
         self.sent[collective] += times * x.nbytes * (self.size - 1) // self.size

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.ops.loss.api import add_product, kernel_chunk_tokens, summed_wide
+from hone.ops.loss.api import add_product, kernel_chunk_tokens, scale_, summed_wide
 from hone.ops.loss.rows import row_gradients_, row_sums
 from hone.parallel.axis import Axis
 
@@ -94,8 +94,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
-        found = [None if one is None else one * factor.to(one.dtype) for one in ctx.saved_tensors]
+        found = [None if one is None else _times(one, factor) for one in ctx.saved_tensors]
         return (*found, None, None, None, None, None, None, None)
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """`gradient` times a float32 factor, which rounded to bfloat16 would make every gradient of the model wrong by up to 0.4 %."""
+    if not gradient.is_cuda:
+        return gradient * factor  # a scalar keeps its dtype there
+    scale_(gradient, factor.reshape(1).float())
+    return gradient
 
 
 def _text(logits: Tensor, place: Tensor, valid: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

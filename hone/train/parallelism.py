@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Spec
+from hone.base.spec import Circumstance, Spec
 from hone.base.table import Choice, Technique
 from hone.cost.facts import ModelFacts
 from hone.cost.replicas import Divided
@@ -75,7 +75,7 @@ class Parallelism(Spec):
         description="Order of the passes of a step's gradient_accumulation_steps micro-batches.",
     )
 
-    pipeline_parallel_timeout_s: float = Field(
+    pipeline_parallel_timeout_s: Annotated[float, Circumstance()] = Field(
         600.0,
         gt=0,
         description="Seconds that a rank waits for a message of another stage before all end with one error.",

@@ -194,12 +194,12 @@ class Train(Prolonged):
         if "mask" in given:
             check_mask(given["mask"], config)
         teacher = given["teacher"].config if self.objective.from_teacher else None
+        divided = self.parallelism.divided(machine.num_ranks)
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         self.parallelism.check_offload(machine.num_ranks)
-        divided = self.parallelism.divided(machine.num_ranks)
         kept = self.activation_checkpointing
         work = work_of(self, config, data, epoch, given, start.left(steps), machine, divided)
         work, places = chosen(fitted(work, kept, machine), machine)

@@ -83,14 +83,19 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
 
 
 def checkpoint_bytes(work: Work) -> float:
-    """Bytes of one checkpoint: float32 weights and the optimizer's state, of all ranks."""
-    return 4 * work.model.num_params + state_bytes(work)
+    """Bytes of one checkpoint: float32 weights, the optimizer's state of all ranks, and the velocity of an outer step."""
+    divided = work.divided
+    # Ranks that combine weights every so many steps keep an optimizer's state each; of `kept_bytes` local_sgd's 4 are the weights.
+    velocity = divided.kept_bytes - 4 if divided.every and not divided.peers else 0.0
+    delayed = BYTES[work.dtype] if getattr(work.offload, "delayed_update", False) else 0  # the next step's weights
+    return (4 + velocity + delayed) * work.model.num_params + state_bytes(work)
 
 
 def state_bytes(work: Work) -> float:
     """Bytes of the optimizer's state of all ranks, without copies."""
     parts, whole = work.model.num_params / work.part.num_params, work.update.whole_state_bytes
-    return (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
+    each = (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
+    return each * (work.divided.num_ranks if work.divided.every else 1)
 
 
 def counts(work: Work) -> dict[str, Estimate]:

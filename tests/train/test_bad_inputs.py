@@ -44,7 +44,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("more ranks than sequences", {"batch_size": 1},
      "batch_size 1 is not divisible into 2 ranks x 1 micro-batches", "set batch_size to a multiple of 2"),
     ("a technique of one rank", {"parallelism": {"offload": "host"}},
-     "offload host trains on one rank, here are 2", "parallelism.data_parallel"),
+     "offload host on 2 ranks would keep 2 copies of the whole state on the host", "parallelism.data_parallel"),
     ("an unknown schedule", {"parallelism": {**PIPELINE, "pipeline_parallel_schedule": "1f1c"}},
      "unknown pipeline schedule '1f1c'", "did you mean '1f1b'?"),
     ("an unknown technique", {"parallelism": {"data_parallel": "zero5"}},

@@ -123,6 +123,13 @@ def test_a_rank_that_computes_wrong_once_is_named_and_nothing_is_lost(fault, dat
     assert again == whole and "resuming at step 3 of 5" in capfd.readouterr().err
 
 
+def test_an_update_before_the_norm_is_known_waits_for_the_comparison(data_folder, tmp_path):
+    early = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": {"kind": "zb_h1", "post_validation": True}}
+    asked = {**spec(CHECKS, **early), "gradient_accumulation_steps": 2}
+    ended = results(2, asked, str(data_folder), str(tmp_path / "x"), "own", 0)
+    assert all("silent corruption at step 4: rank 0" in one for one in ended), ended
+
+
 def test_a_device_that_is_always_wrong_is_named_by_two_others(data_folder, tmp_path):
     ended = results(3, spec(CHECKS), str(data_folder), str(tmp_path / "x"), "always", 2)
     assert all("step 4: rank 2 computes another result than two others, each time" in one for one in ended), ended

@@ -142,11 +142,11 @@ class _Loss(torch.autograd.Function):
         scale = (upstream / ctx.lift).reshape(1).float()
         for grad in (grad_x, grad_weight):
             if grad is not None and grad.numel():
-                _scale(grad, scale)
+                scale_(grad, scale)
         return grad_x, grad_weight, *[None] * 7
 
 
-def _scale(values: Tensor, factor: Tensor) -> None:
+def scale_(values: Tensor, factor: Tensor) -> None:
     """values *= factor [1]; no memory traffic where the factor is 1, and no wait of the host."""
     from hone.ops.loss.triton_kernels import scale_in_place
 

@@ -129,6 +129,7 @@ class Lossy(DataParallel):
         if num_ranks != self.num_workers:
             raise SpecError(
                 f"data_parallel {self.kind} is set to {self.num_workers} ranks, and {num_ranks} started: its result depends on them",
-                fix=f"start {self.num_workers} ranks, or set parallelism.data_parallel.num_workers to {num_ranks}",
+                fix=f"start {self.num_workers} ranks, or "
+                + (f"set parallelism.data_parallel.num_workers to {num_ranks}" if num_ranks > 1 else "take ddp"),
             )
         return super().divided(num_ranks)

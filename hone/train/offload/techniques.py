@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from hone.base.errors import SpecError
+from hone.base.spec import Circumstance
 from hone.base.table import Technique
 
 
@@ -134,12 +135,14 @@ class Nvme(Host):
     paper: ClassVar[str] = "arXiv:2104.07857"
     to_files: ClassVar[bool] = True
 
-    folder: str = Field(
+    folder: Annotated[str, Circumstance()] = Field(
         "",
         description="Folder of the scratch files, on a local disk; empty: the stage's own, or the system's temporary one.",
     )
 
-    host_bytes: int = Field(0, ge=0, description="Bytes of them, of each rank, that stay in host memory.")
+    host_bytes: Annotated[int, Circumstance()] = Field(
+        0, ge=0, description="Bytes of them, of each rank, that stay in host memory."
+    )
 
     parameters_on_disk: bool = Field(
         False, description="As parameters, with layers' weights in a scratch file instead of host memory."

@@ -33,7 +33,8 @@ class PostValidatedTrainer(Trainer):
 
     def _step(self, batch: Batch) -> Step:
         lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        sums, counts = self.gradients(batch)
+        rerun = self.rerun if self.rerun is not None and self.rerun.due(self) else None
+        sums, counts = self.gradients(batch) if rerun is None else rerun.gradients(self, batch)
         plain = 1 / self.scaler.scale
         undo = None if self._waits else self._ahead(lr, plain)
         means = self._means(sums, counts)
