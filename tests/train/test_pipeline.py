@@ -299,7 +299,7 @@ def test_layers_are_divided_by_measured_seconds(data_folder):
 def test_layers_that_share_keys_stay_in_a_stage():
     own = SHAPE.model_copy(update={"num_layers": 4}).config(512)
     assert divide(sharing(own), 2, 32) == [range(2), range(2, 4)]
-    with pytest.raises(SpecError, match="can be divided at 0 places, which makes no 2 pipeline stages"):
+    with pytest.raises(SpecError, match="of which 3 stay with the one before, make no 2 pipeline stages"):
         divide(sharing(own, every=4), 2, 32)
 
 
