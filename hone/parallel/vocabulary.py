@@ -77,11 +77,13 @@ class _Loss(torch.autograd.Function):
             place, valid = wanted - first, wanted != ignored
             slope = None if softcap is None else 1 - (logits / softcap).square()
             if teacher is None:
-                losses, gradient = _text(logits, place, valid, axis)
+                losses, gradient = _text(logits, place, valid, axis, any(ctx.needs_input_grad[:2]))
             else:
                 theirs = (teacher.hidden[begin : begin + chunk] @ teacher.weight.T).to(wide)
                 losses, gradient = _distilled(logits, _capped(theirs, teacher.softcap), place, valid, axis, teacher)
             total += (losses * valid).sum()
+            if gradient is None:
+                continue
             if slope is not None:
                 gradient *= slope
             gradient = gradient.to(x.dtype)
@@ -106,13 +108,14 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient
 
 
-def _text(logits: Tensor, place: Tensor, valid: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """(losses [T], their gradient by this rank's logits [T, V], in their place); `place` [T] is the target's column, here or elsewhere."""
+def _text(logits: Tensor, place: Tensor, valid: Tensor, axis: Axis, wants: bool) -> tuple[Tensor, Tensor | None]:
+    """(losses [T], where it `wants` it their gradient by this rank's logits [T, V], in their place); `place` [T] is the target's column,
+    here or elsewhere."""
     own = row_sums(logits, place)
     every = own.new_empty(axis.size, *own.shape)
     _done(axis.all_gather(every.view(-1), own.view(-1)))
     log_sum, chosen = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-    return log_sum - chosen, row_gradients_(logits, place, log_sum, valid)
+    return log_sum - chosen, row_gradients_(logits, place, log_sum, valid) if wants else None
 
 
 def _distilled(

@@ -60,13 +60,13 @@ def weights_of(folder: Path, number: int, num_ranks: int) -> list[dict[str, torc
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], optimizer: str) -> None:
     """Within 2e-6, and 2e-4 in 8 bits, where a code may fall to its neighbour. One weight in ten thousand may be apart by more,
     up to two learning rates a step: where the rounding of a sum decides Lion's sign, or a code among the smallest. SOAP's are within
-    a step, a hundredth of it on average: directions in which a gradient is almost zero turn with its rounding, on each CPU another way."""
+    a tenth of a step: directions in which a gradient is almost zero turn with its rounding, on each CPU another way."""
     apart = torch.cat([(ours[name] - whole).abs().flatten() for name, whole in theirs.items()])
     if optimizer in ("lion", "adamw_8bit"):
         far = apart > (2e-4 if optimizer == "adamw_8bit" else 2e-6)
         assert far.double().mean() <= 1e-4 and apart.max() <= STEPS * 2e-3, optimizer
     elif optimizer == "soap":
-        assert apart.max() <= 1e-3 and apart.mean() <= 1e-5, f"{optimizer}: {apart.max():.2g}, mean {apart.mean():.2g}"
+        assert apart.max() <= 1e-4 and apart.mean() <= 5e-6, f"{optimizer}: {apart.max():.2g}, mean {apart.mean():.2g}"
     else:
         for name, whole in theirs.items():
             assert (ours[name] - whole).abs().max() <= 2e-6, f"{optimizer} {name}"

@@ -273,6 +273,12 @@ ROW_BLOCK = (8192, 16, 3)
 """(columns per block, warps, blocks in flight) of the kernel that reads a row of logits."""
 
 
+def row_block(num_values: int) -> tuple[int, int, int]:
+    """`ROW_BLOCK` for rows of `num_values`: a short row has one block."""
+    block, warps, stages = ROW_BLOCK
+    return min(block, 1 << (num_values - 1).bit_length()), warps, stages
+
+
 def _cross_entropy(
     logits: Tensor,
     teacher_logits: Tensor,
@@ -288,8 +294,7 @@ def _cross_entropy(
     from hone.ops.loss.triton_kernels import cross_entropy_rows
 
     z_loss, smoothing, alpha, temperature = terms
-    block, warps, stages = ROW_BLOCK
-    block = min(block, 1 << (logits.shape[1] - 1).bit_length())
+    block, warps, stages = row_block(logits.shape[1])
     cross_entropy_rows[(len(logits),)](
         logits, teacher_logits, targets, losses, factor, logits.stride(0), teacher_logits.stride(0), logits.shape[1],
         ignore_index, _lift(logits.dtype), z_loss, smoothing, alpha, temperature,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.dispatch import backend_of
-from hone.ops.loss.api import ROW_BLOCK
+from hone.ops.loss.api import row_block
 
 
 def row_sums(logits: Tensor, place: Tensor, *, backend: str | None = None) -> Tensor:
@@ -22,7 +22,7 @@ def row_sums(logits: Tensor, place: Tensor, *, backend: str | None = None) -> Te
     if _on_kernel(logits, backend):
         from hone.ops.loss.triton_kernels import log_sum_rows
 
-        block, warps, stages = _block(logits)
+        block, warps, stages = row_block(logits.shape[1])
         log_sum_rows[(len(logits),)](
             logits, place, sums, logits.stride(0), len(logits), logits.shape[1],
             BLOCK=block, STAGES=stages, num_warps=warps,
@@ -44,7 +44,7 @@ def row_gradients_(
     if _on_kernel(logits, backend):
         from hone.ops.loss.triton_kernels import gradient_rows
 
-        block, warps, stages = _block(logits)
+        block, warps, stages = row_block(logits.shape[1])
         gradient_rows[(len(logits),)](
             logits, place, log_sum, valid, logits.stride(0), logits.shape[1],
             BLOCK=block, STAGES=stages, num_warps=warps,
@@ -58,8 +58,3 @@ def row_gradients_(
 
 def _on_kernel(logits: Tensor, backend: str | None) -> bool:
     return backend_of("linear_cross_entropy", logits.device, backend, dtype=logits.dtype, softcap=False) == "triton"
-
-
-def _block(logits: Tensor) -> tuple[int, int, int]:
-    block, warps, stages = ROW_BLOCK
-    return min(block, 1 << (logits.shape[1] - 1).bit_length()), warps, stages
