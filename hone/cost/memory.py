@@ -156,9 +156,9 @@ def score_bytes(
     width = BYTES[dtype]
     waiting = [width * max_tokens * one.hidden_size for one in models]
     step = max(forward_bytes(one, tokens=max_tokens, dtype=dtype) for one in models)
-    # In float32: both models' logits, the reference's log-probabilities and probabilities, the differences and their
-    # product. One model alone: its logits and their exponentials, or the next logits while these still exist.
-    numbers = 4 * 6 if len(models) > 1 else 4 * 2 + (width if width < 4 else 0)
+    # In float32: both models' logits, the reference's log-probabilities and the differences from them. One model alone: its
+    # logits and their exponentials, or the next logits while these still exist.
+    numbers = 4 * 4 if len(models) > 1 else 4 * 2 + (width if width < 4 else 0)
     logits = max_rows * models[0].vocab_size * numbers
     forward, scoring = step + sum(waiting[:-1]), sum(waiting) + logits
     parts = {"a step's activations": step, "logits and their divergence": 2.0 * logits}
