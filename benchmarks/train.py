@@ -41,10 +41,11 @@ from hone.model.shape import Shape
 from hone.ops import dispatch
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
+from hone.train.estimates.figures import growth_bytes
+from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, growth_bytes
 
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
@@ -320,7 +321,8 @@ from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing.sizes import fitted
 from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer
-from hone.train.work import Work, growth_bytes
+from hone.train.estimates.figures import growth_bytes
+from hone.train.estimates.sizes import Work
 sizes, vocab = SHAPES["tiny"]
 name, share = sys.argv[1:]
 facts = sizes.model_copy(update={"num_layers": 9}).config(vocab).facts()

@@ -34,11 +34,12 @@ from hone.cost.roofline import data_sheets
 from hone.model.decoder import build
 from hone.ops.fp8 import api, factors, reference, triton_kernels
 from hone.ops.fp8.recipes import RECIPES
+from hone.train.estimates.figures import growth_bytes
+from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import FP8_RECIPES
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, growth_bytes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LINEARS = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

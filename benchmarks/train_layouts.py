@@ -37,6 +37,8 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
@@ -44,7 +46,6 @@ from hone.train.parallelism import Parallelism
 from hone.train.passes import share
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, growth_bytes, step_seconds
 
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
 SCHEDULE = "pipeline_parallel_schedule"

@@ -37,6 +37,8 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import unmade
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OFFLOADS
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.offload.cost import places, stepped, times
 from hone.train.offload.rates import Rates, as_said, probe, rates_of
@@ -45,7 +47,6 @@ from hone.train.offload.techniques import Offload
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, growth_bytes, step_seconds
 
 BIG = Shape(hidden_size=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=25600,
             max_seq_len=8192, rope_theta=1e6, tie_embeddings=False), 151936  # fmt: skip

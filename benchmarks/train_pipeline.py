@@ -40,12 +40,13 @@ from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, simulate
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.estimates.figures import played, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, played, step_seconds
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """torch's schedules with one stage a rank."""

@@ -36,11 +36,12 @@ from hone.measure.machine import describe
 from hone.model.decoder import Decoder, Drawn, build, unmade
 from hone.train import DATA_PARALLEL
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.precision import TORCH_NAMES, compute_dtype
 from hone.train.schedules.cosine import Cosine
-from hone.train.work import Work, growth_bytes, step_seconds
 
 VARIANTS: dict[str, Any] = {"zero3, weights stay": {"kind": "zero3", "reshard_after_forward": "never"}}
 """Techniques with other options than their defaults, by what the row calls them."""

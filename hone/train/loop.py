@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.base.ranks import Mesh
 from hone.data.load import IGNORE, Batch, Feed, PackedTokens
 from hone.data.mix.sources import Joined
 from hone.measure.compilers import keep_kernels_apart
 from hone.model.context import Context
 from hone.model.decoder import Decoder
-from hone.parallel.grid import Grid
 from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
 from hone.train.checkpoint import Checkpoints, Stored
-from hone.train.context_parallel.context import ContextRanks
-from hone.train.data_parallel.moves import Moves
-from hone.train.data_parallel.sums import Sum
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.fp8.linears import Fp8Linears
@@ -37,44 +32,13 @@ from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Early, Step, Sums, cut, run_layers, share, shrink, to_device
-from hone.train.pipeline.passes import Pipeline
 from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
+from hone.train.ranks import Ranks
 from hone.train.schedules.base import Schedule
 from hone.train.spikes.rewind import Rewinder, Rewound
 from hone.train.spikes.skip_step import Spikes
 from hone.train.update import Update
 from hone.train.watch import Watch
-
-
-class Ranks(NamedTuple):
-    """The ranks of a training: their meetings, their axes (None: one rank) and what a data-parallel rank holds a part of."""
-
-    mesh: Mesh = Mesh()
-    grid: Grid | None = None
-    sharded: frozenset[str] = frozenset()
-    context: ContextRanks | None = None
-    """The ranks that share this one's sequences; None: it has whole ones."""
-    summing: Sum | None = None
-    """How copies add up a gradient; None: by the backend's all-reduce."""
-    pipeline: Pipeline | None = None
-    """The ranks of which each has some stages of the layers; None: it has all."""
-    moves: Moves | None = None
-    """How layers' weights and gradients travel; None: as they are."""
-
-    @property
-    def data(self) -> tuple[int, int]:
-        """(index, number) of the part of each batch that this rank reads."""
-        return (0, 1) if self.grid is None else (self.grid.data_index, self.grid.degrees.dp)
-
-    @property
-    def counts_loss(self) -> bool:
-        """As `Grid.counts_loss`."""
-        return self.grid is None or self.grid.counts_loss
-
-    @property
-    def counts_tokens(self) -> bool:
-        """As `Grid.counts_tokens`."""
-        return self.grid is None or self.grid.counts_tokens
 
 
 class Trainer:
@@ -165,36 +129,59 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Step:
-        lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        rerun = self.rerun if self.rerun is not None and self.rerun.due(self) else None
-        sums, counts = self.gradients(batch) if rerun is None else rerun.gradients(self, batch)
+        sums, counts = self._passes(batch)
         means = self._means(sums, counts)
         # A step whose numbers are not finite ends the training, unless it may be skipped: the update need not wait for them.
         ahead = not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
         if ahead:
-            self.update.apply(lr, shrink(means[1], self.max_grad_norm))
+            self.update.apply(self.lr, shrink(means[1], self.max_grad_norm))
+        step = self._judged(means, counts)
+        if step.skipped:
+            self.update.weights.drop_grads()
+        elif not ahead:
+            factor = shrink(step.grad_norm, self.max_grad_norm) / self.scaler.scale
+            self.update.apply(self.lr, factor, last=step.step == self.steps)
+        return self._ended(step)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the step that comes."""
+        return self.optimizer.lr * self.schedule.share(self.done, self.steps)
+
+    def _passes(self, batch: Batch) -> tuple[Sums, Counts]:
+        """As `gradients`, compared with another rank's where that is due."""
+        due = self.rerun is not None and self.rerun.due(self)
+        return self.rerun.gradients(self, batch) if due else self.gradients(batch)
+
+    def _judged(self, means: Tensor, counts: Counts) -> Step:
+        """The numbers of the step, for which the host waits here, and whether it is skipped. Raises HoneError where it may not be."""
         loss, norm, *extras = means.tolist()
         self.times.ends()
-        norm, extra = norm / self.scaler.scale, extras[0] if extras else None
+        norm = norm / self.scaler.scale
         finite = math.isfinite(norm)
         overflowed = self.scaler.enabled and not finite
         why = "" if overflowed and math.isfinite(loss) else self.spikes.judge(loss, norm)
         if self.spikes.stuck or not (why or (math.isfinite(loss) and (finite or overflowed))):
-            raise self._diverged(loss, norm, lr)
-        if finite and not why:
-            if not ahead:
-                factor = shrink(norm, self.max_grad_norm) / self.scaler.scale
-                self.update.apply(lr, factor, last=self.done + 1 == self.steps)
-        else:
-            self.update.weights.drop_grads()
-        if overflowed:
+            raise self._diverged(loss, norm)
+        return Step(
+            self.done + 1,
+            loss,
+            self.lr,
+            norm if finite else None,
+            self.tokens + int(counts.tokens),
+            extras[0] if extras else None,
+            skipped=overflowed or bool(why),
+            why=why,
+        )
+
+    def _ended(self, step: Step) -> Step:
+        """Counts a step that was made or skipped."""
+        if self.scaler.enabled and step.grad_norm is None:
             self.scaler.overflowed()
         else:
             self.scaler.passed()
-        self.done += 1
-        self.tokens += int(counts.tokens)
-        skipped = overflowed or bool(why)
-        return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=skipped, why=why)
+        self.done, self.tokens = step.step, step.tokens
+        return step
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """Forward and backward passes over the micro-batches of `batch`: sets each weight's gradient, times the loss scale.
@@ -202,11 +189,7 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
-        read = int((batch.document_ids >= 0).sum())
-        if self.ranks.context is not None:
-            batch = self.ranks.context.divide(batch)
-            read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
-        counts = self._counts(batch, read)
+        batch, counts = self._counted(batch)
         self.times.passes()
         if self.fp8 is not None:
             self.fp8.cast(self.update.weights)
@@ -231,15 +214,19 @@ class Trainer:
             total += loss.detach()
         return Sums(total, extras, self.update.weights.squared_norm()), counts
 
-    def _counts(self, batch: Batch, read: int) -> Counts:
-        """The counts of a whole step, known before its first backward pass; `read` are this rank's tokens without padding."""
+    def _counted(self, batch: Batch) -> tuple[Batch, Counts]:
+        """This rank's part of the sequences of `batch`, and the counts of a whole step, known before its first backward pass."""
+        read = int((batch.document_ids >= 0).sum())  # without padding
+        if self.ranks.context is not None:
+            batch = self.ranks.context.divide(batch)
+            read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
         own = [self.objective.count(batch.targets), batch.tokens.size, read] if self.ranks.counts_tokens else [0, 0, 0]
         self.times.arrives()
         rows = self._of_ranks(torch.tensor([*own, self.asked(), *self.times.own], dtype=torch.float64))
         self.times.gathered(self.done, rows[:, 4:])
         targets, positions, tokens, asked = rows[:, :4].sum(0).tolist()  # whole numbers, so in any order
         self.stopping = asked > 0
-        return Counts(max(targets, 1.0), positions, tokens)
+        return batch, Counts(max(targets, 1.0), positions, tokens)
 
     def _means(self, sums: Sums, counts: Counts) -> Tensor:
         """Loss a target, norm of the gradient times the loss scale, and where layers have one their loss a token: float64 [2 or 3]."""
@@ -274,10 +261,10 @@ class Trainer:
                 teacher_hidden = self.teacher.hidden(tokens, context)
         return self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
 
-    def _diverged(self, loss: float, norm: float, lr: float) -> HoneError:
+    def _diverged(self, loss: float, norm: float) -> HoneError:
         skipped = f" after {self.spikes.in_a_row - 1} skipped ones" if self.spikes.stuck else ""
         return HoneError(
-            f"training diverged at step {self.done + 1}{skipped}: loss {loss:g}, gradient norm {norm:g}, learning rate {lr:g}",
+            f"training diverged at step {self.done + 1}{skipped}: loss {loss:g}, gradient norm {norm:g}, learning rate {self.lr:g}",
             fix=f"lower optimizer.lr (it is {self.optimizer.lr:g}), lengthen schedule.warmup or lower max_grad_norm "
             f"(it is {self.max_grad_norm:g})",
         )

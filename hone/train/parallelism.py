@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
-    from hone.train.loop import Ranks, Trainer
+    from hone.train.loop import Trainer
     from hone.train.pipeline.timed import Timed
+    from hone.train.ranks import Ranks
     from hone.train.spikes.skip_step import SkipStep
 
 
@@ -323,7 +324,7 @@ class Parallelism(Spec):
     def ranks(self, mesh: Mesh, device: torch.device | str) -> Ranks:
         """The ranks of `mesh` as a trainer needs them; every rank calls it. Raises SpecError as `degrees` does."""
         from hone.train.context_parallel.context import ContextRanks
-        from hone.train.loop import Ranks
+        from hone.train.ranks import Ranks
 
         if mesh.world_size == 1:
             return Ranks(mesh)

@@ -14,10 +14,10 @@ from hone.base.table import Technique
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
+from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
 from hone.train.mask import sparsity
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.watch import Watch
-from hone.train.work import CHECKPOINTS, TrainPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,7 +31,9 @@ from hone.train.activation_checkpointing.sizes import fitted, sizes_of
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
+from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
 from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.estimates.figures import estimate
 from hone.train.estimates.spec import work_of
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
@@ -51,7 +53,6 @@ from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import Precision, saved_dtype
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
-from hone.train.work import CHECKPOINTS, TrainPlan, estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

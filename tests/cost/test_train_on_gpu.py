@@ -15,11 +15,12 @@ from hone.cost.update import adamw, update_seconds
 from hone.measure.calibration import LinearRate
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.estimates.figures import step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.precision import FP8_RECIPES
-from hone.train.work import Work, step_seconds
 from tests.cost.h100 import LAYER_FLOPS, h100
 from tests.cost.h100 import rows as h100_rows
 from tests.cost.h200 import LLAMA_8B, h200, row

@@ -27,9 +27,10 @@ from hone.model.mixers.shared_kv import SharedKV
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.checksums import of_tensor
-from hone.train.loop import Ranks, Trainer, validate
+from hone.train.loop import Trainer, validate
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.parallelism import Parallelism
+from hone.train.ranks import Ranks
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE, STEADY

@@ -19,9 +19,10 @@ from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot, live_layers
 from hone.train.activation_checkpointing.base import Sizes
 from hone.train.activation_checkpointing.sizes import fitted, sizes_of
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.loop import run_layers, to_device
 from hone.train.stage import Train
-from hone.train.work import Work, growth_bytes, step_seconds
 from tests.train.conftest import SHAPE
 
 LAYERS = 9

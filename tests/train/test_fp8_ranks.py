@@ -13,12 +13,13 @@ from hone.cost.update import adamw
 from hone.model.linear import Dense
 from hone.ops.fp8.factors import weight_codes
 from hone.parallel.pipeline.weight_gradients import WeightGradients
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, fp8_products, in_fp8
 from hone.train.fp8.linears import Fp8Dense
 from hone.train.parallelism import Parallelism
 from hone.train.precision import FP8_RECIPES
 from hone.train.stage import Train
-from hone.train.work import Work, growth_bytes, step_seconds
 from tests.cost.h200 import h200
 from tests.train.conftest import SHAPE
 from tests.train.fp8_ranks import compared

@@ -16,12 +16,13 @@ from hone.model.shape import Shape
 from hone.train import OPTIMIZERS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
+from hone.train.estimates.figures import growth_bytes
+from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer, fit
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
-from hone.train.work import Work, growth_bytes
 from tests.train.conftest import SHAPE
 
 pytestmark = [

@@ -25,6 +25,7 @@ from hone.model.shape import Shape
 from hone.train import OFFLOADS, OPTIMIZERS
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.checkpoint import Checkpoints
+from hone.train.estimates.sizes import Work
 from hone.train.offload import choose, files, rates
 from hone.train.offload.choose import chosen
 from hone.train.offload.cost import Load, places, times
@@ -32,7 +33,6 @@ from hone.train.offload.files import ScratchFile, Span, aligned
 from hone.train.offload.rates import Rates
 from hone.train.offload.techniques import Auto, Host, Nvme, Resident
 from hone.train.stage import Train
-from hone.train.work import Work
 from tests.ranked import together
 from tests.train.conftest import SHAPE, content_after_kills
 from tests.train.ranks import trained as trained_on_ranks

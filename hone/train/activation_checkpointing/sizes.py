@@ -10,7 +10,8 @@ from hone.cost.facts import LayerFacts
 from hone.cost.memory import BYTES
 from hone.measure.machine import Machine
 from hone.train.activation_checkpointing.base import ActivationCheckpointing, Segments, Sizes
-from hone.train.work import Work, growth_bytes, step_seconds
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 
 
 def sizes_of(work: Work, machine: Machine) -> Sizes:

@@ -14,9 +14,10 @@ from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.update import update_seconds
 from hone.measure.machine import Machine, describe
+from hone.train.estimates.figures import growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.offload.cost import Times, as_said, places, scratch_of, times
 from hone.train.offload.techniques import Auto, Host, Nvme
-from hone.train.work import Work, growth_bytes, step_seconds
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -32,28 +31,18 @@ class AsynchronousTrainer(Trainer):
         assert not self.max_grad_norm and not self.scaler.enabled, "its norm is not known before an update"
         pipeline.step, pipeline.renew = self._updates, lambda _: weights.renew()
         table = pipeline.schedule.table(pipeline.grid.pp.size, self.gradient_accumulation_steps)
-        self._num_updates, self._lr = table.steps, 0.0
+        self._num_updates = table.steps
         self._squares: list[Tensor] = []
         """The squared norms of this rank's share of the gradients of the step's updates."""
 
     def _step(self, batch: Batch) -> Step:
-        self._lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
         sums, counts = self.gradients(batch)
-        loss, norm, *extras = self._means(sums, counts).tolist()
-        self.times.ends()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._diverged(loss, norm, self._lr)
-        self.done += 1
-        self.tokens += int(counts.tokens)
-        return Step(self.done, loss, self._lr, norm, self.tokens, extras[0] if extras else None)
+        return self._ended(self._judged(self._means(sums, counts), counts))
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """All passes and updates of a step; the sums that it returns are for its log."""
-        read = int((batch.document_ids >= 0).sum())
-        if self.ranks.context is not None:
-            batch = self.ranks.context.divide(batch)
-            read *= self.ranks.context.axis.index == 0
-        counts, parts = self._counts(batch, read), cut(batch, self.gradient_accumulation_steps)
+        batch, counts = self._counted(batch)
+        parts = cut(batch, self.gradient_accumulation_steps)
         own = [self.objective.count(part.targets) * self.ranks.counts_tokens for part in parts]
         targets = (
             self.ranks.mesh.sum(torch.tensor(own, dtype=torch.float64)).view(self._num_updates, -1).sum(1).tolist()
@@ -76,5 +65,5 @@ class AsynchronousTrainer(Trainer):
         weights.before_backward(last=True)
         weights.after_backward()
         self._squares.append(weights.squared_norm())
-        self.update.apply(self._lr, 1.0)
+        self.update.apply(self.lr, 1.0)
         weights.before_backward(last=False)

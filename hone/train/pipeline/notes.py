@@ -9,7 +9,8 @@ from hone.cost.memory import BYTES
 from hone.cost.ranks import Transfers
 from hone.cost.roofline import speed_of_light
 from hone.measure.machine import Machine
-from hone.train.work import Work, bytes_by_rank, growth_bytes, inside_s, played, step_seconds
+from hone.train.estimates.figures import bytes_by_rank, growth_bytes, inside_s, played, step_seconds
+from hone.train.estimates.sizes import Work
 
 DRAWN = 16
 """Most ranks whose schedule is drawn in a terminal."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hone.data.load import Batch
 from hone.train.data_parallel.weights import DividedWeights
@@ -32,50 +30,34 @@ class PostValidatedTrainer(Trainer):
         """Whether the next update waits for the norm."""
 
     def _step(self, batch: Batch) -> Step:
-        lr = self.optimizer.lr * self.schedule.share(self.done, self.steps)
-        rerun = self.rerun if self.rerun is not None and self.rerun.due(self) else None
-        sums, counts = self.gradients(batch) if rerun is None else rerun.gradients(self, batch)
+        sums, counts = self._passes(batch)
         plain = 1 / self.scaler.scale
-        undo = None if self._waits else self._ahead(lr, plain)
+        undo = None if self._waits else self._ahead(plain)
         means = self._means(sums, counts)
-        loss, norm, *extras = means.tolist()
-        self.times.ends()
-        norm, extra = norm / self.scaler.scale, extras[0] if extras else None
-        finite = math.isfinite(norm)
-        overflowed = self.scaler.enabled and not finite
-        why = "" if overflowed and math.isfinite(loss) else self.spikes.judge(loss, norm)
-        if self.spikes.stuck or not (why or (math.isfinite(loss) and (finite or overflowed))):
-            raise self._diverged(loss, norm, lr)
-        skipped = overflowed or bool(why)
-        factor: float | Tensor = shrink(norm, self.max_grad_norm) / self.scaler.scale
-        if not (self.scaler.enabled or self.spikes.spec):  # the bits of the loop's own step
-            factor = shrink(means[1], self.max_grad_norm)
-        wrong = skipped or float(factor) != plain
+        step = self._judged(means, counts)
+        # Of the tensor where the loop's own step takes it, for the same bits.
+        norm = step.grad_norm if self.scaler.enabled or self.spikes.spec else means[1]
+        factor = plain if step.skipped else shrink(norm, self.max_grad_norm) / self.scaler.scale
+        wrong = step.skipped or float(factor) != plain
         if undo is not None and wrong:
             undo()
             self.taken_back += 1
-        if skipped:
+        if step.skipped:
             self.update.weights.drop_grads()
         elif undo is None or wrong:
-            self.update.apply(lr, factor)
+            self.update.apply(self.lr, factor)
         self._waits = wrong
-        if overflowed:
-            self.scaler.overflowed()
-        else:
-            self.scaler.passed()
-        self.done += 1
-        self.tokens += int(counts.tokens)
-        return Step(self.done, loss, lr, norm if finite else None, self.tokens, extra, skipped=skipped, why=why)
+        return self._ended(step)
 
     @torch.no_grad()
-    def _ahead(self, lr: float, factor: float) -> Callable[[], None]:
+    def _ahead(self, factor: float) -> Callable[[], None]:
         """Updates; the result takes it back, with the gradients as they were."""
         update, weights = self.update, self.update.weights
         assert isinstance(weights, DividedWeights)
         masters = {name: one.clone() for name, one in weights.masters.items()}
         states = {name: {key: one.clone() for key, one in held.items()} for name, held in update.states.items()}
         grads, count = weights.copied_grads(), update.count
-        update.apply(lr, factor)
+        update.apply(self.lr, factor)
 
         @torch.no_grad()
         def undo() -> None:

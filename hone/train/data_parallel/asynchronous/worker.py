@@ -112,10 +112,10 @@ class ServedTrainer(ApartTrainer):
         self.update.bound = 0.0 if self.meets(self.done + 1) else self.staleness
         return super()._step(batch)
 
-    def _counts(self, batch: Batch, read: int) -> Counts:
-        counts = super()._counts(batch, read)
+    def _counted(self, batch: Batch) -> tuple[Batch, Counts]:
+        batch, counts = super()._counted(batch)
         self.update.targets = counts.targets
-        return counts
+        return batch, counts
 
     def save(self, checkpoints: Checkpoints, **more: Any) -> None:
         """As `Trainer.save`, in a meeting; returns when no rank's shard is read any more, so that they may change."""

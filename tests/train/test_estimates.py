@@ -12,10 +12,12 @@ from hone.cost.update import adamw
 from hone.measure.machine import describe
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot
+from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
+from hone.train.estimates.figures import estimate, growth_bytes, step_seconds
+from hone.train.estimates.sizes import Work
 from hone.train.faults.memory import WAYS
 from hone.train.optimizers.adamw_8bit import AdamW8bit
 from hone.train.watch import Watch
-from hone.train.work import CHECKPOINTS, TrainPlan, Work, estimate, growth_bytes, step_seconds
 
 CONFIG = Shape(max_seq_len=256).config(2048)
 

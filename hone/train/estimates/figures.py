@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY
@@ -20,16 +20,12 @@ from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import live_layers
 from hone.train.continuation.keep import STATE_BYTES
-from hone.train.continuation.plan import CHECKPOINTS as CHECKPOINTS
-from hone.train.continuation.plan import TrainPlan as TrainPlan
-from hone.train.estimates.sizes import Work as Work
+from hone.train.continuation.plan import CHECKPOINTS
+from hone.train.estimates.sizes import Work
 from hone.train.objectives.chunk import loss_chunk
 from hone.train.offload.cost import places, stepped
 from hone.train.offload.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
 from hone.train.pipeline.cost import Pipelined
-
-if TYPE_CHECKING:
-    pass
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
