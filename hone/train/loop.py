@@ -189,7 +189,7 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
-        batch, counts = self._counted(batch)
+        batch, counts = self._divided(batch)
         self.times.passes()
         if self.fp8 is not None:
             self.fp8.cast(self.update.weights)
@@ -214,7 +214,7 @@ class Trainer:
             total += loss.detach()
         return Sums(total, extras, self.update.weights.squared_norm()), counts
 
-    def _counted(self, batch: Batch) -> tuple[Batch, Counts]:
+    def _divided(self, batch: Batch) -> tuple[Batch, Counts]:
         """This rank's part of the sequences of `batch`, and the counts of a whole step, known before its first backward pass."""
         read = int((batch.document_ids >= 0).sum())  # without padding
         if self.ranks.context is not None:

@@ -41,7 +41,7 @@ class AsynchronousTrainer(Trainer):
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """All passes and updates of a step; the sums that it returns are for its log."""
-        batch, counts = self._counted(batch)
+        batch, counts = self._divided(batch)
         parts = cut(batch, self.gradient_accumulation_steps)
         own = [self.objective.count(part.targets) * self.ranks.counts_tokens for part in parts]
         targets = (

@@ -112,8 +112,8 @@ class ServedTrainer(ApartTrainer):
         self.update.bound = 0.0 if self.meets(self.done + 1) else self.staleness
         return super()._step(batch)
 
-    def _counted(self, batch: Batch) -> tuple[Batch, Counts]:
-        batch, counts = super()._counted(batch)
+    def _divided(self, batch: Batch) -> tuple[Batch, Counts]:
+        batch, counts = super()._divided(batch)
         self.update.targets = counts.targets
         return batch, counts
 
