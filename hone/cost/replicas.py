@@ -114,11 +114,10 @@ class Divided:
         group, then between groups; its weights are gathered. With `every` all weights travel to all ranks every so many steps.
         """
         times = times or Transfers(device)
-        groups = self.num_ranks // self.num_shards
         if self.every:
-            mean = times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
-            mixed = times.seconds("all_gather", 1 + self.peers, (1 + self.peers) * 4 * facts.num_params)
-            return mean + (mixed if self.peers else 0.0)
+            return self._meeting_s(facts, times) + self._mixed_s(facts, times)
+        if self.served:
+            times = _between_hosts(times)
         messages = self.messages(facts, BYTES[dtype], micro_batches)
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in messages)
 
@@ -126,16 +125,29 @@ class Divided:
         """Of `step_s`, the seconds that no work of a step is left to pass beside, where sums and gathers pass beside passes.
 
         The gradient of the embedding comes last, and the next step begins with its new weights; where weights are gathered
-        for each pass, so does the first layer with its own. What ranks exchange every so many steps passes beside nothing.
+        for each pass, so does the first layer with its own. What ranks exchange every so many steps passes beside nothing, as
+        what a worker sends to its servers and gets from them; neighbours' weights come beside the passes.
         """
-        if self.every:
+        if self.served:
             return self.step_s(facts, dtype, 1, device, times)
+        if self.every:
+            return self._meeting_s(facts, times)
         found, last = self.messages(facts, BYTES[dtype], 1), facts.num_layers
         each = len(found) // max(facts.num_layers + len(_ends(facts)), 1)
         waits = found[last * each : (last + 1) * each] if facts.vocab_size else []
         if self.of("weights") > 1:
             waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)
+
+    def _meeting_s(self, facts: ModelFacts, times: Transfers) -> float:
+        """Seconds a step of the exchanges of all weights, every so many steps."""
+        groups = self.num_ranks // self.num_shards
+        return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+
+    def _mixed_s(self, facts: ModelFacts, times: Transfers) -> float:
+        """Seconds in which a rank gets the weights of its neighbours."""
+        near = 1 + self.peers
+        return _between_hosts(times).seconds("all_gather", near, near * 4 * facts.num_params)
 
     def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
@@ -188,3 +200,10 @@ def _layers(facts: ModelFacts) -> int:
 def _ends(facts: ModelFacts) -> list[float]:
     """Weights of the embedding and, unless it is tied, of the head; the last norm is nothing beside them."""
     return [float(facts.vocab_size * facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
+
+
+def _between_hosts(times: Transfers) -> Transfers:
+    """`times` over hone's own connections, from one host's memory to another's, whatever device computes; nothing of them is calibrated."""
+    found = Transfers("cpu")
+    found.assumed = times.assumed
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.figure import Estimate
-from hone.measure.calibration import Calibration, Layout, MatmulRate
+from hone.measure.calibration import Calibration, Layout, LinearRate, MatmulRate
 from hone.measure.machine import Machine
 
 NEAREST = 3
@@ -81,9 +81,15 @@ def _gaps(
     rates = [rate for rate in calibration.matmuls if rate.dtype == dtype]
     found = []
     for rate in [rate for rate in rates if rate.layout == layout] or rates:
-        gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
-        found.append((rate, math.sqrt(sum(gap * gap for gap in gaps))))
+        found.append((rate, _distance(shape, rate)))
     return found
+
+
+def _distance(shape: tuple[int, int, int], rate: MatmulRate | LinearRate) -> float:
+    """How far `shape` is from the one that was measured, in doublings."""
+    return math.hypot(
+        *(math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True))
+    )
 
 
 def matmul_seconds(
@@ -172,8 +178,7 @@ def linear_seconds(
     near = []
     for rate in rates:
         if (rate.recipe, rate.held, rate.passes) == (recipe, held, passes):
-            gaps = [math.log2(max(one, 1) / other) for one, other in zip(shape, (rate.m, rate.n, rate.k), strict=True)]
-            near.append((math.sqrt(sum(gap * gap for gap in gaps)), rate.flops_per_s))
+            near.append((_distance(shape, rate), rate.flops_per_s))
     if not near:
         return None
     return (6.0 if trained else 2.0) * math.prod(shape) / (_weighted(near) * lasting(machine, "float8"))

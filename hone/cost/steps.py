@@ -105,11 +105,27 @@ def train_step_seconds(
     last = update_seconds(update or adamw(facts), facts, machine, dtype)
     value = micro_batches * once.value + last.value
     formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
-    if fp8 and held:  # read for the scales, read for both codes, written
-        weights = sum(layer.matmul_params for layer in facts.layers)
-        cast = seconds(machine, num_bytes=(2 * BYTES[dtype] + 2) * weights, dtype=dtype).value
+    if fp8 and held:
+        cast = held_cast_seconds(facts, machine, dtype, recipe)
         value, formula = value + cast, f"{formula} + codes of weights {cast:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
+
+
+def code_bytes(recipe: str) -> float:
+    """Bytes of an fp8 code with its part of a scale, in blocks 4 bytes for 128 numbers; scales of rows and tensors are next to none."""
+    return 1 + 4 / 128 if recipe == "blockwise" else 1.0
+
+
+def _reads(recipe: str) -> int:
+    """How often a cast reads a factor: for its scales and for its codes, in blocks once for both."""
+    return 1 if recipe == "blockwise" else 2
+
+
+def held_cast_seconds(facts: ModelFacts, machine: Machine, dtype: str, recipe: str) -> float:
+    """Seconds in which the layers' weights are cast once, to codes for both of their products."""
+    weights = sum(layer.matmul_params for layer in facts.layers)
+    moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * weights
+    return seconds(machine, num_bytes=moved, dtype=dtype).value
 
 
 def pass_seconds(
@@ -265,18 +281,16 @@ def fp8_seconds(
         said = f"assumed {gain:g} times as fast as {dtype}"
     else:
         took, said = product_seconds(machine, coded, "float32"), "of float32"
-    cast = _cast_bytes(coded, BYTES[dtype], held=held, blockwise=recipe == "blockwise")
+    cast = _cast_bytes(coded, BYTES[dtype], held=held, recipe=recipe)
     moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(coded), 1), dtype=dtype).value
     parts = {f"{len(coded)} fp8 products ({said})": took, "casts": moved}
     return parts, [one for one in every if one[1] not in fp8]
 
 
-def _cast_bytes(products: Iterable[Product], width: int, *, held: bool, blockwise: bool) -> float:
+def _cast_bytes(products: Iterable[Product], width: int, *, held: bool, recipe: str) -> float:
     """Bytes moved by the casts: x and the gradient are read twice, for the scales and for the codes, in blocks once, and write two codes, which
-    serve two products; the weight is read for its scales once, and not at all where its codes are `held`. Scales of blocks are 4
-    bytes for 128 numbers."""
-    cast = 0.0
-    reads, code = (1, 1 + 4 / 128) if blockwise else (2, 1.0)
+    serve two products; the weight is read for its scales once, and not at all where its codes are `held`."""
+    cast, reads, code = 0.0, _reads(recipe), code_bytes(recipe)
     for (m, n, k), layout in products:
         if layout == "forward":  # x [m, k] both ways, the weight [n, k]
             cast += (reads * width + 2 * code) * m * k + (0 if held else (reads * width + 1) * n * k)

@@ -16,6 +16,7 @@ from typing import Any
 from hone.base.durable import write_atomic
 from hone.base.lazy import lazy
 from hone.measure.calibration import (
+    LAYOUTS,
     Bandwidth,
     Calibration,
     Layout,
@@ -238,7 +239,7 @@ def _rates(
             layout=name[0],
         )
         for name in best
-        if name[0] in ("forward", "input_gradient", "weight_gradient")
+        if name[0] in LAYOUTS
     )
     names = list(best)
     coded = linear_rates(rate, names)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
@@ -19,11 +19,14 @@ from hone.base.durable import write_atomic
 Layout = Literal["forward", "input_gradient", "weight_gradient"]
 """Layouts of the factors of a product: x W^T, y W, or y^T x of a linear layer."""
 
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
 _METHOD = 9
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
 5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU.
-7: also the memory of a process. 8: attention by length, and on a GPU the kernels of a training and what it sustains."""
+7: also the memory of a process. 8: attention by length, and on a GPU the kernels of a training and what it sustains.
+9: probes of passes as large as their kernels need."""
 
 
 class MatmulRate(BaseModel):

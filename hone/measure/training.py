@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hone.base.lazy import lazy
-from hone.measure.calibration import AttentionRate, KernelRate, LinearRate
+from hone.measure.calibration import LAYOUTS, AttentionRate, KernelRate, LinearRate
 from hone.measure.timer import Probe, Timer
 
 torch = lazy("torch")
@@ -123,7 +123,7 @@ def sustained(timer: Timer, dtype: str, probes: Mapping[Any, Probe], seconds: Ma
     products in all layouts, attention, and the kernels that move memory, which keep their rate. By `dtype`; 'float8' with linears of
     fp8 in the place of the products.
     """
-    products = [name for name in probes if name[0] in _LAYOUTS and probes[name].amount > _LARGE_FLOPS]
+    products = [name for name in probes if name[0] in LAYOUTS and probes[name].amount > _LARGE_FLOPS]
     # Of each shape once, in the recipe of most trainings; many rows alone are as many as a step's.
     linears = [name for name in probes if name[:4] == (FP8, "rowwise", False, "trained") and name[4] > _FEW_ROWS]
     trained = [name for name in probes if name[0] == TRAINED and name[1] >= 2048]
@@ -148,6 +148,3 @@ def _lasting(
     typical = statistics.median(took[len(took) // 2 :])
     computing, moved = (sum(seconds[name] for name in names) for names in (large, moving))
     return min(1.0, computing / max(typical - moved, computing / 2))
-
-
-_LAYOUTS = ("forward", "input_gradient", "weight_gradient")

@@ -10,12 +10,12 @@ import pytest
 
 from hone.cost.replicas import Divided
 from hone.cost.roofline import attention_seconds, matmul_rate, matmul_seconds
-from hone.cost.steps import train_step_seconds
+from hone.cost.steps import held_cast_seconds, train_step_seconds
 from hone.cost.update import adamw, update_seconds
 from hone.measure.calibration import LinearRate
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.estimates.figures import step_seconds
+from hone.train.estimates.figures import growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.optimizers.adamw import AdamW
@@ -69,6 +69,8 @@ def test_fp8_halves_the_products_of_the_layers_alone_and_says_what_is_assumed():
     blocks = train_step_seconds(LLAMA_8B, machine, **how, fp8=layouts, recipe="blockwise")
     assert "384 fp8 products (assumed 1.35 times as fast as" in blocks.formula
     assert times[3].value < blocks.value < plain.value
+    once = [held_cast_seconds(LLAMA_8B, machine, "bfloat16", recipe) for recipe in ("blockwise", "rowwise")]
+    assert once[0] / once[1] == pytest.approx((2 + 2 * 33 / 32) / (2 * 2 + 2))
     recipes = (("rowwise", 1.0), ("tensorwise", 1.25))
     rates = tuple(
         LinearRate(
@@ -204,3 +206,14 @@ def test_what_no_work_is_left_to_pass_beside_is_waited_for_and_the_rest_slows():
     calibration = machine.calibration.model_copy(update={"beside": None})
     formula = step_seconds(work, machine.model_copy(update={"calibration": calibration})).formula
     assert "assumed 15% of the transfers" in formula
+
+
+def test_memory_of_a_divided_loss_is_that_of_its_chunks(monkeypatch):
+    """In plain torch two float32 values and one in half precision for each logit that exists at once."""
+    shape = Shape(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=128, max_seq_len=8192)
+    shared = Parallelism(tensor_parallel_degree=2).shared(shape.config(128256), adamw, 1, 8192)
+    narrow = {"update": shared.update, "tensor": shared.tensor, "batch_size": 2}
+    work = replace(layout_work("tp", 1, "bf16"), **narrow)
+    whole = growth_bytes(work, "cpu").value
+    monkeypatch.setattr("hone.parallel.vocabulary.CHUNK_TOKENS", 512)
+    assert whole - growth_bytes(work, "cpu").value == (1024 - 512) * 128256 // 2 * (2 * 4 + 2)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
+from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Transfers
 from hone.measure.machine import describe
 from hone.train import DATA_PARALLEL
 from hone.train.data_parallel.asynchronous.shard import Keys, Push, Shard
@@ -195,6 +196,28 @@ def test_what_travels_and_what_is_kept():
     less = partial(divided("gossip", sync_every=10**6, topology="exponential").step_s, facts, "float32", 1, "cpu")
     often = partial(divided("gossip", sync_every=1).step_s, facts, "float32", 1, "cpu")
     assert less() < seconds() < often()
+
+
+def test_workers_wait_for_their_servers_and_neighbours_send_beside_the_passes():
+    """The seconds of a step that pass beside nothing, on GPUs, whose ranks exchange over their hosts' connections."""
+    facts, about = SHAPE.config(300).facts(), (SHAPE.config(300).facts(), "bfloat16")
+    for kind in SERVED:
+        one = DATA_PARALLEL.read({"kind": kind, "num_workers": 4}).divided(4)
+        sent = sum(message.sent_bytes for message in one.messages(facts, 2, 1))
+        waits = one.exposed_s(*about, "cuda", Transfers("cuda"))
+        assert (
+            waits
+            == one.step_s(*about, 1, "cuda")
+            == pytest.approx(2 * MESSAGE_S["cpu"] + sent / LINK_BYTES_PER_S["cpu"])
+        )
+    often, never = (
+        DATA_PARALLEL.read({"kind": "gossip", "num_workers": 4, "sync_every": every}).divided(4) for every in (2, 10**9)
+    )
+    mixed = never.step_s(*about, 1, "cuda")
+    assert mixed == pytest.approx(MESSAGE_S["cpu"] + 2 * 4 * facts.num_params / LINK_BYTES_PER_S["cpu"], rel=1e-3)
+    meeting = Transfers("cuda").seconds("all_gather", 4, 4 * 4 * facts.num_params) / 2
+    assert often.exposed_s(*about, "cuda", Transfers("cuda")) == pytest.approx(meeting)
+    assert often.step_s(*about, 1, "cuda") == pytest.approx(meeting + mixed)
 
 
 def test_what_does_not_work_is_said(data_folder):

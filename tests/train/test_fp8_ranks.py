@@ -166,7 +166,9 @@ def test_estimates_of_ranks_expect_the_gain_and_the_bytes():
                 update=shared.update, gradient_accumulation_steps=4, packed=False, divided=how.divided(2),
                 tensor=shared.tensor, pipeline=shared.pipeline, fp8=fp8_products(name), fp8_recipe=FP8_RECIPES.get(name, ""),
             )  # fmt: skip
-            times.append(step_seconds(work, h200()).value)
+            step = step_seconds(work, h200())
+            assert ("codes of weights" in step.formula) == (name != "bf16"), "they are cast once for the four passes"
+            times.append(step.value)
             memory.append(growth_bytes(work, "cuda").value)
         assert times[0] > times[1] > times[2] > 0.5 * times[0]
         assert 0 < memory[1] - memory[2] < 0.03 * memory[1]  # the scales of blocks

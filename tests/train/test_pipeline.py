@@ -323,5 +323,12 @@ def test_plans_count_the_bubble_and_what_a_rank_holds(data_folder):
     assert memory["naive"] < memory["1f1b"] < memory["gpipe"] < estimates(None)[MEMORY].value + memory["gpipe"]
     assert "bubble" in found["1f1b"]["time_s"].formula
     assert len({one["num_params"].value for one in found.values()}) == 1
+    four = two.model_copy(update={"num_ranks": 4})
+    untied, sent = {"max_grad_norm": 0, "model": {**big["model"], "tie_embeddings": False}}, {}
+    for name in ("1f1b", "pipedream"):
+        plan = Train.read({**big, **untied, **piped(2, name, data_parallel="ddp")}).plan(facts, four)
+        line = next(line for line in plan.notes if line.startswith("transfers of a rank"))
+        sent[name] = float(line.split()[4])
+    assert sent["pipedream"] == pytest.approx(8 * sent["1f1b"], rel=0.01), "gradients travel before each of its updates"
     dropped = estimates("gpipe", activation_checkpointing={"kind": "every_nth", "n": 1})
     assert dropped[MEMORY].value < memory["gpipe"] and dropped["time_s"].value > seconds["gpipe"]

@@ -14,7 +14,7 @@ from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers, beside_seconds, slowing
 from hone.cost.roofline import waits_s
-from hone.cost.steps import forward_seconds, product_seconds, train_step_seconds
+from hone.cost.steps import forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
 from hone.cost.update import update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
@@ -22,7 +22,6 @@ from hone.train.activation_checkpointing import live_layers
 from hone.train.continuation.keep import STATE_BYTES
 from hone.train.continuation.plan import CHECKPOINTS
 from hone.train.estimates.sizes import Work
-from hone.train.objectives.chunk import loss_chunk
 from hone.train.offload.cost import places, stepped
 from hone.train.offload.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
 from hone.train.pipeline.cost import Pipelined
@@ -120,28 +119,26 @@ def counts(work: Work) -> dict[str, Estimate]:
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
-    inside, share = inside_s(work, machine), 1 / work.divided.of("optimizer")
+    times, share = collectives(machine), 1 / work.divided.of("optimizer")
+    inside = inside_s(work, machine, times)
     how: dict[str, Any] = {"share": share, "widened": work.passes_widened}
     if work.pipeline is not None:
         pipeline = replace(work.pipeline, updates=tuple(replace(one, **how) for one in work.pipeline.updates))
         step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0
+        if work.holds_codes:
+            cast = max(held_cast_seconds(one, machine, work.dtype, work.fp8_recipe) for one in pipeline.parts)
+            formula = f"{step.formula} + codes of weights {cast:.3g} s"
+            step = step.model_copy(update={"value": step.value + cast, "formula": formula})
     else:
         step = train_step_seconds(
             work.part,
             machine,
             batch_tokens=work.micro_batch_tokens,
-            seq_len=work.seq_len,
-            dtype=work.dtype,
             micro_batches=work.gradient_accumulation_steps,
             recomputed=work.recomputed,
             replayed=replayed_layers(work.segments),
             update=replace(work.update, **how),
-            fp8=work.fp8,
-            recipe=work.fp8_recipe,
-            held=work.holds_codes,
-            loss_chunk=work.loss_chunk(machine.device),
-            piece_len=work.piece_len,
-            sequence_ranks=work.tensor.degree if work.tensor.sequence else 1,
+            **work.pass_options(machine.device),
         )
     copied = _copies_s(work, step.value, machine)
     if copied:
@@ -152,7 +149,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
         said = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
-        said = f"transfers inside layers {inside:.3g} s{said} ({transfers_inside(work, machine).said})"
+        said = f"transfers inside layers {inside:.3g} s{said} ({times.said})"
         step = step.model_copy(update={"value": step.value + inside, "formula": f"({step.formula}) + {said}"})
     if work.divided.num_ranks > 1:
         step = with_transfers(step, work, machine)
@@ -181,17 +178,15 @@ def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
     return 4 * moved / min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
 
 
-def transfers_inside(work: Work, machine: Machine) -> Transfers:
-    """The collectives of the ranks that compute a layer together, with those asked for so far."""
-    times = Transfers(machine.device, machine.calibration.collectives if machine.calibration else ())
-    work.tensor.step_s(*_transfers(work, machine), times)
-    return times
+def collectives(machine: Machine, stride: int = 1) -> Transfers:
+    """The collectives between ranks that are `stride` apart, as calibrated."""
+    return Transfers(machine.device, machine.calibration.collectives if machine.calibration else (), stride)
 
 
-def inside_s(work: Work, machine: Machine) -> float:
+def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
-    times = Transfers(machine.device, machine.calibration.collectives if machine.calibration else ())
-    return work.tensor.step_s(*_transfers(work, machine), times) - (1 - slowing(machine)) * hidden_s(work, machine)
+    hidden = (1 - slowing(machine)) * hidden_s(work, machine)
+    return work.tensor.step_s(*_transfers(work, machine), times) - hidden
 
 
 def hidden_s(work: Work, machine: Machine) -> float:
@@ -216,23 +211,27 @@ def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
     return pipeline.played(
         machine,
         tokens=work.micro_batch_tokens,
-        seq_len=work.seq_len,
-        dtype=work.dtype,
         recomputed=work.recomputed,
-        inside=inside_s(work, machine),
-        loss_chunk=work.loss_chunk(machine.device),
-        fp8=work.fp8,
-        recipe=work.fp8_recipe,
+        options=work.pass_options(machine.device),
+        inside=inside_s(work, machine, collectives(machine)),
     )
+
+
+def exchange_s(work: Work, device: str, times: Transfers) -> float:
+    """Seconds in which gradients and weights travel in a step."""
+    each = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
+    return work.updates * each
 
 
 def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
     """`step` with the transfers between ranks: on a GPU beside the work, which they slow, except for what they take longer, for
     those that nothing is left to pass beside, and for those of context parallelism that a layer waits for."""
     device = machine.device
-    times = Transfers(device, machine.calibration.collectives if machine.calibration else (), work.tensor.degree)
-    moved = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
-    waits, told = work.divided.exposed_s(work.part, work.dtype, device, times), ""
+    times = collectives(machine, work.tensor.degree)
+    moved = exchange_s(work, device, times)
+    # A pipeline's sums begin when its passes have ended, those of an asynchronous one when an update is due.
+    waits = moved if work.pipeline is not None else work.divided.exposed_s(work.part, work.dtype, device, times)
+    told = ""
     if work.context_degree > 1 and work.context is not None:
         passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)
         shared = work.context.step_s(work.context_sizes, passes, repeated, device)
@@ -263,7 +262,7 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         wide=work.tensor.degree > 1,
         packed=work.packed and (work.context_degree == 1 or not attends_in_parts),
         segments=work.segments,
-        loss_chunk=loss_chunk(tokens, work.part.vocab_size, device, divided=False),
+        loss_chunk=work.loss_chunk(device),
         kernels=on_gpu,
         device=device,
         divided=work.divided,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import recomputed_layers
 from hone.cost.facts import ModelFacts
 from hone.cost.memory import BYTES
 from hone.cost.replicas import Divided
+from hone.cost.steps import code_bytes
 from hone.cost.tensor import Tensor
 from hone.cost.update import UpdateCost
 from hone.measure.calibration import Layout
@@ -140,10 +141,28 @@ class Work:
         divided = self.tensor.degree > 1
         return loss_chunk(self.micro_batch_tokens, self.part.vocab_size, device, divided=divided)
 
+    def pass_options(self, device: str) -> dict[str, Any]:
+        """How the layers of a pass are computed, as `pass_seconds` takes it."""
+        return {
+            "seq_len": self.seq_len,
+            "dtype": self.dtype,
+            "fp8": self.fp8,
+            "recipe": self.fp8_recipe,
+            "held": self.holds_codes,
+            "loss_chunk": self.loss_chunk(device),
+            "piece_len": self.piece_len,
+            "sequence_ranks": self.tensor.degree if self.tensor.sequence else 1,
+        }
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step, each with an exchange of gradients: one, but in an asynchronous pipeline."""
+        return 1 if self.pipeline is None else max(self.pipeline.table.steps, 1)
+
     @property
     def keeps_codes(self) -> float:
         """Bytes a number, with its scale's, of the fp8 codes that linears keep of their input for the backward pass; 0: none."""
-        return ("weight_gradient" in self.fp8) * (1 + 4 / 128 if self.fp8_recipe == "blockwise" else 1.0)
+        return ("weight_gradient" in self.fp8) * code_bytes(self.fp8_recipe)
 
     @property
     def recomputed(self) -> list[int]:

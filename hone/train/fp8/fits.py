@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.base.errors import SpecError
-from hone.measure.calibration import Layout
+from hone.measure.calibration import LAYOUTS, Layout
 from hone.train.fp8.techniques import FP8
 from hone.train.precision import FP8_RECIPES, Precision
 
@@ -102,5 +102,4 @@ def fp8_products(precision: Precision) -> frozenset[Layout]:
     """Which of a linear's three products are of codes, for estimates."""
     if precision not in FP8_RECIPES:
         return frozenset()
-    layouts: list[Layout] = ["forward", "input_gradient", "weight_gradient"]
-    return frozenset(layouts[: FP8[precision].products])
+    return frozenset(LAYOUTS[: FP8[precision].products])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds, pass_seconds
 from hone.cost.update import UpdateCost, update_seconds
-from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.check import alive_versions
 from hone.parallel.pipeline.simulate import Costs, Played, peak, simulate
@@ -59,28 +58,22 @@ class Pipelined:
         machine: Machine,
         *,
         tokens: int,
-        seq_len: int,
-        dtype: str,
         recomputed: Sequence[int],
+        options: Mapping[str, Any],
         inside: float = 0.0,
-        loss_chunk: int | None = None,
-        fp8: Collection[Layout] = (),
-        recipe: str = "rowwise",
     ) -> Played:
         """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass.
 
-        `loss_chunk`: the tokens whose logits exist at once (None: all). `fp8`, `recipe`: as `pass_seconds` has them; a forward
-        pass then takes the share that it has of both passes in `dtype`.
+        `options` are those of `pass_seconds`. In fp8 a forward pass takes the share that it has of both passes in their dtype.
         """
-        forward, rest = [], []
+        forward, rest, dtype = [], [], options["dtype"]
         for layers, stage in zip(self.layers, self.stages, strict=True):
             again = [index - layers.start for index in recomputed if index in layers]
-            sizes: dict[str, Any] = {"batch_tokens": tokens, "seq_len": seq_len, "dtype": dtype}
-            sizes |= {"recomputed": again, "loss_chunk": loss_chunk}
-            both = pass_seconds(stage, machine, **sizes, fp8=fp8, recipe=recipe)
-            first = forward_seconds(stage, machine, tokens=tokens, seq_len=seq_len, dtype=dtype).value
-            if fp8:
-                first *= both.value / pass_seconds(stage, machine, **sizes).value
+            sizes: dict[str, Any] = {**options, "batch_tokens": tokens, "recomputed": again}
+            both = pass_seconds(stage, machine, **sizes)
+            first = forward_seconds(stage, machine, tokens=tokens, seq_len=sizes["seq_len"], dtype=dtype).value
+            if sizes["fp8"]:
+                first *= both.value / pass_seconds(stage, machine, **{**sizes, "fp8": ()}).value
             share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
             first = min(first, both.value / 2)
             forward.append(first + share / 2)

@@ -6,10 +6,17 @@ from typing import Any
 
 from hone.base.figure import human_bytes
 from hone.cost.memory import BYTES
-from hone.cost.ranks import Transfers
 from hone.cost.roofline import speed_of_light
 from hone.measure.machine import Machine
-from hone.train.estimates.figures import bytes_by_rank, growth_bytes, inside_s, played, step_seconds
+from hone.train.estimates.figures import (
+    bytes_by_rank,
+    collectives,
+    exchange_s,
+    growth_bytes,
+    inside_s,
+    played,
+    step_seconds,
+)
 from hone.train.estimates.sizes import Work
 
 DRAWN = 16
@@ -31,13 +38,14 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
         f"step {least}{step:.3g} s, {most}{rate:,.0f} tokens/s, {rate / machine.num_ranks:,.0f} a rank, "
         f"MFU {most}{flops / step / machine.num_ranks / peak:.1%} of {source}",
     ]
-    device, calibration = machine.device, machine.calibration
-    times = Transfers(device, calibration.collectives if calibration else (), work.tensor.degree)
+    device, times = machine.device, collectives(machine, work.tensor.degree)
     times_a_step = work.gradient_accumulation_steps
-    between = work.divided.step_s(work.part, work.dtype, times_a_step, device, times)
-    sent = sum(one.sent_bytes for one in work.divided.messages(work.part, BYTES[work.dtype], times_a_step))
+    between = exchange_s(work, device, times)
+    sent = work.updates * sum(
+        one.sent_bytes for one in work.divided.messages(work.part, BYTES[work.dtype], times_a_step)
+    )
     of_weights = f"{between:.3g} s of gradients and weights ({human_bytes(sent)} sent)"
-    inside = inside_s(work, machine)
+    inside = inside_s(work, machine, collectives(machine))
     if work.pipeline is None:
         found.append(f"transfers of a rank: {of_weights}, {inside:.3g} s inside layers ({times.said})")
         growth = growth_bytes(work, machine.device)
