@@ -25,9 +25,16 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+from hone.base.durable import write_atomic
+from hone.base.spec import parse_scalar, read_yaml, set_dotted
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "reference.yaml"
@@ -78,9 +85,7 @@ class Session:
     def keep(self, **parts: Any) -> None:
         """Adds parts to the result and writes it, so that a run that is cut off leaves what it had."""
         self.result |= parts
-        path = self.options.out / "result.json"
-        path.with_suffix(".new").write_text(json.dumps(self.result, indent=1), encoding="utf8")
-        path.with_suffix(".new").replace(path)
+        write_atomic(self.options.out / "result.json", json.dumps(self.result, indent=1).encode())
 
 
 def pack(line: Path, target: Path) -> None:
@@ -116,14 +121,12 @@ def unpack(session: Session) -> dict[str, dict[str, Any]]:
 
 def spec_of(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of the recipe's train stage, smaller with `--small`, with what `--set` changes."""
-    from hone.base.spec import read_yaml
-
     (stage,) = (one for one in read_yaml(RECIPE)["stages"] if one["stage"] == "train")
     spec = {name: value for name, value in stage.items() if name not in ("stage", "name", "from")}
-    spec |= SMALL if options.small else {}
+    spec |= deepcopy(SMALL) if options.small else {}
     for change in options.set:
         name, _, value = change.partition("=")
-        spec[name] = json.loads(value) if value[:1] in '[{"' or value.replace(".", "", 1).isdigit() else value
+        set_dotted(spec, name, parse_scalar(value), where="--set")
     return spec
 
 
@@ -145,18 +148,12 @@ def train(
 
     The result is its exit code; None when `until` killed it.
     """
-    import psutil
-
     with open(log, "w", encoding="utf8") as file:
         started = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     end = time.monotonic() + limit_s
     while started.poll() is None:
         if until():
-            processes = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
-            for one in processes:
-                one.send_signal(signal.SIGKILL)
-            started.wait()
-            psutil.wait_procs(processes[:-1], timeout=20)
+            _kill(started)
             return None
         if time.monotonic() > end:
             session.say("the time is over: it is asked to save and end")
@@ -164,9 +161,19 @@ def train(
             try:
                 started.wait(20)
             except subprocess.TimeoutExpired:
-                started.kill()
+                _kill(started)
         time.sleep(0.05)
     return started.returncode
+
+
+def _kill(started: subprocess.Popen) -> None:
+    """Kills the process and its ranks, which would stay on their GPUs without it, and waits for their ends."""
+    ranks = psutil.Process(started.pid).children(recursive=True)
+    for one in (*ranks, started):
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGKILL)
+    started.wait()
+    psutil.wait_procs(ranks, timeout=20)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -342,7 +349,9 @@ def main() -> None:
     parser.add_argument("--device", default="")
     parser.add_argument("--first", nargs="+", choices=LAYOUTS, default=["zero2 on 2 ranks", "ddp on 2 ranks"])
     parser.add_argument("--then", nargs="+", choices=LAYOUTS, default=["tensor parallel on 2 ranks", "one rank"])
-    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the training, JSON")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the training: steps=20 optimizer.lr=0.01"
+    )
     options = parser.parse_args()
     if options.page:
         from benchmarks.reference_page import write

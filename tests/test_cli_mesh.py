@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hone.base.errors import SpecError
@@ -34,6 +37,24 @@ def test_a_trillion_parameters_on_1024_gpus(tmp_path, capsys):
     assert "between stages (link rates are not calibrated)" in said and "MFU" in said
     ranks = [line for line in said.splitlines() if line.strip().partition(" ")[0].isdigit() and " M " in line]
     assert len(ranks) == 16 and "0-3 64-67" in ranks[0] and "60-63 124-127" in ranks[15]
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_as_the_page_of_pipelines_says(tmp_path, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "pipelines.md").read_text(encoding="utf8")
+    told = re.search(r"in 384 micro-batches: at most (\d+) GiB a GPU, bubble ([\d.]+) %, MFU (\d+) % at most", page)
+    assert told is not None
+    more = {
+        "--batch_size=256": "--batch_size=3072",
+        "--gradient_accumulation_steps=32": "--gradient_accumulation_steps=384",
+    }
+    data = write_data(tmp_path / "data")
+    assert main(["train", str(data), "--plan", "--mesh=1024xH200", *(more.get(one, one) for one in TRILLION)]) == 0
+    said = capsys.readouterr().out
+    memory = max(float(one) for one in re.findall(r"^ *\d+  \d+-.* ([\d.]+) GiB", said, re.MULTILINE))
+    assert memory == pytest.approx(float(told[1]), rel=0.02)
+    assert float(re.search(r"bubble ([\d.]+)%", said)[1]) == pytest.approx(float(told[2]), abs=0.1)
+    assert float(re.search(r"MFU at most ([\d.]+)%", said)[1]) == pytest.approx(float(told[3]), abs=1)
 
 
 def test_ranks_of_this_machine_and_errors(tmp_path, capsys):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
+import psutil
 import pytest
 
 from benchmarks import reference_page, reference_run
@@ -80,6 +82,25 @@ def test_a_training_of_several_data_alone_is_read_from_the_command_line(tmp_path
     assert main(words) == 0, "".join(capsys.readouterr())
     assert main(["train", "--steps=2", "--plan"]) == 2
     assert "needs DATA" in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_a_killed_training_leaves_no_rank(tmp_path):
+    """The launcher's child would live on without it."""
+    code = "import subprocess; one = subprocess.Popen(['sleep', '60']); print(one.pid, flush=True); one.wait()"
+    log = tmp_path / "log"
+    begun = lambda: log.read_text().endswith("\n")  # noqa: E731
+    assert reference_run.train(None, [sys.executable, "-c", code], log, 50, begun) is None
+    rank = int(log.read_text())
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+
+
+def test_changes_of_the_training_are_values_of_their_fields():
+    changes = ["steps=20", "compile=true", "validation.sequences=3", "optimizer.lr=2e-3", "precision=fp32"]
+    spec = reference_run.spec_of(argparse.Namespace(small=True, set=changes))
+    assert (spec["steps"], spec["compile"], spec["precision"]) == (20, True, "fp32")
+    assert spec["validation"] == {"interval": 20, "sequences": 3} and spec["optimizer"]["lr"] == 2e-3
+    assert reference_run.SMALL["validation"]["sequences"] == 8
 
 
 def result(jump: float = 0.0) -> dict:

@@ -65,18 +65,39 @@ def schedules(line: Line) -> list[tuple[Row, Markup, str]]:
     """(row, drawing, sentence) of every training with pipeline stages: its schedule as it was planned, from log/pipeline.json."""
     found = []
     for row in line.of("train"):
-        plan = row.content.get("log/pipeline.json") or {}
-        ranks = [[bars.Pass(*one) for one in rank] for rank in plan.get("ranks", []) if rank]
-        if not ranks or not all(sound(one.end) and sound(one.begin) for rank in ranks for one in rank):
+        plan = row.content.get("log/pipeline.json")
+        if not (ranks := _ranks(plan)):
             continue
-        said = f"{plan.get('schedule')}: {units.show(plan.get('seconds'), 's')} of passes in a step as planned, "
-        said += f"{units.show(plan.get('bubble'), 'fraction')} of the ranks' time is waiting. A line is a rank; numbers are micro-batches."
+        seconds, bubble = (value if sound(value := plan.get(name)) else None for name in ("seconds", "bubble"))
+        said = f"{plan.get('schedule')}: {units.show(seconds, 's')} of passes in a step as planned, "
+        said += f"{units.show(bubble, 'fraction')} of the ranks' time is waiting. A line is a rank; numbers are micro-batches."
 
         def draw(width: float, ranks: Any = ranks, name: str = str(plan.get("schedule"))) -> Markup:
             return bars.passes(ranks, name, width)
 
         found.append((row, both(draw, FULL), said))
     return found
+
+
+def _ranks(plan: Any) -> list[list[bars.Pass]]:
+    """The passes of each rank of a planned schedule, [] where one cannot be drawn; a rank without passes keeps its line."""
+    ranks = plan.get("ranks") if isinstance(plan, dict) else None
+    found: list[list[bars.Pass]] = []
+    for rank in ranks if isinstance(ranks, list) else []:
+        row = [_pass(one) for one in rank] if isinstance(rank, list) else [None]
+        if None in row:
+            return []
+        found.append([one for one in row if one is not None])
+    return found if any(one.end > 0 for row in found for one in row) else []
+
+
+def _pass(fields: Any) -> bars.Pass | None:
+    """The pass with these fields; None where they are not one."""
+    if not isinstance(fields, list) or len(fields) != len(bars.Pass._fields):
+        return None
+    found = bars.Pass(*fields)
+    timed = sound(found.begin) and sound(found.end) and 0 <= found.begin <= found.end
+    return found if timed and isinstance(found.kind, str) else None
 
 
 def taught(row: Row) -> bool:

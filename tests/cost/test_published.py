@@ -245,11 +245,8 @@ def test_no_published_speed_is_above_a_bound():
 
 
 def test_the_case_study_of_the_guide_does_not_add_up():
-    """70 billion weights, 5 trillion tokens, 256 H100 at 40 %: 240 days, not two weeks, which are enough for 0.3 trillion tokens."""
-    flops = 6 * 70e9
+    """70 billion weights, 5 trillion tokens, 256 H100 at 40 %: 240 days by 6 N a token, and some more for attention, not two weeks."""
     rate = 256 * 0.4 * 989.4e12
-    assert flops * 5e12 / rate / 86400 == pytest.approx(240, rel=0.01)
     llama_70b = llama(8192, 80, 64, 8, 28672, 128256)
     days = 3 * llama_70b.flops_per_token(8192) * 5e12 / rate / 86400  # attention's operations too
     assert 240 < days < 280
-    assert 14 * 86400 * rate / flops == pytest.approx(292e9, rel=0.01)

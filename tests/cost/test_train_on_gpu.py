@@ -124,7 +124,7 @@ def layout_work(name: str, layers: int, precision: str, vocab: int = 128256, num
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "tp", "tp-async"])
 def test_a_step_of_two_gpus_takes_what_the_ledger_measured(name):
-    """Two numbers are fitted, to steps on one GPU; link rates and what transfers slow are assumed."""
+    """Two numbers are fitted, to steps on one GPU; collectives, and what they slow beside them, are as calibrated on such a host."""
     found = [one for one in h100_rows("on 2 GPUs") if one.get("technique") == f"layout/{name}" and one["time"] > SINCE]
     assert found
     for one in found:

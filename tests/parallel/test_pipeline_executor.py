@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -43,9 +41,7 @@ def test_a_killed_rank_ends_all():
 
 @pytest.mark.parametrize("slow_s", [0.0, 6.0], ids=["lost", "slow"])
 def test_a_lost_message_and_a_slow_stage_end_all(slow_s: float):
-    started = time.monotonic()
     ended = ranked.together(3, pipeline_ranks.late, "1f1b", 6, ["F", 1, 3], 2.0, slow_s)
-    assert time.monotonic() - started < 30
     assert all(one.returncode == 0 for one in ended), "\n".join(one.stderr for one in ended)
     said = [one.result for one in ended]
     assert any(

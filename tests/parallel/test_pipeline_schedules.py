@@ -17,6 +17,7 @@ from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, simulate
 from hone.parallel.pipeline.table import Op, Table
 from hone.parallel.place import stages_of
+from hone.report import bars
 
 ANY = ["naive", "gpipe", "1f1b", "breadth_first", "zb_h1", "zb_h2", "zb_v", "pipedream", "pipedream_vertical"]
 """Those for any number of ranks and microbatches."""
@@ -185,12 +186,12 @@ def test_transfers_and_uneven_stages_take_time():
 def test_drawing():
     played = simulate(SCHEDULES["1f1b"](2, 2))
     assert draw.text(played).splitlines() == ["  0 F0 F1 ······B0    ···B1    ", "  1 ···F0 B0    F1 B1    ······"]
-    picture = draw.picture(played, "1F1B")
+    picture = bars.passes(draw.rows(played), "1F1B", 720)
     assert picture.count("<rect") == 8 and "far" not in picture
     folded = simulate(SCHEDULES["zb_v"](2, 2))
     first = draw.text(folded).splitlines()[0]
     assert first.startswith("  0 F0 F1 ") and "f0 i0 w0" in first and "W1" in first
-    assert draw.picture(folded, "ZB-V").count(" far") == 2 * 2 * 3
+    assert bars.passes(draw.rows(folded), "ZB-V", 720).count(" far") == 2 * 2 * 3
     assert "<title>B of stage 1 of microbatch 1</title>" in picture
 
 

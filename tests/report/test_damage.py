@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hone.base.errors import ArtifactError
-from hone.report import build, picture
+from hone.parallel.pipeline import draw
+from hone.parallel.pipeline.schedules import SCHEDULES
+from hone.parallel.pipeline.simulate import simulate
+from hone.report import build, picture, sections
+from hone.report.collect import collect
 from tests.report.markup import Walk
 
 JUNK: list[Any] = [
@@ -50,13 +55,66 @@ def damage(values: Any, chance: random.Random) -> Any:
     return values
 
 
+def schedule(folder: Path, values: Any = None) -> None:
+    """Gives a training the log/pipeline.json of a pipeline schedule, or one with `values`."""
+    played = draw.content(simulate(SCHEDULES["1f1b"](2, 4)), "1F1B")
+    (folder / "log").mkdir(exist_ok=True)
+    (folder / "log" / "pipeline.json").write_text(json.dumps(played if values is None else values))
+
+
+GOOD = ["F", False, 0, "F of stage 0", 0.0, 1.0]
+BAD: list[Any] = [
+    [],
+    "text",
+    {},
+    *({"ranks": value} for value in (None, 5, [], [5], ["text"], [[]], [[], []], [GOOD], {"0": [GOOD]})),
+    *(
+        {"ranks": [[GOOD, value]]}
+        for value in (
+            7,
+            "F",
+            None,
+            {},
+            [],
+            GOOD[:-1],
+            [*GOOD, 1],
+            [["F"], *GOOD[1:]],
+            [None, *GOOD[1:]],
+            [*GOOD[:4], None, 1.0],
+            [*GOOD[:4], 0.0, "1"],
+            [*GOOD[:4], 0.0, float("inf")],
+            [*GOOD[:4], 0.0, 1e308],
+            [*GOOD[:4], float("nan"), 1.0],
+            [*GOOD[:4], 2.0, 1.0],
+        )
+    ),
+    {"ranks": [[[*GOOD[:4], 0.0, 0.0]]]},
+]
+
+
+@pytest.mark.parametrize("values", BAD, ids=lambda values: json.dumps(values)[:60])
+def test_a_damaged_schedule_is_not_drawn(values: Any, copy: Callable[..., Path]) -> None:
+    folder = copy("train-base")
+    schedule(folder / "train-base", values)
+    assert sections.schedules(collect(folder)) == []
+
+
+def test_a_schedule_keeps_the_lines_of_ranks_without_passes(copy: Callable[..., Path]) -> None:
+    folder = copy("train-base")
+    schedule(folder / "train-base", {"schedule": ["x"], "seconds": "long", "bubble": {}, "ranks": [[], [GOOD]]})
+    ((row, drawn, said),) = sections.schedules(collect(folder))
+    assert row.id == "train-base" and drawn.count("F of stage 0") == 2  # for two widths
+    assert drawn.count(">1</text>") == 2 and "of passes in a step as planned" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_damaged_lines_still_give_a_page(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     folder = tmp_path / "tiny"
     shutil.copytree(whole, folder)
-    for path in sorted(folder.glob("*/*.json*")):
+    schedule(folder / "train-base")
+    for path in sorted(folder.glob("**/*.json*")):
         if path.name == "hone.json" and chance.random() < 0.6:
             continue
         if path.suffix == ".jsonl":

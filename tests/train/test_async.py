@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.stragglers import ends
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
@@ -20,7 +21,6 @@ from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Transfers
 from hone.measure.machine import describe
 from hone.train import DATA_PARALLEL
 from hone.train.data_parallel.asynchronous.shard import Keys, Push, Shard
-from hone.train.data_parallel.asynchronous.stragglers import ends
 from hone.train.data_parallel.asynchronous.topology import exponential, ring
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE

@@ -72,6 +72,8 @@ def alone(data_folder, tmp_path_factory) -> tuple[list, list[dict[str, torch.Ten
     return of_one_process(SETTINGS, data_folder, tmp_path_factory.mktemp("alone"))
 
 
+UNEVEN = [[0, 3], [3, 4]]
+"""Layers of two stages as no count of operations divides them."""
 FEW = [(name, 0) for name in SCHEDULES] + [
     *(
         ("1f1b", 2),
@@ -85,8 +87,6 @@ FEW = [(name, 0) for name in SCHEDULES] + [
         ("zb_h1", 6),
     )
 ]
-UNEVEN = [[0, 3], [3, 4]]
-"""Layers of two stages as no count of operations divides them."""
 """On 2 ranks each schedule, and one of each family in the other settings; bfloat16, which takes longest, in the two that defer
 gradients or add them in another order. On 4, where stages have two neighbours, every schedule and every setting once or twice."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from markupsafe import Markup
-
 from hone.parallel.pipeline.simulate import Played, Span
-from hone.report.bars import Pass, passes
+from hone.report.bars import Pass
 
 
 def text(played: Played, width: int = 120) -> str:
@@ -26,7 +24,7 @@ def text(played: Played, width: int = 120) -> str:
         for span in row:
             begin, end = round(span.begin / unit), round(span.end / unit)
             kind = span.op.kind.lower() if span.op.stage in far else span.op.kind
-            label = f"{kind}{span.op.version if kind == 'S' else span.op.microbatch}"
+            label = f"{kind}{span.op.version if span.op.kind == 'S' else span.op.microbatch}"
             columns[begin:end] = list(label.ljust(end - begin)[: end - begin])
         lines.append(f"{rank:>3} {''.join(columns)}")
     return "\n".join(lines)
@@ -41,11 +39,6 @@ def rows(played: Played) -> list[list[Pass]]:
             Pass(span.op.kind, span.op.stage in far, span.op.microbatch, str(span.op), span.begin, span.end) for span in row
         ])  # fmt: skip
     return found
-
-
-def picture(played: Played, name: str, width: float = 720) -> Markup:
-    """The same as SVG: forwards, backwards, weight gradients and steps each in its color, a tooltip a pass."""
-    return passes(rows(played), name, width)
 
 
 def content(played: Played, name: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Span(NamedTuple):
 class Played:
     """What `simulate` found. `spans[r]` are the passes of rank r in time, `peaks[r]` its most activations at once.
 
-    An activation counts as the size of its stage, from the begin of F to the end of B or W.
+    An activation counts 1 in every stage, from the begin of F to the end of B or W.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -75,12 +75,12 @@ class Played:
         )
 
 
-def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | None = None) -> Played:
-    """Runs the table in simulated time; `sizes`: the activation of one microbatch per stage (1 each).
+def simulate(table: Table, costs: Costs | None = None) -> Played:
+    """Runs the table in simulated time.
 
     A pass begins when its rank is free and its inputs have arrived. Raises SpecError when ranks wait for each other.
     """
-    costs, sizes = costs or Costs(), sizes or [1.0] * table.stages
+    costs, sizes = costs or Costs(), [1.0] * table.stages
     ended: dict[Result, float] = {}
     places: dict[Result, int] = {}
     spans: list[list[Span]] = [[] for _ in table.ranks]
@@ -107,7 +107,10 @@ def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | 
                 arrived = [ended[one] + (costs.transfer if places[one] != rank else 0.0) for one in needed]
                 end = max([spans[rank][-1].end if spans[rank] else 0.0, *arrived])
                 for op in together:
-                    begin, end = end, end + costs.of(op) * (costs.pair if len(together) == 2 and costs.pair else 1.0)
+                    begin, end = (
+                        end,
+                        end + costs.of(op) * (1.0 if len(together) == 1 or costs.pair is None else costs.pair),
+                    )
                     spans[rank].append(Span(op, begin, end))
                 for one in (one for op in together for one in results(op)):
                     ended[one], places[one] = end, rank
@@ -116,7 +119,10 @@ def simulate(table: Table, costs: Costs | None = None, sizes: Sequence[float] | 
 
 
 def peak(table: Table, rank: int, sizes: Sequence[float]) -> float:
-    """The most activations that `rank` holds at once, by `sizes` as in `simulate`: the order of its passes decides, not their time."""
+    """The most activations that `rank` holds at once: the order of its passes decides, not their time.
+
+    `sizes`: the activation of one microbatch per stage.
+    """
     live = most = 0.0
     for op in table.ranks[rank]:
         if op.kind == "F":
