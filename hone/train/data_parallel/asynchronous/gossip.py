@@ -75,7 +75,7 @@ class GossipUpdate(Update):
         assert came == step, f"rank {peer} sent the weights of step {came} in step {step}"
 
     @torch.no_grad()
-    def apply(self, lr: float, factor: float | Tensor) -> None:
+    def apply(self, lr: float, factor: float | Tensor, *, last: bool = True) -> None:
         """As `Update.apply`, from the mixed weights on."""
         with self._waits.around(False):
             for one in self._moving:
@@ -85,7 +85,7 @@ class GossipUpdate(Update):
             mean.add_(self._came[peer], alpha=share)
         for part, master in zip(self._parts, self.weights.masters.values(), strict=True):
             master.view(-1).copy_(part)
-        super().apply(lr, factor)
+        super().apply(lr, factor, last=last)
 
 
 class GossipTrainer(LocalTrainer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class ServedUpdate(Update):
         """Of the step under way: the targets of its loss, and how far behind the weights may be that it ends with."""
 
     @torch.no_grad()
-    def apply(self, lr: float, factor: float | torch.Tensor) -> None:
+    def apply(self, lr: float, factor: float | torch.Tensor, *, last: bool = True) -> None:
         """As `Update.apply`, at the servers: each steps on its part of the gradient times `factor`, when its rules say so."""
         masters = self.weights.masters
         names = list(masters)
@@ -129,6 +128,6 @@ class ServedTrainer(ApartTrainer):
         self.ranks.mesh.gather(None)
 
 
-def served(sync_every: int, staleness: float = math.inf) -> type[ServedTrainer]:
+def served(sync_every: int, staleness: float) -> type[ServedTrainer]:
     """`ServedTrainer` with the numbers of its rules."""
     return type("ServedTrainer", (ServedTrainer,), {"sync_every": sync_every, "staleness": staleness})
