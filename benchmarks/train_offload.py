@@ -18,7 +18,7 @@ import gc
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from hone.train.estimates.figures import growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.offload.cost import places, stepped, times
-from hone.train.offload.rates import Rates, as_said, probe, rates_of
+from hone.train.offload.rates import Rates, probe, rates_of
 from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Offload
 from hone.train.optimizers.adamw import AdamW
@@ -88,7 +88,7 @@ def main() -> None:
     if arguments.device != "cpu":
         calibrate("cpu", "float32")
     rates = _rates(arguments)
-    print(f"rates: {as_said(rates)}", flush=True)
+    print(f"rates: {_in_words(rates)}", flush=True)
     rows: list[dict[str, Any]] = []
     for name, config, offload in _trainings(arguments, rates):
         if time.perf_counter() - begun > arguments.limit:
@@ -272,13 +272,17 @@ def _timed(
         longest, total = max(told.parts), sum(told.parts)
         overlap = min(max((total - update_s) / (total - longest), 0.0), 1.0) if total > longest else 1.0
         row |= {"update_s": update_s, "predicted_update_s": told.update, "overlap": overlap}
-        row["note"] = f"{row['note']}; update {update_s:.3g} s, predicted {told.update:.3g} s of {as_said(rates)}"
+        row["note"] = f"{row['note']}; update {update_s:.3g} s, predicted {told.update:.3g} s of {_in_words(rates)}"
     return row
 
 
 def _said(offload: Offload) -> str:
-    chosen = [name for name in ("gradients", "parameters", "delayed_update") if getattr(offload, name, False)]
-    return " ".join([offload.kind, *chosen])
+    return " ".join([offload.kind, *offload.chosen])
+
+
+def _in_words(rates: Rates) -> str:
+    shown = {key: f"{value / 1e9:.1f} GB/s" for key, value in asdict(rates).items() if key != "said"}
+    return ", ".join(f"{key} {value}" for key, value in shown.items()) + f" ({rates.said})"
 
 
 def _wait(on_gpu: bool) -> None:

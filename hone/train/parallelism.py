@@ -165,9 +165,8 @@ class Parallelism(Spec):
         # Where stages update at different times the division changes the result, which no measurement may.
         seconds = timed(part or facts) if self.pipeline_parallel_schedule.exact else None
         layers = self.stages(config, seq_len, seconds)
-        copies = getattr(self.pipeline_parallel_schedule, "post_validation", False)
         pipeline = Pipelined.of(table, layers, part or facts, cost)
-        pipeline = replace(pipeline, timed=seconds is not None, copies=copies)
+        pipeline = replace(pipeline, timed=seconds is not None, copies=self.pipeline_parallel_schedule.copies)
         return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
 
     def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:
@@ -342,7 +341,7 @@ class Parallelism(Spec):
 
     def check_offload(self, num_ranks: int) -> None:
         """Raises SpecError where `num_ranks` ranks cannot have their state elsewhere as asked."""
-        for one in getattr(self.offload, "candidates", lambda alone: [self.offload])(alone=num_ranks == 1):
+        for one in self.offload.candidates(alone=num_ranks == 1):
             one.ready(num_ranks, self.data_parallel.sharded)
 
     def check_sequences(self, config: ModelConfig, seq_len: int) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hone.data.load import PackedTokens
 from hone.model.decoder import build
-from hone.train import OFFLOADS, OPTIMIZERS
+from hone.train import OFFLOADS, OPTIMIZERS, update
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer
 from hone.train.offload import states, steps
+from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Host, Resident
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
+from tests.train.ranks import trained as trained_on_ranks
+from tests.train.test_data_parallel import assert_same_weights, on_ranks, weights_of
 
 
 def make(
@@ -100,6 +105,34 @@ def test_several_buckets_in_turn(data_folder, monkeypatch):
     one, other = (make(data, kind, precision="bf16") for kind in ("none", "host"))
     assert trained(one, data) == trained(other, data)
     assert len(other.update.weights._order) > 4
+
+
+def in_small_buckets(folder: str, out: str, settings: list[dict[str, Any]]) -> tuple[list[list], list[int]]:
+    """As `trained_on_ranks`, with buckets of few weights, and the number of buckets of every update on the host."""
+    update.BUCKET = 4096
+    begin, seen = HostSteps.begin, []
+
+    def counting(self: HostSteps, buckets: Any) -> None:
+        seen.append(len(buckets))
+        begin(self, buckets)
+
+    HostSteps.begin = counting  # type: ignore[method-assign]
+    return trained_on_ranks(folder, out, settings), seen
+
+
+def test_several_buckets_in_turn_on_ranks(data_folder, tmp_path):
+    """In float32, too, masters on the host are not the parameters: the copies of one bucket are beside the step of another."""
+    settings: list[dict[str, Any]] = []
+    for kind, offload, more in (("zero1", "host", {"widen": True}), ("zero3", "nvme", {})):
+        plain = {"model": {"num_layers": 2}, "data_parallel": kind, "precision": "fp32", **more}
+        settings += [plain, {**plain, "parallelism": {"offload": offload}}]
+    for losses, buckets in on_ranks(2, in_small_buckets, str(data_folder), str(tmp_path), settings):
+        assert len(buckets) == 4 and min(buckets) > 4
+        assert losses[0] == losses[1] and losses[2] == losses[3]
+    for place in (0, 2):
+        ours, theirs = weights_of(tmp_path, place + 1, 2), weights_of(tmp_path, place, 2)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_weights(one, other, "adamw")
 
 
 def test_zeros_stay(data_folder):

@@ -102,8 +102,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(FitError, match=r"training state takes 1.0 MiB .*parallelism.offload.folder|takes 1.0 MiB"):
+    with pytest.raises(FitError, match=r"takes 1.0 MiB") as caught:
         ScratchFile(tmp_path, 1 << 20)
+    assert "parallelism.offload.folder" in caught.value.fix
     assert not list(tmp_path.iterdir())
 
 
@@ -181,8 +182,13 @@ def test_a_stage_makes_the_same_model(name, resident, data_folder, tmp_path, cap
     assert figures["offload_update_s"].value > 0 and figures["offload_update_s"].estimate.value > 0
     assert figures["offload_moved_bytes"].error == pytest.approx(0, abs=0.1)
     assert ("offload_disk_bytes" in figures) == name.startswith("nvme")
-    if name.startswith("nvme"):  # small weights fill their pages badly
-        assert 1 <= figures["offload_disk_bytes"].value / figures["offload_disk_bytes"].estimate.value < 1.5
+    if name.startswith("nvme"):  # read and written once: the file's pages, which small weights fill badly
+        states, found = (
+            make(PackedTokens(data_folder), "nvme", precision="bf16").update.weights.files,
+            figures["offload_disk_bytes"],
+        )
+        assert found.value == 2 * states.file.num_bytes
+        assert found.estimate.value == pytest.approx(2 * sum(one.num_bytes for one in states._spans.values()), rel=0.01)
     assert not (tmp_path / f"{name}.partial").exists()
 
 

@@ -21,10 +21,13 @@ from hone.measure.machine import describe
 _PAGE = mmap.PAGESIZE
 
 
-def host_memory(num_bytes: int, *, pin: bool) -> Tensor:
+_FIX = "raise the container's memory limit or ulimit -l, end other processes, or raise engine.gpu_memory so that fewer layers stream"
+
+
+def host_memory(num_bytes: int, *, pin: bool, what: str = "a layer's weights", fix: str = _FIX) -> Tensor:
     """Uninitialised memory, uint8 [num_bytes], on its own pages; with `pin` pinned until the tensor is gone.
 
-    Raises MachineError when the system refuses to pin it.
+    Raises MachineError, with `what` it is for and the `fix`, when the system refuses to pin it.
     """
     size = max(1, -(-num_bytes // _PAGE)) * _PAGE
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,11 +39,10 @@ def host_memory(num_bytes: int, *, pin: bool) -> Tensor:
         error = _register(address, size)
         if error:
             raise MachineError(
-                f"{human_bytes(size)} of host memory for a layer's weights cannot be pinned (CUDA error {error}): "
+                f"{human_bytes(size)} of host memory for {what} cannot be pinned (CUDA error {error}): "
                 f"{human_bytes(psutil.virtual_memory().available)} of RAM are free, ulimit -l is {_locked_limit()}; memory that "
                 "other processes have pinned counts, too",
-                fix="raise the container's memory limit or ulimit -l, end other processes, or raise engine.gpu_memory so that "
-                "fewer layers stream",
+                fix=fix,
             )
         weakref.finalize(memory, _unregister, address)
     return memory

@@ -230,7 +230,7 @@ def need_state(spec: Training, model: CheckpointFacts | None) -> None:
             f"{wanted}: {model.where} was trained with data_parallel {divided[0].kind}, whose state {divided[1].kind} does not read",
             fix=f"take its parallelism.data_parallel, {fix}",
         )
-    delayed = [getattr(one.parallelism.offload, "delayed_update", False) for one in (before, spec)]
+    delayed = [not one.parallelism.offload.exact for one in (before, spec)]
     if delayed[0] and not delayed[1]:
         raise SpecError(
             f"{wanted}: {model.where} was trained with offload.delayed_update, whose state has the weights of an update that is due",

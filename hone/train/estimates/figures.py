@@ -82,7 +82,7 @@ def checkpoint_bytes(work: Work) -> float:
     divided = work.divided
     # Ranks that combine weights every so many steps keep an optimizer's state each; of `kept_bytes` local_sgd's 4 are the weights.
     velocity = divided.kept_bytes - 4 if divided.every and not divided.peers else 0.0
-    delayed = BYTES[work.dtype] if getattr(work.offload, "delayed_update", False) else 0  # the next step's weights
+    delayed = BYTES[work.dtype] if not work.offload.exact else 0  # the next step's weights
     return (4 + velocity + delayed) * work.model.num_params + state_bytes(work)
 
 

@@ -12,12 +12,12 @@ import psutil
 from hone.base.artifact import Draft
 from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
-from hone.cost.update import update_seconds
 from hone.measure.machine import Machine, describe
 from hone.train.estimates.figures import growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.offload.cost import Times, as_said, places, scratch_of, times
-from hone.train.offload.techniques import Auto, Host, Nvme
+from hone.train.offload.rates import nearest
+from hone.train.offload.techniques import Auto, Nvme
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer
@@ -87,9 +87,7 @@ def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
             return f"needs {human_bytes(host)} of the host's memory, {human_bytes(room)} are free"
     where = scratch_of(work.offload)
     if where is not None:
-        folder = Path(where).absolute()
-        while not folder.exists():
-            folder = folder.parent
+        folder = nearest(Path(where))
         status = os.statvfs(folder)
         free, disk = status.f_bavail * status.f_frsize, kept.disk * machine.num_ranks
         if disk > free:
@@ -103,14 +101,13 @@ def _line(work: Work, machine: Machine) -> str:
     line = f"offload {as_said(work.offload)}: {', '.join(kept.said)}: predicted {step_seconds(work, machine).value:.3g} s a step"
     if found is None:
         return line
-    beside = "beside the next step's passes" if isinstance(work.offload, Host) and work.offload.delayed_update else ""
+    beside = "beside the next step's passes" if not work.offload.exact else ""
     return f"{line}, its update {found.update:.3g} s {beside}".rstrip() + f" ({found.said})"
 
 
 def _times(work: Work, machine: Machine) -> Times | None:
-    step = step_seconds(work, machine).value
-    here = update_seconds(work.update, work.part, machine, work.dtype).value
-    return times(work.offload, work.load, machine, max(step - here, 0.0))
+    """The update's seconds and the bytes of a step. Its passes count as nothing, so `waits` is not that of a step: nobody reads it."""
+    return times(work.offload, work.load, machine, 0.0)
 
 
 def estimates(work: Work, machine: Machine) -> dict[str, Estimate]:

@@ -16,8 +16,12 @@ COPIES = 4
 """Bytes a weight that an update on the host moves beside the optimizer's own: its gradient is read and its rounded weight written;
 what is widened and scaled stays in the cores' caches. (One thread moved 28 bytes a weight at 11.6 GB/s, a copy's rate.)"""
 
-WINDOW_WEIGHTS, WINDOWS = 1 << 24, 3
-"""Weights of which state that is in files is in memory at once, as in states.py."""
+WINDOW = 1 << 24
+"""Weights of a window of state that is in files: 192 MiB of AdamW's master and moments. A multiple of 2^20, so that a window of each
+state begins at a page."""
+
+BUFFERS = 3
+"""Windows in memory: one is read, one computed, one written."""
 
 SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
 """Of the seconds of a step's passes."""
@@ -97,7 +101,7 @@ def places(offload: Offload, load: Load, device: str) -> Places:
     half = load.width < 4
     largest = min(max(BUCKET, load.facts.vocab_size * load.facts.hidden_size), load.facts.num_params)
     buffers = 4.0 * load.width * largest
-    window = load.state / max(params, 1) * min(WINDOW_WEIGHTS * WINDOWS, params)
+    window = load.state / max(params, 1) * min(WINDOW * BUFFERS, params)
     said, disk, host = (
         [f"optimizer state and masters {human_bytes(load.state)} in host memory"],
         0.0,
@@ -152,7 +156,6 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
             files = (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought
             waits += max(files / rates.read - passes_s, 0.0) if on_gpu else files / rates.read
             disk += brought / rates.write
-            moved += brought / 2
     if offload.gradients_leave:
         left = load.width * params * passes
         link += left
@@ -186,7 +189,7 @@ def stepped(
     found = times(offload, load, machine, passes, rates)
     if found is None:
         return step
-    delayed = isinstance(offload, Host) and offload.delayed_update
+    delayed = not offload.exact
     value = max(passes + found.waits, found.update) if delayed else passes + found.waits + found.update
     waits = f", {found.waits:.3g} s more for weights and gradients that travel" if found.waits else ""
     beside = "beside the next passes" if delayed else "instead"
@@ -201,10 +204,5 @@ def scratch_of(offload: Offload) -> str | None:
 
 def as_said(offload: Offload) -> str:
     """A technique with what differs from its defaults."""
-    chosen = [
-        name
-        for name in ("gradients", "parameters", "delayed_update")
-        if isinstance(offload, Host) and getattr(offload, name)
-    ]
     where = f" in {offload.folder}" if isinstance(offload, Nvme) and offload.folder else ""
-    return f"{offload.kind}{where}" + (f" with {', '.join(chosen)}" if chosen else "")
+    return f"{offload.kind}{where}" + (f" with {', '.join(offload.chosen)}" if offload.chosen else "")

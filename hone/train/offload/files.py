@@ -56,18 +56,14 @@ def layout(tensors: Mapping[Any, Tensor]) -> tuple[dict[Any, Span], int]:
 
 def aligned(num_bytes: int) -> Tensor:
     """Uninitialised memory that starts at a page, whole pages of it: uint8 [>= num_bytes]."""
-    size = -(-max(num_bytes, 1) // PAGE) * PAGE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return host_memory(-(-max(num_bytes, 1) // PAGE) * PAGE, pin=False)
 
 
 def pinned(numbers: int, dtype: torch.dtype, *, pin: bool) -> tuple[Tensor, Tensor]:
     """Host memory [numbers], pinned for a GPU, in whole pages where torch's own allocator takes powers of two; and its owner,
     which must live as long. Raises MachineError when the system refuses to pin it."""
-    try:
-        memory = host_memory(numbers * dtype.itemsize, pin=pin)
-    except MachineError as error:
-        fix = "raise the container's memory limit or ulimit -l, or leave parallelism.offload.parameters out"
-        raise MachineError(error.what.replace("a layer's weights", "training state"), fix=fix) from None
+    fix = "raise the container's memory limit or ulimit -l, or leave parallelism.offload.parameters out"
+    memory = host_memory(numbers * dtype.itemsize, pin=pin, what="training state", fix=fix)
     return memory.view(dtype), memory
 
 
@@ -80,7 +76,7 @@ class ScratchFile:
     folder cannot be used.
     """
 
-    def __init__(self, folder: Path, num_bytes: int, threads: int = THREADS) -> None:
+    def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, -(-max(num_bytes, PAGE) // PAGE) * PAGE
         self.note = ""
         self.read_bytes = self.written_bytes = 0
@@ -107,7 +103,7 @@ class ScratchFile:
         if not self.direct:
             self.note = f"{folder} refuses O_DIRECT: training state is read and written through the page cache, which takes host memory"
         held = [one for one in (self._mapped, self._direct) if one is not None]
-        self._threads = ThreadPoolExecutor(threads, "hone-offload")
+        self._threads = ThreadPoolExecutor(THREADS, "hone-offload")
         self.close = weakref.finalize(self, _close, held, self._threads)
         """Frees the file; called when this object is gone, too."""
         self._memory: mmap.mmap | None = None

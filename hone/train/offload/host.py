@@ -40,7 +40,7 @@ class HostWeights(HostSteps):
         zeros: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
-        self.split, self.offload = True, offload
+        self.offload = offload
         self.pieces, self.masters = {}, {}
         self.sums: dict[str, Tensor] = {}
         """Gradients of several micro-batches, summed in float32 on the device."""

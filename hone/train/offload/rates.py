@@ -7,7 +7,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hone.base.durable import write_atomic
@@ -64,6 +64,14 @@ def rates_of(machine: Machine, folder: str | None = None) -> Rates:
     return replace(found, read=disk[0], write=disk[1], said=f"{found.said}, the disk is measured")
 
 
+def nearest(folder: Path) -> Path:
+    """`folder`, or while it is not made the nearest one above it that exists: both will be on one disk."""
+    found = folder.absolute()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
 def _memory(calibration: Calibration) -> float:
     """A copy of tensors that no cache holds moves as many bytes as a step does: 11.7 and 11.6 GB/s of one thread were measured."""
     return max(calibration.copies, key=lambda one: one.num_bytes).bytes_per_s
@@ -71,8 +79,7 @@ def _memory(calibration: Calibration) -> float:
 
 def _disk(folder: Path) -> tuple[float, float] | None:
     """(read, write) of the disk of `folder` while both go on, measured once and kept in the user's cache; None: it cannot be used."""
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest(folder)
     where = hashlib.sha256(f"{folder.stat().st_dev} {describe('cpu').num_threads}".encode()).hexdigest()[:16]
     kept = None
     with suppress(RuntimeError):  # no home folder
@@ -106,9 +113,3 @@ def probe(folder: Path, num_bytes: int = _PROBE_BYTES) -> tuple[float, float] | 
     finally:
         file.close()
     return rate, rate
-
-
-def as_said(rates: Rates) -> str:
-    """The rates in words."""
-    shown = {key: f"{value / 1e9:.1f} GB/s" for key, value in asdict(rates).items() if key != "said"}
-    return ", ".join(f"{key} {value}" for key, value in shown.items()) + f" ({rates.said})"

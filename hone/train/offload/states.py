@@ -10,14 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hone.train.offload.cost import BUFFERS, WINDOW
 from hone.train.offload.files import PAGE, ScratchFile, aligned, layout
 from hone.train.optimizers.base import Parameter, Rule
-
-WINDOW = 1 << 24
-"""Weights of a window: 192 MiB of AdamW's master and moments. A multiple of 2^20, so that a window of each state begins at a page."""
-
-BUFFERS = 3
-"""Windows in memory: one is read, one computed, one written."""
 
 
 class StateFile:

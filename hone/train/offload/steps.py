@@ -34,6 +34,7 @@ class HostSteps(Weights):
 
     def _prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Makes what an update needs."""
+        self.split = True  # masters are never the parameters
         self.device, self.dtype = device, dtype
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.updates, self.update_s, self._begun = 0, 0.0, 0.0

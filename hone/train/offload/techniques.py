@@ -29,6 +29,15 @@ class Offload(Technique):
         """Whether anything leaves the device."""
         return False
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Names of the options that are set, by which more leaves or updates are delayed."""
+        return ()
+
+    def candidates(self, *, alone: bool) -> list[Offload]:
+        """What a plan chooses from; `alone`: on one rank."""
+        return [self]
+
     def within(self, folder: Path) -> Offload:
         """The same with scratch files in `folder`, where it has some and no folder is set."""
         return self
@@ -71,6 +80,11 @@ class Host(Offload):
     def leaves(self) -> bool:
         """The state does."""
         return True
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """As `Offload.chosen`."""
+        return tuple(name for name in ("gradients", "parameters", "delayed_update") if getattr(self, name))
 
     @property
     def gradients_leave(self) -> bool:
@@ -120,11 +134,10 @@ class Host(Offload):
                 fix="set parallelism.data_parallel: zero1, zero2 or zero3, which give each rank a share of it",
             )
         if self.gradients_leave:
-            names = ("gradients", "parameters", "delayed_update", "parameters_on_disk")
-            chosen = [name for name in names if getattr(self, name, False)]
+            first = self.chosen[0]
             raise SpecError(
-                f"offload.{chosen[0]} works on one rank, here are {num_ranks}",
-                fix=f"leave offload.{chosen[0]} out; parallelism.data_parallel: zero2 divides gradients, zero3 parameters too",
+                f"offload.{first} works on one rank, here are {num_ranks}",
+                fix=f"leave offload.{first} out; parallelism.data_parallel: zero2 divides gradients, zero3 parameters too",
             )
         return self
 
@@ -147,6 +160,11 @@ class Nvme(Host):
     parameters_on_disk: bool = Field(
         False, description="As parameters, with layers' weights in a scratch file instead of host memory."
     )
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """As `Offload.chosen`."""
+        return (*super().chosen, *(("parameters_on_disk",) if self.parameters_on_disk else ()))
 
     @property
     def streams(self) -> bool:
@@ -192,7 +210,7 @@ class Auto(Offload):
         return True
 
     def candidates(self, *, alone: bool) -> list[Offload]:
-        """What it chooses from, what is used most seldom leaving first; `alone`: on one rank."""
+        """As `Offload.candidates`, what is used most seldom leaving first."""
         more = ({"gradients": True}, {"parameters": True}) if alone else ()
         found: list[Offload] = [Resident(kind="none")]
         found += [Host(kind="host", **one) for one in ({}, *more)]

@@ -32,6 +32,11 @@ class PipelineSchedule(Technique):
         """Raises SpecError where it does not work for a model of `config`."""
 
     @property
+    def copies(self) -> bool:
+        """Whether an update is made before it is known to be right, so that it may have to be taken back from copies."""
+        return False
+
+    @property
     def steps(self) -> str:
         """'module:name' of the class of the loop's steps; '': that of data parallelism."""
         return ""

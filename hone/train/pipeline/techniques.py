@@ -81,6 +81,11 @@ class _ZeroBubble(PipelineSchedule):
     )
 
     @property
+    def copies(self) -> bool:
+        """As `PipelineSchedule.copies`."""
+        return self.post_validation
+
+    @property
     def steps(self) -> str:
         """As `PipelineSchedule.steps`."""
         return "hone.train.pipeline.post_validation:PostValidatedTrainer" if self.post_validation else ""
