@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from hone.base.ranks import Mesh
 from hone.data.load import PackedTokens
 from hone.train.checkpoint import Checkpoints
 from hone.train.data_parallel.asynchronous.shard import Push, Shard
+from hone.train.data_parallel.asynchronous.worker import ServedTrainer
 from tests.train.ranks import batch, trainer
 
 PUSH = Shard.push
@@ -31,7 +33,7 @@ def _logged(self: Shard, worker: int, push: Push) -> list[int]:
 def worked(folder: str, out: str, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Trains with each of `settings`: what this rank found. Every rank writes the weights after every step.
 
-    `max_grad_norm`, `until`, `write` and `read` are as they are called; rank `slow[0]` sleeps `slow[1]` seconds in each step's passes.
+    `max_grad_norm`, `until`, `write` and `read` are as they are called; rank `slow` begins a step when the others are as far ahead as they may be.
     """
     torch.set_num_threads(1)
     Shard.push = _logged  # type: ignore[method-assign]
@@ -42,15 +44,10 @@ def worked(folder: str, out: str, settings: list[dict[str, Any]]) -> list[dict[s
             one.max_grad_norm = setting.get("max_grad_norm", 0.0)
             if "read" in setting:
                 one.restore(*Checkpoints(Path(setting["read"])).newest())
-            rank, seconds = setting.get("slow", (-1, 0.0))
-            losses, weights, gradients = [], [], one.gradients
-
-            def slowly(part: Any, wait: float = seconds if rank == mesh.rank else 0.0, then: Any = gradients) -> Any:
-                time.sleep(wait)
-                return then(part)
-
-            one.gradients = slowly
+            losses, weights = [], []
             while one.done < setting.get("until", one.steps):
+                if setting.get("slow") == mesh.rank:
+                    _wait_for_the_others(one)
                 losses.append(one.step(batch(data, one.ranks, one.done, uneven=setting.get("uneven", False))).loss)
                 masters = one.update.weights.masters
                 weights.append({name: part.detach().clone() for name, part in masters.items()})
@@ -66,10 +63,21 @@ def worked(folder: str, out: str, settings: list[dict[str, Any]]) -> list[dict[s
                 found[-1]["log"] = log
                 found[-1]["held"] = sum(one.numel() for one in one.update.shard.weights.masters.values())
             held = weakref.ref(one.update.weights)
-            del one, servers, masters, gradients, slowly
+            del one, servers, masters
             gc.collect()
             assert held() is None, "a training that is over keeps its weights in memory"
     return found
+
+
+def _wait_for_the_others(one: ServedTrainer) -> None:
+    """Until every other worker has given this rank's shard the last gradient that it can give before this one's next."""
+    clock, own, clocks = one.done + 1, one.ranks.mesh.rank, one.update.servers._shard.clocks
+    meeting = next(step for step in itertools.count(clock) if one.meets(step))
+    last, since = min(clock + one.staleness, meeting), time.monotonic()
+    while min(reached for worker, reached in enumerate(clocks) if worker != own) < last:
+        if time.monotonic() - since > 100:
+            raise RuntimeError(f"the others do not get to clock {last}: {clocks}")
+        time.sleep(0.001)
 
 
 def unserved(folder: str) -> str:

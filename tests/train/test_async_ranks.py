@@ -25,10 +25,10 @@ from tests.train.conftest import SHAPE, STEADY
 from tests.train.ranks import BATCH, SEQ, failing, made, trainer
 from tests.train.test_data_parallel import on_ranks
 
-WORKERS, SLOW, SECONDS = 4, 2, 0.15
+WORKERS, SLOW = 4, 2
 SHORT: dict[str, Any] = {"model": {"num_layers": 1}, "steps": 3}
 MIXED: dict[str, Any] = {**SHORT, "optimizer": "muon", "masked": True, "uneven": True, "gradient_accumulation_steps": 2}
-LONGER: dict[str, Any] = {**SHORT, "steps": 7, "slow": (SLOW, SECONDS)}
+LONGER: dict[str, Any] = {**SHORT, "steps": 7, "slow": SLOW}
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def kind(name: str, **more: Any) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {**SHORT, **kind("ddp")},
     "bsp": {**SHORT, **kind("bsp")},
-    "ssp 0": {**SHORT, **kind("ssp", staleness=0, sync_every=2), "slow": (SLOW, 0.02)},
+    "ssp 0": {**SHORT, **kind("ssp", staleness=0, sync_every=2), "slow": SLOW},
     "ddp, muon": {**MIXED, **kind("ddp")},
     "bsp, muon": {**MIXED, **kind("bsp")},
     "ddp, bf16": {**SHORT, **kind("ddp"), "precision": "bf16"},
@@ -94,7 +94,7 @@ def test_bsp_is_synchronous_training_and_ssp_without_staleness_is_bsp(found):
 
 
 def test_staleness_is_never_more_than_asked_for(found):
-    """As the clocks say that came with the weights: with a slow rank the others are as far ahead as they may be, it never is behind itself."""
+    """As the clocks say that came with the weights: with a slow rank, the last to begin each step, the others are as far ahead as they may be."""
     results, weights = found
     ssp = [{int(lag): count for lag, count in one["staleness"].items()} for one in results["ssp 2"]]
     asp = [{int(lag): count for lag, count in one["staleness"].items()} for one in results["asp"]]
@@ -102,7 +102,7 @@ def test_staleness_is_never_more_than_asked_for(found):
         assert all(sum(rank.values()) == LONGER["steps"] for rank in one)
         assert set(one[SLOW]) == {0}, "the slowest worker misses nothing"
     assert max(max(rank) for rank in ssp) == 2
-    assert max(max(rank) for rank in asp) > 2, "without a bound they run ahead"
+    assert max(max(rank) for rank in asp) == LONGER["steps"] - 1, "without a bound they run ahead to the meeting"
     for name in ("ssp 2", "asp"):
         last = [rank[-1] for rank in weights[name]]
         assert all(torch.equal(last[0][one], other[one]) for other in last for one in last[0]), (
@@ -365,7 +365,9 @@ def test_a_killed_rank_ends_all_with_one_error_and_the_stage_resumes(name, data_
         for run in ("one", "two")
     ]
     assert len(rows[0]) == len(rows[1]) == 9
-    assert rows[1] == pytest.approx(rows[0], abs=0.2 if name == "asp" else 0)
+    if name == "asp":  # between two meetings a rank's loss is of whichever gradients have come
+        rows = [[one for at, one in enumerate(own) if at % 3 != 1] for own in rows]
+    assert rows[1] == pytest.approx(rows[0], abs=0.02 if name == "asp" else 0)
 
 
 @pytest.mark.parametrize("where", ["backward", "update"])
