@@ -74,7 +74,7 @@ def train_bytes(
     taken = head * width + (4 * head if wide else 0)  # the head's gradient, and its float32 copy
     state = update.state_bytes
     if divided is not None and divided.num_ranks > 1:
-        weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts)
+        weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts, passes)
         state, taken = state / divided.of("optimizer"), head * (width + 4)
     summed = gradients if passes > 1 else 0
     if summed and divided is not None and divided.num_ranks > 1:

@@ -93,10 +93,14 @@ class Divided:
             whole += 4 * facts.num_params * (1 + others + (1 if apart else 1 / self.num_ranks))
         return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
 
-    def gradient_bytes(self, facts: ModelFacts) -> float:
-        """Bytes of float32 gradients on one rank, at the end of a backward pass, when it has most of them."""
-        part = 4 * facts.num_params / self.num_shards if self.num_shards > 1 and not self.served else 0.0
-        if self.of("gradients") == 1:
+    def gradient_bytes(self, facts: ModelFacts, passes: int) -> float:
+        """Bytes of float32 gradients on one rank, at the end of the last of `passes` backward passes, when it has most of them.
+
+        Ranks that share only the optimizer's state add up the gradients of several passes; those of one leave layer by layer.
+        """
+        apart = self.num_shards > 1 and not self.served
+        part = 4 * facts.num_params / self.num_shards if apart else 0.0
+        if self.of("gradients") == 1 and not (apart and passes == 1):
             return 4 * facts.num_params + part
         flying = (FLYING_LAYERS - 1) * _layers(facts) / max(facts.num_layers, 1)
         return part + 4 * (max(_ends(facts)) + min(flying, _layers(facts)))

@@ -188,7 +188,7 @@ def test_what_travels_and_what_is_kept():
         assert sum(message.sent_bytes for message in one.messages(facts, 4, 1)) == pytest.approx(2 * 4 * params * 3 / 4)
         assert one.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == pytest.approx(8 * params)
         assert one.weights_bytes(facts, 2) - ddp.weights_bytes(facts, 2) == pytest.approx(8 * params)
-        assert one.gradient_bytes(facts) == ddp.gradient_bytes(facts) and one.of("optimizer") == 4
+        assert one.gradient_bytes(facts, 1) == ddp.gradient_bytes(facts, 1) and one.of("optimizer") == 4
     for topology, rooms in (("ring", 2), ("exponential", 2)):
         one = divided("gossip", topology=topology)
         assert one.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == 4 * (2 + rooms) * params
