@@ -13,9 +13,9 @@ from hone.measure.machine import describe
 FOLDER = Path(__file__).parent / "ledger"
 
 
-def stamp_of(device: str = "cpu") -> dict[str, Any]:
-    """What a row says about where it was measured: time, commit, machine, versions of packages."""
-    machine = describe(device).model_dump(mode="json")
+def stamp_of(device: str = "cpu", num_ranks: int = 1) -> dict[str, Any]:
+    """What a row says about where it was measured: time, commit, machine and its ranks, versions of packages."""
+    machine = {**describe(device).model_dump(mode="json"), "num_ranks": num_ranks}
     machine.pop("calibration", None)
     made = provenance()
     return {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +30,8 @@ def on_ranks(
 ) -> None:
     """Starts `arguments.ranks` ranks of `benchmarks.MODULE`, prints their table and adds it to the ledger.
 
-    In a rank, where `arguments.out` says where rank 0 writes the rows, it calls `work`.
+    In a rank, where `arguments.out` says where rank 0 writes the rows, it calls `work`. Rows that were written before a rank
+    failed, or before this process was asked to end, count: then the ranks are ended and the exit status is theirs.
     """
     if arguments.out is not None:
         work(arguments)
@@ -36,11 +40,38 @@ def on_ranks(
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
         command += ["-m", f"benchmarks.{module}", *sys.argv[1:], f"--out={out}"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = json.loads(out.read_text())
-    print(ledger.table(rows))
-    if not getattr(arguments, "no_ledger", False):
-        print(ledger.append(ledger_name, rows, getattr(arguments, "device", "cpu")))
+        code = _ended(command)
+        rows = json.loads(out.read_text()) if out.exists() else []
+    if rows:
+        print(ledger.table(rows), flush=True)
+    if rows and not getattr(arguments, "no_ledger", False):
+        stamp = ledger.stamp_of(getattr(arguments, "device", "cpu"), arguments.ranks)
+        print(ledger.append(ledger_name, rows, stamp=stamp))
+    if code:
+        raise SystemExit(f"benchmarks.{module}: the ranks ended with status {code} after {len(rows)} rows")
+
+
+def _ended(command: list[str]) -> int:
+    """The exit status of torchrun's `command`; a SIGTERM to this process ends it first, and it its ranks."""
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def forget(error: BaseException | None) -> None:
+    """Frees what the frames that `error` passed through, and those of the errors before it, still hold: models, and a GPU's memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Loss(nn.Module):

@@ -98,8 +98,8 @@ def _work(arguments: argparse.Namespace) -> None:
                             f"seed {seed}, straggler {straggler}: {name} {one.seconds[-1]:.1f} s, loss {one.losses[-1]:.3f}",
                             flush=True,
                         )
-    if mesh.leads:
-        arguments.out.write_text(json.dumps(_rows(found, arguments)))
+            if mesh.leads:
+                arguments.out.write_text(json.dumps(_rows(found, arguments)))
 
 
 def _sleeps(straggler: str, seed: int, arguments: argparse.Namespace) -> np.ndarray:

@@ -10,6 +10,7 @@ communication beside computation in steps between others.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--no-calibrate", action="store_true", help="with the rates that are stored")
+    parser.add_argument("--run-seconds", type=float, default=240.0, help="a run that takes longer is ended")
     parser.add_argument("--ledger", action="store_true", help="adds the rows to the ledger")
     given = parser.parse_args()
     begun = time.perf_counter()
@@ -39,11 +41,22 @@ def main() -> None:
         commands.append((name, [sys.executable, "-m", "benchmarks.train_layouts", *options]))
     for name, command in commands:
         print(f"== {name}: {' '.join(command[2:])}", flush=True)
-        code = subprocess.run(command, check=False).returncode
-        print(
-            f"== {name}: {'done' if not code else f'FAILED, exit {code}'}, {time.perf_counter() - begun:.0f} s so far",
-            flush=True,
-        )
+        code = _ended(command, given.run_seconds)
+        said = "done" if not code else f"FAILED, exit {code}"
+        print(f"== {name}: {said}, {time.perf_counter() - begun:.0f} s so far", flush=True)
+
+
+def _ended(command: list[str], seconds: float) -> int:
+    """The exit status of `command`; where it takes longer it is asked to end, and ends its ranks before."""
+    process = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

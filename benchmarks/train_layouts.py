@@ -27,9 +27,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import numpy as np
 import torch
 
-from benchmarks.ranks import on_ranks, torch_step
+from benchmarks.ranks import forget, on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
-from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
@@ -92,15 +91,17 @@ def _work(arguments: argparse.Namespace) -> None:
         try:
             with mesh.together():
                 rows += (_checked if arguments.check else _timed)(name, mesh, device, arguments)
-        except (HoneError, RuntimeError) as error:  # a layout that fails must not cost the others
+        except Exception as error:  # a layout that fails must not cost the others
             if mesh.leads:
                 print(f"{name}: left out, {type(error).__name__}: {str(error)[:500]}", flush=True)
+            forget(error)
+        if mesh.leads:
+            arguments.out.write_text(json.dumps(rows))
         gc.collect()
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
     if mesh.leads:
         _compare(rows)
-        arguments.out.write_text(json.dumps(rows))
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

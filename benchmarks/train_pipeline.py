@@ -4,11 +4,12 @@
     python -m benchmarks.train_pipeline --injected                            # the simulator against passes of known seconds
     python -m hone calibrate --device=cuda --nproc_per_node=2 && python -m benchmarks.train_pipeline --device=cuda    # two GPUs
 
-One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. One more
-step measures the bubble: the share of all ranks' time, until the last one's passes have ended, that is no pass of theirs (waits
+One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. Two more
+steps measure the bubble: the share of all ranks' time, until the last one's passes have ended, that is no pass of theirs (waits
 for messages, and the time after a rank's last pass). On GPUs: 8 layers of Llama-3 8B in bf16, 6 micro-batches of a sequence of
-8,192, the schedules of `ON_GPUS`. With `--injected` every pass sleeps a given time instead of computing, so that the executor's
-order and waiting alone are measured; the result is the executor's seconds against those that `simulate` says.
+8,192, the schedules of `ON_GPUS`, predicted from the rates that `hone calibrate` has stored. With `--injected` every pass sleeps a
+given time instead of computing, so that the executor's order and waiting alone are measured; the result is the executor's
+seconds against those that `simulate` says. Rows of the rounds so far are kept where a later one fails or `--seconds` are over.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+)  # before torch: all forwards at once fill the card
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.ranks import on_ranks
+from benchmarks.ranks import forget, on_ranks
 from benchmarks.train import SHAPES, random_batch, random_decoder
-from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.data.load import Batch
 from hone.measure.machine import describe
@@ -40,7 +44,7 @@ from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, simulate
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.estimates.figures import played, step_seconds
+from hone.train.estimates.figures import growth_bytes, played, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
@@ -54,7 +58,29 @@ PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 FORWARD, INPUTS, WEIGHTS, STEP = 0.050, 0.060, 0.040, 0.030
 """Seconds of a sleeping pass."""
 
-ON_GPUS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
+ON_GPUS = ("1f1b", "zb_v", "zb_h1", "interleaved", "dualpipe_v", "gpipe")
+"""Those that need most memory last."""
+
+
+class Found(NamedTuple):
+    """What one round measured of a training, the most of all ranks."""
+
+    seconds: float
+    """Of a step."""
+    loss: float
+    """This rank's of the first step."""
+    bubble: float
+    """NaN of a peer."""
+    peak_bytes: int
+    """0 on CPUs."""
+    rounds: int = 1
+
+    def best(self, other: Found | None) -> Found:
+        """Of this round and those before."""
+        if other is None:
+            return self
+        seconds, bubble = min(self.seconds, other.seconds), min(self.bubble, other.bubble)
+        return self._replace(seconds=seconds, bubble=bubble, rounds=other.rounds + 1)
 
 
 def main() -> None:
@@ -72,36 +98,38 @@ def _work(arguments: argparse.Namespace) -> None:
     changes = {"num_layers": arguments.layers, "tie_embeddings": False, "max_seq_len": arguments.seq_len}
     config = shape.model_copy(update=changes).config(vocab)
     batch = random_batch(np.random.default_rng(0), vocab, arguments.batch, arguments.seq_len)
-    best: dict[str, float] = {}
-    last: dict[str, float] = {}
-    bubbles: dict[str, float] = {}
+    best: dict[str, Found] = {}
     names = arguments.schedules or [*PIPELINE_SCHEDULES, *PEERS.values()]
-    for number in range(arguments.rounds):
+    begun = time.perf_counter()
+    for number in range(1, arguments.rounds + 1):
         for name in list(names):
+            if arguments.seconds and max(mesh.gather(time.perf_counter() - begun)) > arguments.seconds:
+                names = []
+                break
             try:
                 with mesh.together():
-                    seconds, loss, bubble = _timed(name, config, mesh, device, arguments, batch)
-            except (HoneError, RuntimeError) as error:  # one that fails must not cost the others
+                    found = _timed(name, config, mesh, device, arguments, batch)
+            except Exception as error:  # one that fails must not cost the others
                 names.remove(name)
                 if mesh.leads:
                     print(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)
+                forget(error)
                 continue
-            best[name], last[name] = min(best.get(name, seconds), seconds), loss
-            bubbles[name] = min(bubbles.get(name, bubble), bubble)
-        if mesh.leads:
-            print(f"round {number + 1}: {best}", flush=True)
-    with mesh.together():
-        losses = mesh.gather(last)
-        rows = _rows(best, bubbles, losses, config, arguments) if mesh.leads else []
-    if mesh.leads:
-        arguments.out.write_text(json.dumps(rows))
+            best[name] = found.best(best.get(name))
+            losses = mesh.gather({one: found.loss for one, found in best.items()})
+            if mesh.leads:
+                rows = {row["figure"].rpartition(": ")[2]: row for row in _rows(best, losses, config, arguments)}
+                arguments.out.write_text(json.dumps([*rows.values()]))
+                said = rows[name]["note"] if name in rows else f"{best[name].seconds:.4g} s a step"
+                print(f"round {number}, {time.perf_counter() - begun:.0f} s: {name}: {said}", flush=True)
 
 
-def _timed(
-    name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
-) -> tuple[float, float, float]:
-    """(seconds of a step, its first loss, measured bubble; NaN of a peer)."""
+def _timed(name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch) -> Found:
+    """One round of a training, from its model on."""
+    on_gpu = device.startswith("cuda")
     trainer, step = _made(name, config, mesh, device, arguments, batch)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     loss = step()  # the optimizer's state, and the first transfers
     step()
     _meet(mesh, device)
@@ -111,11 +139,12 @@ def _timed(
     _synchronize(device)
     seconds = max(mesh.gather(time.perf_counter() - started)) / arguments.steps
     bubble = float("nan") if trainer is None else _bubble(trainer, step, mesh, device)
+    peak = max(mesh.gather(torch.cuda.max_memory_allocated() if on_gpu else 0))
     del trainer, step
     gc.collect()
-    if device.startswith("cuda"):
+    if on_gpu:
         torch.cuda.empty_cache()
-    return seconds, loss, bubble
+    return Found(seconds, loss, bubble, peak)
 
 
 def _bubble(trainer: Trainer, step: Callable[[], float], mesh: Mesh, device: str) -> float:
@@ -126,11 +155,11 @@ def _bubble(trainer: Trainer, step: Callable[[], float], mesh: Mesh, device: str
 
     def watched(*given: Any) -> Any:
         _meet(mesh, device)
-        mesh.waits.take()
+        mesh.waits.later()
         started = time.perf_counter()
         made = train(*given)
         _synchronize(device)
-        found.append((time.perf_counter() - started, mesh.waits.take()))
+        found.append((time.perf_counter() - started, mesh.waits.later()()))
         return made
 
     pipeline.train = watched  # type: ignore[method-assign]
@@ -155,7 +184,10 @@ def _meet(mesh: Mesh, device: str) -> None:
 
 
 def _parallelism(name: str, num_ranks: int) -> Parallelism:
-    return Parallelism(pipeline_parallel_degree=num_ranks, pipeline_parallel_schedule=PIPELINE_SCHEDULES.read(name))
+    schedule = PIPELINE_SCHEDULES.read(name)
+    return Parallelism(
+        pipeline_parallel_degree=num_ranks, pipeline_parallel_schedule=schedule, pipeline_parallel_timeout_s=90
+    )
 
 
 def _made(
@@ -228,17 +260,12 @@ def _peer(name: str, model: Decoder, mesh: Mesh, arguments: argparse.Namespace, 
     return step
 
 
-def _rows(
-    best: dict[str, float],
-    bubbles: dict[str, float],
-    losses: list[dict[str, float]],
-    config: Any,
-    arguments: argparse.Namespace,
-) -> list:
+def _rows(best: dict[str, Found], losses: list[dict[str, float]], config: Any, arguments: argparse.Namespace) -> list:
     """A row for the rate of every schedule, beside torch's where it has it."""
     dtype, device = TORCH_NAMES[arguments.precision], arguments.device
     machine = describe(device).model_copy(update={"num_ranks": arguments.ranks})
-    base = "naive" if "naive" in best else next(iter(best))
+    bound = machine.calibration is None or dtype not in machine.calibration.dtypes
+    base = "naive" if "naive" in best else next(iter(best), "")
     tokens, facts = arguments.batch * arguments.seq_len, config.facts()
     rows = []
     for name in (one for one in best if one in PIPELINE_SCHEDULES):
@@ -253,16 +280,27 @@ def _rows(
         what = f"{arguments.shape}, {arguments.layers} layers on {arguments.ranks} {arguments.device} pipeline ranks, {arguments.precision}{', compiled' * arguments.compile}, {arguments.micro_batches} micro-batches of {arguments.batch // arguments.micro_batches} x {arguments.seq_len}"
         assert work.pipeline is not None
         idle = played(work, work.pipeline, machine).bubble
-        row = {"figure": f"{what}: {name}", "value": tokens / best[name], "unit": "tokens/s", "n": arguments.rounds}
+        found = best[name]
+        row: dict[str, Any] = {
+            "figure": f"{what}: {name}",
+            "value": tokens / found.seconds,
+            "unit": "tokens/s",
+            "n": found.rounds,
+        }
         row |= {"technique": f"pipeline schedule/{name}", "predicted": tokens / predicted}
         row |= {
-            "note": f"{best[name]:.4g} s a step, predicted {predicted:.4g} s ({predicted / best[name]:.3f}); bubble "
-            f"{bubbles[name]:.1%}, predicted {idle:.1%}; {best[name] / best[base]:.3f} of {base}'s seconds"
+            "note": f"{found.seconds:.4g} s a step, predicted {predicted:.4g} s ({predicted / found.seconds:.3f}); bubble "
+            f"{found.bubble:.1%}, predicted {idle:.1%}; {found.seconds / best[base].seconds:.3f} of {base}'s seconds"
         }
-        print(f"{name}: {row['note']}", flush=True)
+        if found.peak_bytes:
+            grown = growth_bytes(work, device).value
+            row |= {"peak_bytes": found.peak_bytes, "predicted_peak_bytes": grown}
+            row["note"] += f"; {found.peak_bytes / 2**30:.1f} GiB, predicted {grown / 2**30:.1f}"
+        row["note"] += ", bounds without calibration" * bound
         peer = PEERS.get(name)
         if peer in best:
-            row |= {"peer": f"torch {peer}", "peer_value": tokens / best[peer], "ratio": best[peer] / best[name]}
+            row |= {"peer": f"torch {peer}", "peer_value": tokens / best[peer].seconds}
+            row["ratio"] = best[peer].seconds / found.seconds
             row["note"] += f"; first losses {losses[0][name]:.6f}, torch's {losses[-1][peer]:.6f}"
         rows.append(row)
     return rows
@@ -360,11 +398,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.0, help="no training begins later than that; 0: all do")
     parser.add_argument("--injected", action="store_true")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     on_gpus = given.device == "cuda"
+    if on_gpus and (given.injected or {*PEERS.values()} & {*(given.schedules or ())}):
+        parser.error("--injected and torch's schedules are timed on CPUs alone")
     given.shape = given.shape or ("llama3-8b" if on_gpus else "tiny")
     given.micro_batches = given.micro_batches or (6 if on_gpus else 8)
     given.batch = given.batch or (given.micro_batches if on_gpus else 16)
