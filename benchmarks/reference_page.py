@@ -50,7 +50,7 @@ COMMANDS = """## Making this page
 ```bash
 hone run recipes/reference.yaml --data-tokenizer.source='[BOOKS, CODE]' --data-books.source=BOOKS --data-code.source=CODE --work=work
 python -m benchmarks.reference_run --pack work/reference --data .refdata      # the packed tokens, for a machine without the text
-python -m benchmarks.reference_run --data .refdata --out OUT --minutes 9      # on the machine with GPUs
+python -m benchmarks.reference_run --data .refdata --out OUT --minutes 9      # on the machine with GPUs; --steps=1400: no calibration, no trials
 python -m benchmarks.reference_run --page OUT/result.json
 ```
 """
@@ -167,9 +167,12 @@ def _what(result: dict[str, Any], value: Any) -> str:
         ]
         said += f", {value('epochs'):.1f} epochs" + (f" ({', '.join(apart)})" if apart else "")
     if result.get("wall_s"):
-        said += f". {result['wall_s'] / 60:.1f} minutes with unpacking, trials of both layouts, two starts and all evaluations"
+        trials = "trials of both layouts, " if result.get("trials") else ""
+        said += f". {result['wall_s'] / 60:.1f} minutes with unpacking, {trials}two starts and all evaluations"
     if result["second"]["code"] != 0:
         said += ". **It did not end by itself: its time was over**"
+    elif rows[-1]["step"] < result["steps"]:
+        said += ". **It ended early, because its time was over: the learning rate did not come down to its floor**"
     failed = result.get("layouts_failed") or []
     said += f". Tried and left out, because their trial failed: {', '.join(failed)}" if failed else ""
     small = (
@@ -203,15 +206,19 @@ def _speed(result: dict[str, Any]) -> str:
     """Both layouts, measured beside predicted."""
     gpus = result["machine"].get("gpus") or []
     sheet = next((peak for name, peak in SHEET_PEAK.items() if gpus and name in gpus[0]["name"]), None)
+    calibrated = result["calibrated"]
+    rate_of = "predicted" if calibrated else "bound"
     lines = ["Medians over the steps of each part; memory and energy are of rank 0's GPU. Predicted: `hone train --plan` on the same machine, "
-             + ("calibrated." if result["calibrated"] else "not calibrated: bounds, not predictions."), "",
-             "| layout | steps | tokens/s | predicted | MFU | memory | predicted | J a token |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for part, name in zip(("first", "second"), result["layouts"], strict=True):
+             + ("calibrated." if calibrated else "not calibrated, so that its rate is a bound, not a prediction."), "",
+             f"| layout | steps | tokens/s | {rate_of} | MFU | memory | predicted | J a token |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for place, (part, name) in enumerate(zip(("first", "second"), result["layouts"], strict=True)):
         found, told = result[part]["pace"], result["predicted"][name]
         if not found:
             continue
         rate = told["tokens_per_s"]["value"]
         mfu = found.get("mfu")
+        if not calibrated and sheet:
+            mfu = found["tokens_per_s"] * result["model_flops_per_token"] / (result["ranks"][place] * sheet)
         memory = told.get("memory_growth_bytes") or told.get("peak_memory_bytes")
         cells = [
             name,
@@ -223,11 +230,17 @@ def _speed(result: dict[str, Any]) -> str:
         cells += [f"{found['memory_bytes'] / 2**30:.1f} GiB", f"{memory['value'] / 2**30:.1f} GiB" if memory else ""]
         cells += [f"{found['joules_per_token']:.2g}" if found.get("joules_per_token") else ""]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    lines += ["", "Tokens/s are those of steps alone, without evaluations, checkpoints and starts. MFU is relative to "
-              "the matmul rate that was measured when the machine was calibrated" + (f"; the data sheet says {sheet / 1e12:.0f} TFLOP/s." if sheet else ".")]  # fmt: skip
+    measured = "the matmul rate that was measured when the machine was calibrated"
+    mfu_of = measured + (f"; the data sheet says {sheet / 1e12:.0f} TFLOP/s" if sheet else "")
+    if not calibrated:
+        mfu_of = f"the data sheet's {sheet / 1e12:.0f} TFLOP/s" if sheet else "no rate: none was measured"
+    lines += [
+        "",
+        f"Tokens/s are those of steps alone, without evaluations, checkpoints and starts. MFU is relative to {mfu_of}.",
+    ]
     figures = [one for one in result.get("figures", []) if one["name"] in ("time_s", "energy_j", "peak_memory_bytes")]
     rows = [f"| {one['name']} | {one['value']:.4g} {one['unit']} | {one['estimate']['value']:.4g} |"
-            for one in figures if one.get("value") is not None and one.get("estimate")]  # fmt: skip
+            for one in figures if one.get("value") is not None and one.get("estimate") and not one["estimate"].get("bound")]  # fmt: skip
     if rows:
         lines += [
             "",
@@ -267,7 +280,8 @@ def _data(result: dict[str, Any]) -> str:
             f"{val['tokens']:,}",
         ]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} | {train['bytes'] / train['tokens']:.2f} |")
-    return "\n".join([*lines, ""])
+    said = [result["text"], ""] if result.get("text") else []
+    return "\n".join([*said, *lines, ""])
 
 
 def write(path: Path, kept: Path = KEPT, target: Path = PAGE, drawn: Path = PICTURE) -> None:

@@ -3,13 +3,16 @@
     hone run recipes/reference.yaml ...                                        # anywhere: makes the data stages (and would train here)
     python -m benchmarks.reference_run --pack work/reference --data .refdata   # the packed tokens alone, as .tar.xz of a third of their size
     python -m benchmarks.reference_run --data .refdata --out OUT --minutes 9   # on the machine with GPUs; writes OUT/result.json
+    python -m benchmarks.reference_run --data .refdata --out OUT --minutes 9 --steps 1400    # the same without calibration and trials
     python -m benchmarks.reference_run --page OUT/result.json                  # here: docs/reference.md, its picture, benchmarks/ledger/reference.json
     python -m benchmarks.reference_run --data .refdata --out OUT --small       # the same on a CPU, a tiny model in two minutes: nothing of it is a figure
 
 All ranks are killed with SIGKILL some steps after a checkpoint. The second layout begins at that checkpoint, so these steps are made in both,
 of the same weights and the same sequences: their losses differ by rounding, or something is wrong. Then it goes on to the last step.
 The number of steps is the recipe's, or as many as a trial of both layouts says fit into the minutes; each trial also fills the cache of
-compiled kernels. A layout whose trial fails is left out, and the result says so.
+compiled kernels. A layout whose trial fails is left out, and the result says so. With `--steps` there is neither calibration nor trial, so
+that the minutes are left to the training, and the plan's times are bounds. Where that many steps do not fit, the first layout is killed after
+half of the time, and the second ends early, with a model: the page says at which step.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ OVERLAP = 20
 """Steps after the checkpoint at which the first layout is killed."""
 TRIAL_STEPS = 24
 EVAL_RESERVE_S, START_RESERVE_S = 45.0, 40.0
+END_RESERVE_S = 95.0
+"""Seconds of the minutes that a training's own clock does not count: two starts up to the first step's compiling, the steps made twice, the end."""
 SMALL: dict[str, Any] = {
     "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128, "max_seq_len": 256},
     "precision": "fp32",
@@ -86,6 +91,25 @@ class Session:
         """Adds parts to the result and writes it, so that a run that is cut off leaves what it had."""
         self.result |= parts
         write_atomic(self.options.out / "result.json", json.dumps(self.result, indent=1).encode())
+
+
+@dataclass
+class Join:
+    """The checkpoint after which the second layout goes on: the one at `step`, or an earlier one if half of the time is over before."""
+
+    step: int
+    interval: int
+    """Steps between checkpoints."""
+    overlap: int
+    half: float
+    """When half of the time is over, on the clock of time.monotonic()."""
+
+    def passed(self, rows: list[dict[str, Any]]) -> bool:
+        """Whether the last of `rows`, those of a steps.jsonl so far, is `overlap` steps after that checkpoint; sets `step`."""
+        done = rows[-1]["step"] if rows else 0
+        if time.monotonic() > self.half:
+            self.step, self.half = min(self.step, (done // self.interval + 1) * self.interval), float("inf")
+        return done >= self.step + self.overlap
 
 
 def pack(line: Path, target: Path) -> None:
@@ -133,7 +157,8 @@ def spec_of(options: argparse.Namespace) -> dict[str, Any]:
 def command(session: Session, spec: dict[str, Any], layout: str, out: Path) -> list[str]:
     """`hone train` of `spec` in `layout`."""
     ranks, parallelism = LAYOUTS[layout]
-    words = [sys.executable, "-m", "hone", "train", f"--out={out}", f"--device={session.device}", "--quiet"]
+    program = "hone" if session.options.steps is None else "benchmarks.uncalibrated"
+    words = [sys.executable, "-m", program, "train", f"--out={out}", f"--device={session.device}", "--quiet"]
     words += [f"--from.data.{source}={session.work / f'data-{source}'}" for source in SOURCES]
     words += [f"--nproc_per_node={ranks}"] if ranks > 1 else []
     words += [f"--{name}={json.dumps(value)}" for name, value in spec.items() if not isinstance(value, str)]
@@ -196,7 +221,10 @@ def pace(folder: Path, first: int = 0) -> dict[str, Any]:
 
 
 def predicted(session: Session, spec: dict[str, Any], layout: str) -> dict[str, Any]:
-    """What hone's plan says of `spec` in `layout` on this machine: {estimate: value, unit, formula}."""
+    """What hone's plan says of `spec` in `layout` on this machine: {estimate: value, unit, formula}.
+
+    Keeps the FLOPs of a trained token, too: without a calibration the training does not say its MFU.
+    """
     from hone.base.artifact import Artifact
     from hone.base.plan import facts_of
     from hone.measure.machine import describe
@@ -207,6 +235,7 @@ def predicted(session: Session, spec: dict[str, Any], layout: str) -> dict[str, 
     machine = describe(session.device).model_copy(update={"num_ranks": ranks})
     facts = {f"data.{one}": facts_of(Artifact.read(session.work / f"data-{one}")) for one in SOURCES}
     plan = Train.read({**spec, "parallelism": parallelism}).plan(facts, machine)
+    session.keep(model_flops_per_token=3 * plan.facts.config.flops_per_token(spec["seq_len"]))
     return {
         name: {"value": one.value, "unit": one.unit, "formula": one.formula} for name, one in plan.estimates.items()
     }
@@ -249,6 +278,12 @@ def choose_layouts(session: Session, spec: dict[str, Any]) -> dict[str, dict[str
     return chosen
 
 
+def untried_layouts(options: argparse.Namespace) -> tuple[str, str]:
+    """The first of each list; of `then` the first other one."""
+    first = options.first[0]
+    return first, next(name for name in options.then if name != first)
+
+
 def steps_that_fit(session: Session, wanted: int, trials: list[dict[str, Any]], interval: int) -> int:
     """`wanted`, or the steps for which the time is enough, a multiple of `interval`; a tenth is kept for checkpoints and evaluations."""
     slow = statistics.fmean(one["time_s"] for one in trials)
@@ -265,8 +300,8 @@ def run(session: Session) -> None:
     from hone.measure.machine import describe
 
     options, spec = session.options, spec_of(session.options)
-    session.keep(small=options.small, recipe=spec, data=unpack(session))
-    if session.device == "cuda" and not options.small:
+    session.keep(small=options.small, recipe=spec, data=unpack(session), text=options.text)
+    if session.device == "cuda" and not options.small and options.steps is None:
         log = options.out / "calibrate.log"
         words = [sys.executable, "-m", "hone", "calibrate", "--device=cuda", "--nproc_per_node=2"]
         code = train(session, words, log, 90)
@@ -274,30 +309,40 @@ def run(session: Session) -> None:
     machine = describe(session.device).model_dump(mode="json")
     calibration = machine.pop("calibration", None)
     session.keep(machine=machine, calibrated=calibration is not None, made=provenance())
-    trials = choose_layouts(session, spec)
-    first, second = trials
-    every, overlap = spec["checkpoint"]["interval"], 4 if options.small else OVERLAP
-    wanted = spec["steps"]
-    spec["steps"] = steps_that_fit(session, wanted, [*trials.values()], every)
+    trials = choose_layouts(session, spec) if options.steps is None else {}
+    first, second = trials or untried_layouts(options)
+    every, wanted = spec["checkpoint"]["interval"], spec["steps"]
+    spec["steps"] = options.steps or steps_that_fit(session, wanted, [*trials.values()], every)
     keeps = spec["checkpoint"]["keep"]
     spec["checkpoint"] = {**spec["checkpoint"], "keep": {**keeps, "interval": max(spec["steps"] // 4, 1)}}
-    join = max(round(spec["steps"] / 2 / every), 1) * every
-    session.keep(
-        steps=spec["steps"], steps_wanted=wanted, join=join, layouts=[first, second], trials=trials, overlap=overlap
-    )
+    session.keep(steps=spec["steps"], steps_wanted=wanted, layouts=[first, second], trials=trials)
+    session.keep(ranks=[LAYOUTS[name][0] for name in (first, second)])
     session.keep(predicted={name: predicted(session, spec, name) for name in (first, second)})
+    train_in_both(session, spec, first, second)
+    session.keep(wall_s=time.monotonic() - session.begun)
 
+
+def train_in_both(session: Session, spec: dict[str, Any], first: str, second: str) -> None:
+    """The training that is killed in the layout `first` and ends in `second`, and the evaluations of its models."""
+    options, ends, every = session.options, spec["early_stopping"], spec["checkpoint"]["interval"]
+    spec = {**spec, "early_stopping": {**ends, "max_time_s": min(ends["max_time_s"], _time_for_steps(session))}}
+    join = Join(
+        step=max(round(spec["steps"] / 2 / every), 1) * every,
+        interval=every,
+        overlap=4 if options.small else OVERLAP,
+        half=time.monotonic() + session.left_s / 2,
+    )
     out, partial = session.work / "train-base", session.work / "train-base.partial"
-    killed_at = lambda: any(row["step"] >= join + overlap for row in rows_of(partial / "steps.jsonl")[-3:])  # noqa: E731
-    code = train(session, command(session, spec, first, out), options.out / "first.log", session.left_s - 60, killed_at)
+    passed = lambda: join.passed(rows_of(partial / "steps.jsonl"))  # noqa: E731
+    code = train(session, command(session, spec, first, out), options.out / "first.log", session.left_s - 60, passed)
     before = rows_of(partial / "steps.jsonl")
-    session.keep(first={"code": code, "pace": pace(partial), "rows": before})
+    session.keep(first={"code": code, "pace": pace(partial), "rows": before}, join=join.step, overlap=join.overlap)
     session.say(f"{first}: killed after step {before[-1]['step'] if before else 0} (code {code})")
     if code is not None:
         raise SystemExit(f"the first layout ended by itself with code {code}: see first.log")
     code = train(session, command(session, spec, second, out), options.out / "second.log", session.left_s - 30)
     folder = out if out.exists() else partial
-    rows, timing = rows_of(folder / "steps.jsonl"), pace(folder, join)
+    rows, timing = rows_of(folder / "steps.jsonl"), pace(folder, join.step)
     session.keep(second={"code": code, "pace": timing, "rows": rows})
     session.say(f"{second}: ended at step {rows[-1]['step']} (code {code})")
     for name in ("steps.jsonl", "log/timing.jsonl", "hone.json"):
@@ -305,25 +350,33 @@ def run(session: Session) -> None:
             shutil.copyfile(folder / name, options.out / Path(name).name)
     if code == 0:
         manifest = json.loads((out / "hone.json").read_text(encoding="utf8"))
-        session.keep(figures=manifest["figures"], evals=evaluations(session, out))
-    session.keep(wall_s=time.monotonic() - session.begun)
+        session.keep(figures=manifest["figures"])
+        evaluations(session, out)
 
 
-def evaluations(session: Session, model: Path) -> list[dict[str, Any]]:
+def _time_for_steps(session: Session) -> float:
+    """Seconds of training after which it has to end, so that its model is written and evaluated in time."""
+    return max(session.left_s - END_RESERVE_S, session.left_s / 2)
+
+
+def evaluations(session: Session, model: Path) -> None:
     """The finished model, then those of earlier steps while there is time: figures on each source's val split."""
     from hone.base.run import Run
     from hone.eval.stage import evaluate
 
-    found, number = [], lambda path: int(path.name.rpartition("-")[2])
+    number = lambda path: int(path.name.rpartition("-")[2])  # noqa: E731
+    found: list[dict[str, Any]] = []
+    took = 0.0
     models = [("end", model)]
     models += [(number(one), one) for one in sorted((model / "checkpoints").glob("step-*"), key=number)[:-1]]
     small = session.options.small
     fields = {"window": 64 if small else 1024, "max_tokens": 4096 if small else 262144}
     fields |= {"dtype": "float32" if small else "bfloat16"}
     for step, folder in models:
-        if step != "end" and session.left_s < 20:
+        if found and session.left_s < 1.5 * took:
             break
         row: dict[str, Any] = {"step": step}
+        began = time.monotonic()
         for source in SOURCES:
             out = session.work / f"eval-{step}-{source}"
             data = session.work / f"data-{source}"
@@ -331,7 +384,8 @@ def evaluations(session: Session, model: Path) -> list[dict[str, Any]]:
             row[source] = {name: one.value for name, one in made.figures.items() if one.value is not None}
         session.say(f"step {step}: " + ", ".join(f"{one} {row[one]['bits_per_byte']:.3f} bits/byte" for one in SOURCES))
         found.append(row)
-    return found
+        took = time.monotonic() - began
+        session.keep(evals=found)
 
 
 def main() -> None:
@@ -345,6 +399,8 @@ def main() -> None:
         "--work", type=Path, help="scratch folder for data, checkpoints and models; else one beside --out"
     )
     parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--steps", type=int, help="steps of the training, made without calibration and trials")
+    parser.add_argument("--text", default="", help="what the data are, one sentence for the page")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--device", default="")
     parser.add_argument("--first", nargs="+", choices=LAYOUTS, default=["zero2 on 2 ranks", "ddp on 2 ranks"])
@@ -370,6 +426,7 @@ def main() -> None:
     work.mkdir(parents=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "compiled"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(work / "compiled" / "triton"))
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() and not options.small else "cpu")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 
 import psutil
@@ -95,6 +97,38 @@ def test_a_killed_training_leaves_no_rank(tmp_path):
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
+def test_the_join_is_at_half_of_the_steps_or_at_the_next_checkpoint_when_half_of_the_time_is_over():
+    rows = lambda done: [{"step": step} for step in range(1, done + 1)]  # noqa: E731
+    in_time = reference_run.Join(step=600, interval=200, overlap=20, half=float("inf"))
+    assert not in_time.passed([]) and not in_time.passed(rows(619)) and in_time.passed(rows(620))
+    late = reference_run.Join(step=600, interval=200, overlap=20, half=0.0)
+    assert not late.passed(rows(210)), "the steps from the checkpoint before on would all be made twice"
+    assert late.step == 400 and not late.passed(rows(419)) and late.passed(rows(420))
+    slowest = reference_run.Join(step=600, interval=200, overlap=20, half=0.0)
+    assert not slowest.passed([]) and slowest.step == 200
+    assert reference_run.Join(600, 200, 20, half=0.0).passed(rows(620)), "never later than half of the steps"
+
+
+def test_without_trials_the_layouts_are_the_first_two_that_differ():
+    names = list(reference_run.LAYOUTS)
+    chosen = lambda first, then: reference_run.untried_layouts(argparse.Namespace(first=first, then=then))  # noqa: E731
+    assert chosen(names[:2], names[1:]) == tuple(names[:2])
+    assert chosen(names[:1], names) == tuple(names[:2])
+
+
+@pytest.mark.slow
+def test_a_training_without_a_calibration_measures_none(tmp_path):
+    write_data(tmp_path / "data")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(reference_run.ROOT)}
+    words = [sys.executable, "-m", "benchmarks.uncalibrated", "train", "data", "--steps=2", "--seq_len=32"]
+    for ranks in ("1", "2"):
+        ended = subprocess.run(
+            [*words, f"--out=out-{ranks}", f"--nproc_per_node={ranks}"], cwd=tmp_path, env=environment, timeout=300
+        )
+        assert ended.returncode == 0 and (tmp_path / f"out-{ranks}" / "hone.json").exists()
+    assert not list(tmp_path.glob("cache/hone/calibration*"))
+
+
 def test_changes_of_the_training_are_values_of_their_fields():
     changes = ["steps=20", "compile=true", "validation.sequences=3", "optimizer.lr=2e-3", "precision=fp32"]
     spec = reference_run.spec_of(argparse.Namespace(small=True, set=changes))
@@ -158,6 +192,18 @@ def test_the_page_and_its_picture_are_written_from_a_result(tmp_path):
     )
     assert "102 M weights" in text and "tensor parallel" in picture.read_text()
     assert reference_page.page(json.loads(kept.read_text())) == text, "what is kept gives the same page"
+    bounds = result() | {
+        "calibrated": False,
+        "model_flops_per_token": 989e9,
+        "ranks": [2, 2],
+        "steps": 300,
+        "text": "Old books.",
+    }
+    bounds["machine"] = {"gpus": [{"name": "H100"}] * 2, "torch": "2"}
+    text = reference_page.page(bounds)
+    assert "| tokens/s | bound | MFU |" in text and "relative to the data sheet's 989 TFLOP/s" in text
+    assert "| zero2 | 50 | 700 | 640 | 35.0% |" in text, "700 tokens/s x 989 GFLOP over 2 GPUs of 989 TFLOP/s"
+    assert "200 of 300 steps" in text and "It ended early" in text and "Old books." in text and "trials" not in text
     path.write_text(json.dumps({"small": True}))
     with pytest.raises(SystemExit, match="did not come so far"):
         reference_page.write(path, kept, page, picture)
