@@ -203,7 +203,12 @@ def test_the_page_and_its_picture_are_written_from_a_result(tmp_path):
     text = reference_page.page(bounds)
     assert "| tokens/s | bound | MFU |" in text and "relative to the data sheet's 989 TFLOP/s" in text
     assert "| zero2 | 50 | 700 | 640 | 35.0% |" in text, "700 tokens/s x 989 GFLOP over 2 GPUs of 989 TFLOP/s"
-    assert "200 of 300 steps" in text and "It ended early" in text and "Old books." in text and "trials" not in text
+    assert (
+        "200 of 300 steps" in text
+        and "It ended early" in text
+        and "Old books." in text
+        and "trials of both" not in text
+    )
     path.write_text(json.dumps({"small": True}))
     with pytest.raises(SystemExit, match="did not come so far"):
         reference_page.write(path, kept, page, picture)
