@@ -264,6 +264,11 @@ def _learned(result: dict[str, Any]) -> str:
         cells = [str(row["step"])] + [f"{row[one]['bits_per_byte']:.3f}" for one in ("books", "code")]
         cells += [f"{row[one]['perplexity']:.1f} ({row[one]['bigram_perplexity']:.0f})" for one in ("books", "code")]
         lines.append(f"| {' | '.join(cells)} |")
+    for one in ("books", "code"):
+        best = min(rows, key=lambda row: row[one]["bits_per_byte"])
+        if best is not rows[-1]:
+            said = f"On {one} the model after step {best['step']} was the best: what is read so often is learnt by heart at last"
+            lines += ["", f"{said} (`mixture.max_epochs` is {result['recipe']['mixture'].get('max_epochs', '1')})."]
     return "\n".join([*lines, ""])
 
 
