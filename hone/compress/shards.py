@@ -29,20 +29,7 @@ from hone.model.hf import Checkpoint, config_values
 from hone.model.linear import MakeLinear
 from hone.model.quantized import layouts
 from hone.model.shards import INDEX, save_tensors
-
-DTYPES = {
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-"""Dtypes by safetensors' names, in the order in which safetensors stores tensors (within a dtype by name)."""
+from hone.model.weights.header import DTYPES
 
 
 class _Read(Checkpoint):
@@ -242,7 +229,7 @@ def shard_bytes(tensors: Iterable[tuple[str, Any, tuple[int, ...]]]) -> int:
     rows = list(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {getattr(torch, kind): name for name, kind in DTYPES.items()}
     ranks = {dtype: rank for rank, dtype in enumerate(names)}
     for name, dtype, shape in sorted(rows, key=lambda row: (ranks[row[1]], row[0])):
         size = dtype.itemsize

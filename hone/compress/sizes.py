@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 
 import torch
 
 from hone.base.errors import ArtifactError
 from hone.compress.matrix import Assigned, Quantizer
-from hone.compress.shards import DTYPES, shard_bytes
+from hone.compress.shards import shard_bytes
 from hone.compress.targets import HEAD, Linear, has_head
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.families.stored import refuse_unread
-from hone.model.hf import DTYPES as FLOATS
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
+from hone.model.weights.header import DTYPES, read_header
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
@@ -31,7 +29,7 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
     Raises ArtifactError for a tensor that the model does not read.
     """
     folder = Path(model.where)
-    planned = _planned(config or model.config, FLOATS[model.dtype])
+    planned = _planned(config or model.config, getattr(torch, model.dtype))
     if not (folder / model.mark).is_file():
         return planned
     found = _headers(folder)
@@ -41,8 +39,8 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
         for one in quantized_modules(model.config, model.quantization):
             for name in one.tensors:
                 found.pop(name, None)  # a missing one is an error when it is read
-            found[f"{one.name}.weight"] = (FLOATS[model.dtype], (one.rows, one.columns))
-    read = _planned(model.config, FLOATS[model.dtype])
+            found[f"{one.name}.weight"] = (getattr(torch, model.dtype), (one.rows, one.columns))
+    read = _planned(model.config, getattr(torch, model.dtype))
     refuse_unread(dict.fromkeys(found, folder), read, model.config)  # it would be kept or lost without a word
     if config is None:
         return found
@@ -53,7 +51,7 @@ def untied(before: CheckpointFacts, after: CheckpointFacts) -> dict[str, Entry]:
     """The head of the model `after`, where it is apart from the embedding and that of `before` was not."""
     if not before.config.tie_embeddings or after.config.tie_embeddings:
         return {}
-    return {"lm_head.weight": (FLOATS[after.dtype], (after.config.vocab_size, after.config.hidden_size))}
+    return {"lm_head.weight": (getattr(torch, after.dtype), (after.config.vocab_size, after.config.hidden_size))}
 
 
 def shard_sizes(
@@ -121,18 +119,11 @@ def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:
 def _headers(folder: Path) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with open(path, "rb") as file:
-                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        except (ValueError, struct.error, MemoryError, OverflowError):
-            raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="copy the file again") from None
-        for name, row in header.items():
-            if name == "__metadata__":
-                continue
-            if row["dtype"] not in DTYPES:
+        for name, tensor in read_header(path).items():
+            if tensor.dtype not in DTYPES:
                 raise ArtifactError(
-                    f"{path}: {name} is stored as {row['dtype']}",
+                    f"{path}: {name} is stored as {tensor.dtype}",
                     fix=f"hone compresses checkpoints stored as {', '.join(DTYPES)}",
                 )
-            found[name] = (DTYPES[row["dtype"]], tuple(row["shape"]))
+            found[name] = (getattr(torch, DTYPES[tensor.dtype]), tensor.shape)
     return {name: found[name] for name in Shards(folder).names() if name in found}

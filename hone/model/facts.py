@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,10 +16,7 @@ from hone.model.adapters.peft import with_adapter
 from hone.model.config import ModelConfig
 from hone.model.families.stored import read_config
 from hone.model.folder import no_whole_model, weights_bytes
-
-_STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Number formats by their names in a safetensors header."""
-
+from hone.model.weights.header import DTYPES, FLOATS, read_header
 
 POSITION_FILE = "position.json"
 TRAINING_STATE = "training_state"
@@ -162,13 +158,8 @@ def _dtype(folder: Path) -> str:
     """The number format of most bytes of the first weights file, from its header; 'float32' for a folder without weights."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors"))[:1]:
-        with open(path, "rb") as file:
-            try:
-                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-            except (ValueError, struct.error, MemoryError, OverflowError):
-                raise ArtifactError(f"{path} is corrupt: its header cannot be read", fix="get the file again") from None
-        for name, row in header.items():
-            if name != "__metadata__" and row["dtype"] in _STORED:
-                kind = _STORED[row["dtype"]]
-                sizes[kind] = sizes.get(kind, 0) + row["data_offsets"][1] - row["data_offsets"][0]
+        for tensor in read_header(path).values():
+            kind = DTYPES.get(tensor.dtype)
+            if kind in FLOATS:
+                sizes[kind] = sizes.get(kind, 0) + tensor.end - tensor.begin
     return max(sizes, key=lambda name: sizes[name], default="float32")

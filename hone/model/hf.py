@@ -20,15 +20,8 @@ from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.shards import TABLES, Shards, write_json, write_tensors
+from hone.model.weights import values
 from hone.ops.dispatch import say_once
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
-_AS_STORED = (
-    "weight_scale", "weight_scale_inv", "_global_scale", "input_scale", ".k_scale", ".v_scale", ".scales", "absmax", "quant_map", ".SCB",
-)  # fmt: skip
 
 
 class Module(NamedTuple):
@@ -90,8 +83,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in config.json, else that of the embedding."""
-        stated = self.values.get("dtype") or self.values.get("torch_dtype")
-        return DTYPES.get(str(stated).removeprefix("torch.")) or self.tensor("model.embed_tokens.weight").dtype
+        return values.stated_dtype(self.values) or self.tensor("model.embed_tokens.weight").dtype
 
     def layer_modules(self, index: int) -> list[Module]:
         """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
@@ -143,8 +135,8 @@ class Checkpoint:
         expected = expected_shapes(decoder)
         for name, shape in expected.items():
             found = self.shape(name)
-            if not _fits(found, shape):
-                raise self._misfit(name, found, shape)
+            if not values.fits(found, shape):
+                raise values.misfit(self.file(name), name, found, shape)
         refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
 
     def _maker(self) -> MakeLinear:
@@ -248,72 +240,19 @@ class Checkpoint:
     ) -> Tensor:
         """A copy of the tensor `name`; float tensors are converted to `dtype`, codes and scales keep their dtype."""
         mapped = self.tensor(name)
-        if not _fits(tuple(mapped.shape), tuple(shape)):
-            raise self._misfit(name, tuple(mapped.shape), shape)
+        if not values.fits(tuple(mapped.shape), tuple(shape)):
+            raise values.misfit(self.file(name), name, tuple(mapped.shape), shape)
         return self.kept(name, mapped, device, dtype, integers=integers)
 
     def kept(
-        self, name: str, mapped: Tensor, device: torch.device | str, dtype: torch.dtype, *, integers: bool = False
+        self, name: str, stored: Tensor, device: torch.device | str, dtype: torch.dtype, *, integers: bool = False
     ) -> Tensor:
-        """A copy of `mapped`, all or a part of the tensor `name`, as a model keeps it."""
-        # Scales of quantized weights stay as stored: a wider dtype would add up to one bit per weight.
-        taken = self.converted(name, mapped, device, None if name.endswith(_AS_STORED) else dtype, integers=integers)
-        # Copied, because a mapped tensor would change or fault when the file is written again.
-        return taken.clone() if taken.data_ptr() == mapped.data_ptr() else taken
+        """A copy of `stored`, all or a part of the tensor `name`, as a model keeps it (see `values.kept`)."""
+        return values.kept(self.file(name), name, stored, device, dtype, integers=integers)
 
-    def converted(
-        self,
-        name: str,
-        stored: Tensor,
-        device: torch.device | str,
-        dtype: torch.dtype | None,
-        *,
-        integers: bool = False,
-    ) -> Tensor:
-        """The tensor `name` with the values `stored`, on `device`; floats are converted to `dtype` (None: their own).
-
-        Raises ArtifactError when it is not a float tensor (with `integers`: not an integer tensor) or not finite.
-        """
-        file, kind = self.file(name), str(stored.dtype).removeprefix("torch.")
-        if integers:
-            if stored.dtype not in _CODES:
-                raise ArtifactError(
-                    f"{file}: {name} is {kind}, but codes of a quantized weight are integers or 8-bit floats",
-                    fix="pair the weights with the config.json they were saved with",
-                )
-            return stored.to(device)
-        if stored.dtype not in _FLOATS:
-            raise ArtifactError(
-                f"{file}: {name} is {kind}, but a weight must be a float",
-                fix="save the weights as float32, bfloat16 or float16",
-            )
-        taken = stored.to(device=device, dtype=dtype)
-        if not finite(taken):
-            if finite(stored):
-                raise ArtifactError(
-                    f"{file}: {name} has values that {str(dtype).removeprefix('torch.')} cannot hold",
-                    fix="load it as bfloat16 or float32",
-                )
-            raise ArtifactError(
-                f"{file}: {name} has values that are not finite (NaN or infinity)", fix="use a checkpoint without them"
-            )
-        return taken
-
-    def _misfit(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ArtifactError:
-        return ArtifactError(
-            f"{self.file(name)}: {name} has shape {list(found)}, but {CONFIG} describes {list(wanted)}",
-            fix="pair the weights with the config.json they were saved with",
-        )
-
-
-def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a tensor has the wanted shape, in which -1 is any length."""
-    return len(found) == len(wanted) and all(b in (-1, a) for a, b in zip(found, wanted, strict=True))
-
-
-def finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite; one pass without temporaries, ten times cheaper than a copy."""
-    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+    def converted(self, name: str, stored: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
+        """The float tensor `name` with the values `stored`, on `device` in `dtype` (see `values.converted`)."""
+        return values.converted(self.file(name), name, stored, device, dtype)
 
 
 def load(
@@ -353,7 +292,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.dtype
     cast = (
-        (name, tensor.to(stored) if tensor.dtype in _FLOATS and not name.endswith(_AS_STORED) else tensor)
+        (name, tensor.to(stored) if tensor.dtype in values.FLOATS and not name.endswith(values.AS_STORED) else tensor)
         for name, tensor in (state(decoder) if tensors is None else tensors)
     )
     adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()

@@ -13,10 +13,15 @@ from safetensors import SafetensorError
 
 from hone.base.errors import FitError
 from hone.compress import shards
+from hone.model.weights.header import DTYPES
 
 NAMES = st.text("abz.09_", min_size=1, max_size=20)
 ENTRIES = st.dictionaries(
-    NAMES, st.tuples(st.sampled_from(list(shards.DTYPES.values())), st.lists(st.integers(0, 9), max_size=3)), max_size=8
+    NAMES,
+    st.tuples(
+        st.sampled_from([getattr(torch, name) for name in DTYPES.values()]), st.lists(st.integers(0, 9), max_size=3)
+    ),
+    max_size=8,
 )
 
 

@@ -24,6 +24,7 @@ from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Quantization, Scheme, Stored
 from hone.model.shape import Shape
 from hone.model.shards import INDEX, SINGLE
+from hone.model.weights.values import finite
 
 TOKENS = torch.arange(24).view(2, 12) % 60
 
@@ -343,11 +344,11 @@ def test_weights_beyond_the_format_asked_for_are_named(folder):
 def test_finite_sees_every_place_of_any_layout():
     for count in (1, 7, 33, 5000):
         whole = torch.randn(count, 3)
-        assert hf.finite(whole) and hf.finite(whole.T) and hf.finite(whole[:0])
+        assert finite(whole) and finite(whole.T) and finite(whole[:0])
         for value in (float("nan"), float("inf"), -float("inf")):
             broken = whole.clone()
             broken[count // 2, 1] = value
-            assert not hf.finite(broken) and not hf.finite(broken.T) and not hf.finite(broken.half())
+            assert not finite(broken) and not finite(broken.T) and not finite(broken.half())
 
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 16), Scheme(8, 16, "int-quantized")])

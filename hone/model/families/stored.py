@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import mmap
-import struct
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +13,7 @@ from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, read_json
+from hone.model.weights.header import Stored, read_header
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CHUNK = 1 << 26
@@ -37,27 +36,23 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def has_own_head(folder: Path) -> bool:
     """Whether the folder stores a head with other bytes than the embedding's. False where a file cannot be read: reading tensors says why."""
-    found = {}
+    found: dict[str, tuple[Path, Stored]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             if kind_of(path):
                 return False  # opening a pipe would block for ever
-            with open(path, "rb") as file:
-                size = struct.unpack("<Q", file.read(8))[0]
-                header = json.loads(file.read(size))
-            found |= {name: (path, 8 + size, header[name]) for name in (HEAD, EMBEDDING) if name in header}
-        except (OSError, ValueError, struct.error, MemoryError, OverflowError):
+            header = read_header(path)
+        except (OSError, ArtifactError):
             return False
+        found |= {name: (path, header[name]) for name in (HEAD, EMBEDDING) if name in header}
     return len(found) == 2 and not _equal(found[HEAD], found[EMBEDDING])
 
 
-def _equal(one: tuple[Path, int, dict[str, Any]], other: tuple[Path, int, dict[str, Any]]) -> bool:
+def _equal(one: tuple[Path, Stored], other: tuple[Path, Stored]) -> bool:
     """Whether two stored tensors have the same dtype, shape and bytes."""
-    if any(one[2][key] != other[2][key] for key in ("dtype", "shape")):
+    (dtype, shape, first, last), (kind, size, start, end) = one[1], other[1]
+    if (dtype, shape) != (kind, size):
         return False
-    (first, last), (start, end) = (
-        (base + row["data_offsets"][0], base + row["data_offsets"][1]) for _, base, row in (one, other)
-    )
     if last - first != end - start:
         return False
     with ExitStack() as stack:

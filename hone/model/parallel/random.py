@@ -15,6 +15,7 @@ from hone.model.hf import CONFIG, Checkpoint
 from hone.model.quantized import activations
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Scheme
+from hone.model.weights.values import stated_dtype
 
 _STD = 0.02
 
@@ -43,8 +44,7 @@ class RandomCheckpoint(Checkpoint):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in config.json, else bfloat16."""
-        stated = str(self.values.get("dtype") or self.values.get("torch_dtype")).removeprefix("torch.")
-        return {"float32": torch.float32, "float16": torch.float16}.get(stated, torch.bfloat16)
+        return stated_dtype(self.values) or torch.bfloat16
 
     def check(self, decoder: Decoder) -> None:
         """Nothing is stored, so nothing can be missing."""

@@ -16,6 +16,7 @@ from hone.model.quantized.hadamard import multiply
 from hone.model.quantized.kv_cache import scale_names
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme
+from hone.model.weights.values import misfit
 
 
 class Quantized(NamedTuple):
@@ -90,7 +91,7 @@ class DenseCheckpoint(Checkpoint):
         for suffix, shape in shapes_of(one.scheme, one.rows, one.columns).items():
             tensor = super().tensor(f"{one.name}.{suffix}")
             if shape != (-1,) and tuple(tensor.shape) != shape:
-                raise self._misfit(f"{one.name}.{suffix}", tuple(tensor.shape), shape)
+                raise misfit(super().file(f"{one.name}.{suffix}"), f"{one.name}.{suffix}", tuple(tensor.shape), shape)
             part[suffix] = tensor
         try:
             weight = layout_of(one.scheme).read(one.scheme, part, one.columns).weight(self.dtype)

@@ -17,10 +17,10 @@ from hone.base.errors import MachineError, SpecError
 from hone.cost.cache import LayerCache, page_bytes
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, model_folder, read_json, weights_bytes
-from hone.model.hf import DTYPES
 from hone.model.parallel.local import LocalDecoder
 from hone.model.parallel.reading import LocalCheckpoint, random_model
 from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
+from hone.model.weights.values import stated_dtype
 from hone.ops.dispatch import say_once
 from hone.parallel.group import Group, Pipe
 from hone.parallel.one_shot import OneShot
@@ -163,8 +163,7 @@ def dummy_model(
             f"{folder} has a quantization_config, and random weights of several ranks are dense",
             fix="measure one rank, or leave the quantization_config out",
         )
-    stated = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
-    config, found = from_hf(values, str(folder / CONFIG)), dtype or DTYPES.get(stated, torch.bfloat16)
+    config, found = from_hf(values, str(folder / CONFIG)), dtype or stated_dtype(values) or torch.bfloat16
     return random_model(config, place, group, pipe, device=device, dtype=found)
 
 
