@@ -20,7 +20,7 @@ from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence
 from hone.model.decoder import Decoder
-from hone.model.hf import Checkpoint
+from hone.model.weights.model import ModelSource
 
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
@@ -47,7 +47,7 @@ class Check:
     ) -> None:
         self.flow = Flow(samples, batch_size, device, dtype, paired=True, mesh=mesh)
 
-    def finish(self, checkpoint: Checkpoint, state: Path, stored: Callable[[Decoder], None]) -> None:
+    def finish(self, checkpoint: ModelSource, state: Path, stored: Callable[[Decoder], None]) -> None:
         """Compares the predictions after the last layer, and keeps the result in `state`; `stored` makes embedding and head of a
         model what the folder holds."""
         dense = checkpoint.build_ends(self.flow.device, self.flow.dtype)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hone.base.ranks import Mesh
 from hone.compress.statistics import STATISTICS
-from hone.model.hf import Checkpoint
 from hone.model.linear_spec import LinearSpec, NormSpec
+from hone.model.weights.model import ModelSource
 
 if TYPE_CHECKING:
     from hone.compress.matrix import Quantizer
@@ -49,7 +49,7 @@ class LayerWeights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: ModelSource,
         index: int,
         layer: nn.Module,
         tensors: dict[str, Tensor],

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,57 +24,47 @@ from hone.cost.compress import balanced
 from hone.model.context import Context
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.families.config_json import OWN
-from hone.model.hf import Checkpoint, config_values
-from hone.model.linear import MakeLinear
+from hone.model.hf import config_values
 from hone.model.quantized import layouts
 from hone.model.shards import INDEX, save_tensors
 from hone.model.weights.header import DTYPES
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import View, WeightSource
 
 
-class _Read(Checkpoint):
-    """A checkpoint of which some tensors are in memory."""
+class ExchangedWeights(View):
+    """The weights of `source`, some of which other ranks have sent: those are in memory."""
 
-    def __init__(self, source: Checkpoint, tensors: dict[str, Tensor]) -> None:
-        self.__dict__.update(copy(source).__dict__)
-        self._source, self._tensors = source, tensors
-
-    def file(self, name: str) -> Path:
-        return self._source.file(name)
+    def __init__(self, source: WeightSource, tensors: dict[str, Tensor]) -> None:
+        super().__init__(source)
+        self.tensors = tensors
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[name] if name in self._tensors else self._source.tensor(name)
-
-    def _maker(self) -> MakeLinear:
-        return self._source._maker()  # a rotated checkpoint's linears multiply their inputs
+        return self.tensors[name] if name in self.tensors else self.source.tensor(name)
 
 
-class UntiedCheckpoint(_Read):
-    """The model of a checkpoint whose head is tied to the embedding, with a head of its own that has the same values."""
-
-    def __init__(self, source: Checkpoint) -> None:
-        super().__init__(source, {})
-        self.config = source.config.model_copy(update={"tie_embeddings": False})
-        own = source.values.get("model_type") == OWN
-        untied = {"tie_word_embeddings": False}
-        self.values = config_values(self.config, source.dtype) if own else source.values | untied
-
-    def reopened(self) -> UntiedCheckpoint:
-        return UntiedCheckpoint(self._source.reopened())
+class UntiedWeights(View):
+    """The weights of `source`, whose head is tied to the embedding, with a head of the same values."""
 
     def names(self) -> list[str]:
-        return list(dict.fromkeys((*self._source.names(), f"{HEAD}.weight")))  # some store it beside a tied embedding
+        return list(dict.fromkeys((*self.source.names(), f"{HEAD}.weight")))  # some store it beside a tied embedding
 
     def tensor(self, name: str) -> Tensor:
-        return self._source.tensor(_stored(name))
+        return self.source.tensor(_stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(_stored(name))
+        return self.source.shape(_stored(name))
 
     def file(self, name: str) -> Path:
-        return self._source.file(_stored(name))
+        return self.source.file(_stored(name))
 
-    def close(self) -> None:
-        self._source.close()
+
+def untied(source: ModelSource) -> ModelSource:
+    """The model of `source`, whose head is tied to the embedding, with a head of its own that has the same values."""
+    config = source.config.model_copy(update={"tie_embeddings": False})
+    own = source.values.get("model_type") == OWN
+    values = config_values(config, source.dtype) if own else source.values | {"tie_word_embeddings": False}
+    return ModelSource(source.folder, config, values, UntiedWeights(source), hadamards=source.hadamards)
 
 
 def _stored(name: str) -> str:
@@ -111,7 +100,7 @@ class _Unmultiplied(nn.Module):
 
 
 def build_layer(
-    checkpoint: Checkpoint, index: int, device: str, dtype: torch.dtype, mesh: Mesh
+    checkpoint: ModelSource, index: int, device: str, dtype: torch.dtype, mesh: Mesh
 ) -> DecoderLayer | HeadLayer:
     """Layer `index` on every rank of `mesh`: each reads some of its matrices and sends them to the others. After the last layer
     the head, which every rank reads.
@@ -131,11 +120,11 @@ def build_layer(
     readers = balanced([sizes[name] for name in names], mesh.world_size)
     mine = [name for name, rank in zip(names, readers, strict=True) if rank == mesh.rank]
     tensors = mesh.exchange({name: checkpoint.tensor(name) for name in mine}, device)
-    return _Read(checkpoint, tensors).build_layer(index, device, dtype)
+    return checkpoint.viewed(ExchangedWeights(checkpoint, tensors)).build_layer(index, device, dtype)
 
 
 def quantized_embedding(
-    checkpoint: Checkpoint, quantizer: Quantizer, device: str
+    checkpoint: ModelSource, quantizer: Quantizer, device: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The checkpoint tensors that replace the embedding's weight, by name, and its row of layers.jsonl."""
     name = f"{EMBEDDING}.weight"
@@ -148,7 +137,7 @@ def quantized_embedding(
     return {f"{EMBEDDING}.{suffix}": one.cpu() for suffix, one in part.items()}, matrix.row([EMBEDDING], [quantizer])
 
 
-def given_weights(checkpoint: Checkpoint, targets: Iterable[Iterable[Linear]], device: str) -> Iterator[Tensor]:
+def given_weights(checkpoint: ModelSource, targets: Iterable[Iterable[Linear]], device: str) -> Iterator[Tensor]:
     """The weights of the linears in `targets`, by layer, a checkpoint module at a time."""
     for linears in targets:
         opened = checkpoint.reopened()  # so that its memory maps are freed with it

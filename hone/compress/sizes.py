@@ -25,7 +25,7 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
     """Dtype and shape of every tensor: from the headers of the folder if it exists, else from its config.
 
     Quantized linears count as dense ones in the checkpoint's dtype, and scales of a KV cache not at all, as
-    `DenseCheckpoint` reads them. With `config`, the tensors of the smaller model of that config, which has the dtypes of `model`.
+    `dense.dequantized` reads them. With `config`, the tensors of the smaller model of that config, which has the dtypes of `model`.
     Raises ArtifactError for a tensor that the model does not read.
     """
     folder = Path(model.where)

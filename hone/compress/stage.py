@@ -297,7 +297,7 @@ class Compress(Stage):
             hadamards = self.hadamards(checkpoint.config, plan.targets)
             checkpoint = rotation.rotated(checkpoint, self.rotation, hadamards, run)
             if checkpoint.config.tie_embeddings and targets_of.has_head(plan.targets):
-                checkpoint = shards.UntiedCheckpoint(checkpoint)
+                checkpoint = shards.untied(checkpoint)
             job = stream.Job(
                 checkpoint,
                 self.layer_steps,
@@ -357,7 +357,7 @@ class Compress(Stage):
         run.warn(
             f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
         )
-        return dense.DenseCheckpoint(folder)
+        return dense.dequantized(checkpoint)
 
     @property
     def structured(self) -> tuple[StructuredPruner, ...]:

@@ -50,19 +50,19 @@ from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
 from hone.compress.transforms.base import Transform
 from hone.cost.compress import spread
 from hone.model.decoder import Decoder
-from hone.model.hf import Checkpoint
 from hone.model.quantized import layouts
-from hone.model.quantized.dense import DenseCheckpoint
+from hone.model.quantized.dense import DenseWeights
 from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.quantized.low_rank import FACTORS
 from hone.model.quantized.rounded_inputs import RoundedInputs
+from hone.model.weights.model import ModelSource
 
 
 @dataclass(frozen=True)
 class Job:
     """The engine's job: `steps` on every linear in `targets[layer]`, computing in `dtype`."""
 
-    checkpoint: Checkpoint
+    checkpoint: ModelSource
     steps: tuple[Step, ...]
     targets: tuple[tuple[Linear, ...], ...]
     device: str
@@ -401,7 +401,7 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
     modules = tuple(rows for _, rows in linear.modules)
     quantizer = job.quantizers.of(index, linear)
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantizer=quantizer)
-    matrix.keep_zeros(quantized=isinstance(job.checkpoint, DenseCheckpoint))
+    matrix.keep_zeros(quantized=isinstance(job.checkpoint.weights, DenseWeights))
     for step in job.matrix_steps(index, linear):
         step.apply(matrix)
     if quantizer is not None:

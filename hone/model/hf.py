@@ -4,255 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError, SpecError
+from hone.base.errors import SpecError
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families.config_json import OWN, own_format, to_hf
-from hone.model.families.stored import read_config, refuse_unread
+from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
-from hone.model.linear import LINEARS, MakeLinear, make_dense
-from hone.model.linear_spec import LinearSpec
-from hone.model.quantized.kv_cache import add_rounding, rounding_paths
+from hone.model.quantized.kv_cache import rounding_paths
 from hone.model.shards import TABLES, Shards, write_json, write_tensors
-from hone.model.weights import values
+from hone.model.weights.model import ModelSource, fused_linears
+from hone.model.weights.values import AS_STORED, FLOATS
 from hone.ops.dispatch import say_once
 
 
-class Module(NamedTuple):
-    """One linear of a checkpoint and its place in hone's fused linears."""
-
-    name: str
-    """Its checkpoint name: 'model.layers.0.self_attn.q_proj'."""
-    attribute: str
-    """The fused linear that holds it, below the layer: 'mixer.qkv'."""
-    rows: slice
-    """Its output rows there; with experts, the rows of all experts in order."""
-
-
-class Checkpoint:
+class Checkpoint(ModelSource):
     """A Hugging Face folder, read lazily: only the requested tensors are in memory.
 
     Raises ArtifactError for a missing or corrupt file or tensor, SpecError for a config hone cannot run.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = model_folder(folder)
-        self.values, plain = read_config(self.folder)
-        if not plain.tie_embeddings and read_json(self.folder / CONFIG).get("tie_word_embeddings"):
+        folder = model_folder(folder)
+        values, plain = read_config(folder)
+        if not plain.tie_embeddings and read_json(folder / CONFIG).get("tie_word_embeddings"):
             say_once(
-                f"{self.folder} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
+                f"{folder} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
                 "used, as in transformers"
             )
-        self.config = peft.with_adapter(plain, self.values, self.folder)
-        self.quantization: dict[str, Any] | None = self.values.get("quantization_config")
-        self._shards: Shards | peft.AdaptedShards = Shards(self.folder)
-        if peft.KEY in self.values:
-            adapter = Shards(self.folder / ADAPTER, peft.WEIGHTS)
-            self._shards = peft.AdaptedShards(self._shards, adapter, self.config)
-
-    def reopened(self) -> Self:
-        """The same checkpoint with memory maps of its own, which are freed with it."""
-        return type(self)(self.folder)
-
-    def names(self) -> list[str]:
-        """Every tensor's name."""
-        return self._shards.names()
-
-    def file(self, name: str) -> Path:
-        """The file that holds the tensor called `name`."""
-        return self._shards.file(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor called `name`."""
-        return self._shards.shape(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor called `name`, on the CPU, in the dtype of the file; its memory is the mapped file."""
-        return self._shards.tensor(name)
-
-    def close(self) -> None:
-        """Unmaps the files; they are opened again on the next read."""
-        self._shards.close()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in config.json, else that of the embedding."""
-        return values.stated_dtype(self.values) or self.tensor("model.embed_tokens.weight").dtype
-
-    def layer_modules(self, index: int) -> list[Module]:
-        """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
-        found = []
-        for attribute, names in fused_linears(self.config, index).items():
-            begin = 0
-            for name, count in names.items():
-                found.append(Module(name, attribute, slice(begin, begin + count)))
-                begin += count
-        return found
-
-    def build_layer(
-        self, index: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> DecoderLayer:
-        """Layer `index` with its weights; `dtype` None keeps the checkpoint's."""
-        with torch.device("meta"):
-            layer = DecoderLayer(self.config.layers[index], self.config, index, self._maker())
-            self._round_caches([layer])
-        self._load_layer(layer, index, device, dtype or self.dtype)
-        return layer
-
-    def build_ends(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-        """A decoder without layers: `embed` and `head` work, `layers` is empty."""
-        with torch.device("meta"):
-            decoder = Decoder(self.config.model_copy(update={"layers": ()}), self._maker())
-        self._load_ends(decoder, device, dtype or self.dtype)
-        return decoder
-
-    def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-        """The whole model. Raises ArtifactError for tensors that are missing, of the wrong shape, or not part of the model."""
-        decoder, dtype = self.empty(), dtype or self.dtype
-        self._load_ends(decoder, device, dtype)
-        for index, layer in enumerate(decoder.layers):
-            self._load_layer(layer, index, device, dtype)
-            self.close()
-        decoder.quantization = self.quantization
-        return decoder
-
-    def empty(self) -> Decoder:
-        """The model on the meta device, without its weights. Raises ArtifactError as `build` does."""
-        with torch.device("meta"):
-            decoder = Decoder(self.config, self._maker())
-            self._round_caches(decoder.layers)
-        self.check(decoder)
-        return decoder
-
-    def check(self, decoder: Decoder) -> None:
-        """Raises ArtifactError unless the folder has exactly the tensors of `decoder`, by name and shape (headers only)."""
-        expected = expected_shapes(decoder)
-        for name, shape in expected.items():
-            found = self.shape(name)
-            if not values.fits(found, shape):
-                raise values.misfit(self.file(name), name, found, shape)
-        refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
-
-    def _maker(self) -> MakeLinear:
-        """The maker of dense linears, or of those (and the embedding) that the quantization config describes."""
-        if self.quantization is None:
-            return make_dense
-        from hone.model.quantized.config import input_hadamard, linear_of
-        from hone.model.quantized.embedding import make_embedding
-        from hone.model.quantized.hadamard import multiply_inputs
-
-        def make(name: str, spec: LinearSpec) -> nn.Module:
-            modules = self._modules_of(name)
-            sizes = {input_hadamard(self.quantization, module, spec.in_features) for module in modules}
-            schemes = [linear_of(self.quantization, module) for module in modules]
-            if any(one != schemes[0] for one in schemes) or len(sizes) > 1:
-                raise ArtifactError(
-                    f"{self.folder}: {', '.join(modules)} are quantized differently",
-                    fix="quantize projections of one fused linear with one scheme",
-                )
-            if not schemes or schemes[0] is None:
-                return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
-            kind, options = schemes[0]
-            if spec.reads == "tokens":
-                return make_embedding(spec, kind, options, tied=self.config.tie_embeddings, where=self.folder)
-            if spec.experts is not None:
-                raise ArtifactError(
-                    f"{self.folder}: the experts of {name} are quantized as {kind}, which holds one matrix",
-                    fix="load the checkpoint it was made from",
-                )
-            return multiply_inputs(LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options), *sizes)
-
-        return make
-
-    def _round_caches(self, layers: Iterable[nn.Module]) -> None:
-        """Gives the layers the rounding of keys and values that the quantization config describes, if it does."""
-        if self.quantization is not None and self.quantization.get("kv_cache_scheme"):
-            from hone.model.quantized.config import read
-
-            scheme = read(self.quantization).kv_cache
-            for layer in layers if scheme is not None else ():
-                add_rounding(layer, scheme)
-
-    def _modules_of(self, name: str) -> list[str]:
-        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv') or embedding."""
-        if not name.startswith("layers."):
-            return [TABLES[name]]
-        _, index, path = name.split(".", 2)
-        return list(self.config.modules(int(index), path))
-
-    def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        for attribute, names in fused_linears(self.config, index).items():
-            self._load_linear(layer.get_submodule(attribute), names, device, dtype)
-        for path, name in (self.config.singles(index) | rounding_paths(layer, self.config, index)).items():
-            owner, _, attribute = path.rpartition(".")
-            self._set(layer.get_submodule(owner), attribute, name, device, dtype)
-
-    def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
-        for path in (path for path in parts_of(decoder.config) if not path.startswith("layers.")):
-            self.load_part(decoder.get_submodule(path), path, device, dtype)
-
-    def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Loads the part of a decoder at `path`: 'layers.3', or one outside of the layers."""
-        if path.startswith("layers."):
-            self._load_layer(part, int(path.removeprefix("layers.")), device, dtype)
-        elif path in TABLES:
-            self._load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
-            if hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
-                part.like = torch.empty(0, device=device, dtype=dtype)
-        else:
-            self._set(part, "weight", f"model.{path}.weight", device, dtype)
-
-    def _load_linear(
-        self, linear: nn.Module, names: dict[str, int], device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        """Loads checkpoint modules into one fused linear; `names` maps each to its number of rows."""
-        parts = []
-        for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
-            parts.append(
-                {
-                    suffix: self._take(f"{name}.{suffix}", shape, device, dtype, integers=suffix in linear.integers)
-                    for suffix, shape in shapes.items()
-                }
-            )
-        linear.load(parts)
-
-    def _set(
-        self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        """Replaces one parameter or buffer by the tensor `name`."""
-        old = getattr(module, attribute)
-        taken = self._take(name, tuple(old.shape), device, dtype)
-        setattr(module, attribute, nn.Parameter(taken) if isinstance(old, nn.Parameter) else taken)
-
-    def _take(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        device: torch.device | str,
-        dtype: torch.dtype,
-        integers: bool = False,
-    ) -> Tensor:
-        """A copy of the tensor `name`; float tensors are converted to `dtype`, codes and scales keep their dtype."""
-        mapped = self.tensor(name)
-        if not values.fits(tuple(mapped.shape), tuple(shape)):
-            raise values.misfit(self.file(name), name, tuple(mapped.shape), shape)
-        return self.kept(name, mapped, device, dtype, integers=integers)
-
-    def kept(
-        self, name: str, stored: Tensor, device: torch.device | str, dtype: torch.dtype, *, integers: bool = False
-    ) -> Tensor:
-        """A copy of `stored`, all or a part of the tensor `name`, as a model keeps it (see `values.kept`)."""
-        return values.kept(self.file(name), name, stored, device, dtype, integers=integers)
-
-    def converted(self, name: str, stored: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
-        """The float tensor `name` with the values `stored`, on `device` in `dtype` (see `values.converted`)."""
-        return values.converted(self.file(name), name, stored, device, dtype)
+        config, weights = peft.with_adapter(plain, values, folder), Shards(folder)
+        if peft.KEY in values:
+            weights = peft.AdaptedShards(weights, Shards(folder / ADAPTER, peft.WEIGHTS), config)
+        super().__init__(folder, config, values, weights, quantization=values.get("quantization_config"))
 
 
 def load(
@@ -292,7 +80,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.dtype
     cast = (
-        (name, tensor.to(stored) if tensor.dtype in values.FLOATS and not name.endswith(values.AS_STORED) else tensor)
+        (name, tensor.to(stored) if tensor.dtype in FLOATS and not name.endswith(AS_STORED) else tensor)
         for name, tensor in (state(decoder) if tensors is None else tensors)
     )
     adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()
@@ -364,26 +152,3 @@ def layer_state(layer: DecoderLayer, config: ModelConfig, index: int) -> Iterato
     for path, name in (config.singles(index) | rounding_paths(layer, config, index)).items():
         owner, _, attribute = path.rpartition(".")
         yield name, getattr(layer.get_submodule(owner), attribute).detach()
-
-
-def fused_linears(config: ModelConfig, index: int) -> dict[str, dict[str, int]]:
-    """The linears of layer `index` ('mixer.qkv'), each with its checkpoint modules in row order and their row counts."""
-    return {path: config.modules(index, path) for path in config.linears(index)}
-
-
-def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every checkpoint tensor of `decoder`, which may be on the meta device."""
-    config, shapes = decoder.config, dict[str, tuple[int, ...]]()
-    tables = [path for path in parts_of(config) if path in TABLES]
-    linears = [({TABLES[path]: config.vocab_size}, decoder.get_submodule(path)) for path in tables]
-    for index, layer in enumerate(decoder.layers):
-        linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
-        parameters, names = config.parameters(index), config.singles(index)
-        shapes.update({names[path]: parameter.shape for path, parameter in parameters.items()})
-        scales = rounding_paths(layer, config, index).items()
-        shapes.update({name: tuple(layer.get_buffer(path).shape) for path, name in scales})
-    for names, linear in linears:
-        for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
-            shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
-    shapes["model.norm.weight"] = tuple(decoder.norm.weight.shape)
-    return shapes

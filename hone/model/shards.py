@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -80,6 +81,12 @@ class Shards:
     def close(self) -> None:
         """Unmaps the files; they are opened again on the next read."""
         self._files.clear()
+
+    def reopened(self) -> Self:
+        """The same tensors with memory maps of their own."""
+        found = copy(self)
+        found._files = {}
+        return found
 
     def _tensor_files(self) -> dict[str, str]:
         """The file of each tensor name."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from hone.data.load import PackedTokens
     from hone.model.decoder import Decoder
-    from hone.model.hf import Checkpoint
     from hone.model.shape import Shape
+    from hone.model.weights.model import ModelSource
     from hone.train.objectives.base import Objective
 
 torch = lazy("torch")
@@ -44,7 +44,7 @@ class Read:
     Files are mapped: the ranks of a machine read them from its disk once, and no rank has more of them than a part.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
+    def __init__(self, checkpoint: ModelSource, device: str) -> None:
         self._checkpoint, self._device = checkpoint, device
 
     def make(self, part: Module, path: str) -> None:

@@ -27,7 +27,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, load, save
 from hone.model.incremental import generate
 from hone.model.quantized.config import read, to_json
-from hone.model.quantized.dense import DenseCheckpoint
+from hone.model.quantized.dense import dequantized
 from hone.model.quantized.kv_cache import KVRounding
 from hone.model.quantized.scheme import CacheScheme, Quantization
 from hone.model.shape import Shape
@@ -162,7 +162,7 @@ def test_saved_again_it_has_its_scales_and_dequantized_it_has_none(family_folder
     assert torch.equal(load(folder)(TOKENS), load(tmp_path / "again")(TOKENS))
     half = load(folder, dtype=torch.bfloat16)
     assert half.layers[0].mixer.kv_rounding.k_scale.dtype == torch.float32, "scales stay as they are stored"
-    dense = DenseCheckpoint(folder)
+    dense = dequantized(Checkpoint(folder))
     assert not [name for name in dense.names() if name.endswith(("k_scale", "v_scale"))]
     assert dense.build().layers[0].mixer.kv_rounding is None
 
@@ -262,7 +262,7 @@ def test_scales_of_another_mixer_are_one_clear_error(kind: str, family_folder, m
         load(tmp_path / "other")
     if kind != "linformer":
         with pytest.raises(ArtifactError, match=f"mixer is {kind}"):
-            DenseCheckpoint(tmp_path / "other")
+            dequantized(Checkpoint(tmp_path / "other"))
 
 
 def test_what_cannot_be_calibrated_is_one_clear_error(family_folder, made, compress, tmp_path: Path) -> None:

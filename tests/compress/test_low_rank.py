@@ -23,7 +23,7 @@ from hone.model.decoder import Decoder
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load, save
-from hone.model.quantized.dense import DenseCheckpoint
+from hone.model.quantized.dense import dequantized
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams
 from hone.serve.spec import EngineSpec
@@ -254,7 +254,7 @@ def test_a_corrected_folder_is_its_base_and_the_adapter(
     assert size.value == sum(path.stat().st_size for path in made.folder.rglob("*.safetensors"))
     # The loaded model is that of the checkpoint's weights plus B A, written out by hand.
     model, checkpoint = load(made.folder, dtype=torch.float32), Checkpoint(made.folder)
-    dense = DenseCheckpoint(made.folder) if checkpoint.quantization is not None else checkpoint
+    dense = dequantized(Checkpoint(made.folder)) if checkpoint.quantization is not None else checkpoint
     count = 0
     for index, layer in enumerate(model.layers):
         for module in checkpoint.layer_modules(index):

@@ -14,14 +14,14 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.compress.gguf.export import export
 from hone.compress.stage import Compress
-from hone.compress.transforms.rotated import RotatedCheckpoint, random_rotation, rotated
+from hone.compress.transforms.rotated import random_rotation, rotated, rotated_model
 from hone.compress.transforms.rotation import Rotation
 from hone.measure.machine import describe
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, load, save
-from hone.model.quantized.dense import DenseCheckpoint
+from hone.model.quantized.dense import dequantized
 from hone.model.quantized.hadamard import input_hadamard
 from hone.model.shape import Shape
 from tests.compress.test_export import transformers_logits
@@ -70,7 +70,7 @@ def test_each_rotation_alone_is_exact(step: dict, family_folder) -> None:
     """In float64, from weights that are stored in float32: they differ from the given ones by one rounding."""
     folder, rotation = family_folder("qwen2"), Rotation.read({"seed": 3, **step})
     sizes = {f"layers.{index}.feed_forward.down": 32 for index in range(2)} if rotation.r4 else {}
-    turned = double(RotatedCheckpoint(Checkpoint(folder), rotation, sizes))
+    turned = double(rotated_model(Checkpoint(folder), rotation, sizes))
     assert [input_hadamard(layer.feed_forward.down) for layer in turned.layers] == [32 if sizes else 0] * 2
     given = logits(folder, dtype=torch.float64)
     assert (turned(TOKENS) - given).abs().max() <= 3e-6 * given.abs().max()
@@ -79,7 +79,7 @@ def test_each_rotation_alone_is_exact(step: dict, family_folder) -> None:
 @torch.no_grad()
 def test_the_residual_stream_is_rotated_by_one_orthogonal_matrix(family_folder) -> None:
     folder = family_folder("mistral")
-    turned = RotatedCheckpoint(Checkpoint(folder), Rotation(r2=False, seed=5), {})
+    turned = rotated_model(Checkpoint(folder), Rotation(r2=False, seed=5), {})
     matrix = random_rotation(64, 5, "residual")(torch.eye(64, dtype=torch.float64))
     assert torch.allclose(matrix @ matrix.T, torch.eye(64, dtype=torch.float64), atol=1e-12)
     before, after = double(Checkpoint(folder)), double(turned)
@@ -107,7 +107,7 @@ def test_norms_that_add_an_offset_become_ones(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that transformers cannot read it
         save(model, tmp_path)
-    turned = RotatedCheckpoint(Checkpoint(tmp_path), Rotation(), {})
+    turned = rotated_model(Checkpoint(tmp_path), Rotation(), {})
     assert bool((turned.tensor("model.layers.1.input_layernorm.weight") == 0).all())
     assert turned.values["config"]["tie_embeddings"] is False
     tokens = TOKENS % 50
@@ -126,7 +126,7 @@ def test_every_mixer_is_rotated_exactly_or_refused(mixer: str | dict, tmp_path: 
     expected = model(tokens)
     for options in ({"r2": False}, {"r1": False}):
         try:
-            turned = RotatedCheckpoint(Checkpoint(tmp_path), Rotation(**options), {})
+            turned = rotated_model(Checkpoint(tmp_path), Rotation(**options), {})
         except SpecError as error:
             assert "set r1=false" in error.fix if "r2" in options else "set r2=false" in error.fix
             continue
@@ -198,7 +198,7 @@ def test_dequantized_weights_are_those_of_inputs_that_are_not_multiplied(
     quantizer: dict, family_folder, compress, tmp_path: Path
 ) -> None:
     made = compress(family_folder("llama"), ALL, quantizer)
-    checkpoint = DenseCheckpoint(made.folder)
+    checkpoint = dequantized(Checkpoint(made.folder))
     assert "quantization_config" not in checkpoint.values
     with torch.no_grad():
         assert torch.allclose(checkpoint.build()(TOKENS), logits(made.folder), atol=1e-4)

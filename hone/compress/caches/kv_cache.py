@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from hone.compress.capture import Flow
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
     from hone.model.quantized.scheme import CacheScheme
+    from hone.model.weights.model import ModelSource
 
 torch = lazy("torch")
 attention = lazy("hone.model.mixers.attention")
@@ -101,7 +101,7 @@ class KVCache(Step):
         widest = max((2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in config.layers), default=0)
         return widest * sum(RANGE_BYTES[name] for name in self.observer.needs)
 
-    def calibrate(self, layer: nn.Module, flow: Flow, checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
+    def calibrate(self, layer: nn.Module, flow: Flow, checkpoint: ModelSource, index: int) -> dict[str, Tensor]:
         """Observes the keys and values of `layer` on its inputs and lets it round them from now on; the scales by name.
 
         The layer has the weights that are written: what it observes is what a served model caches. Raises ArtifactError

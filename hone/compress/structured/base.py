@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hone.compress.capture import Flow
     from hone.compress.structured.cut import Cut
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 ALIGNMENT = 32
 """Sizes computed from a fraction are multiples of it, as tensor cores and groups of quantized weights need."""
@@ -42,7 +42,7 @@ class StructuredPruner(Technique):
         """
         raise NotImplementedError
 
-    def choose(self, checkpoint: Checkpoint, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
+    def choose(self, checkpoint: ModelSource, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
         """What stays of `checkpoint`, and what the artifact says about it. `flow` is None if `passes` is."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hone.base.artifact import Draft
     from hone.compress.capture import Flow
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 cuts = lazy("hone.compress.structured.cut")
 
@@ -46,8 +46,8 @@ def measured(
 
 
 def cut(
-    checkpoint: Checkpoint, steps: Iterable[StructuredPruner], flow: Flow | None, draft: Draft, run: Run
-) -> tuple[Checkpoint, list[dict[str, Any]]]:
+    checkpoint: ModelSource, steps: Iterable[StructuredPruner], flow: Flow | None, draft: Draft, run: Run
+) -> tuple[ModelSource, list[dict[str, Any]]]:
     """The checkpoint that `steps` leave of `checkpoint`, and what each says of itself.
 
     What stays is durable as soon as a step has measured it: an interrupted stage measures it again only when it was killed
@@ -63,7 +63,7 @@ def cut(
             if run.mesh.leads:
                 write_atomic(path, json.dumps(entry).encode())
                 draft.keep_time()
-        checkpoint = cuts.CutCheckpoint(checkpoint, cuts.Cut.of_json(entry["cut"]))
+        checkpoint = cuts.cut_model(checkpoint, cuts.Cut.of_json(entry["cut"]))
         said.append(entry["said"])
     return checkpoint, said
 

@@ -1,9 +1,8 @@
-"""A cut: the layers, heads and channels of a model that stay, and a checkpoint that reads only these from the whole one."""
+"""A cut: the layers, heads and channels of a model that stay, and weights that are only these of the whole ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hone.model.config import LayerSpec, ModelConfig
-from hone.model.hf import Checkpoint, config_values
+from hone.model.hf import config_values
 from hone.model.linear_spec import LinearSpec
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import View, WeightSource
 
 Places = tuple[int, ...] | None
 """The rows or columns that stay, ascending; None: all."""
@@ -71,38 +72,38 @@ class Source(NamedTuple):
                 tensor = tensor.index_select(axis, torch.tensor(places, device=tensor.device))
         return tensor
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of that part of a tensor of shape `whole`."""
+        axes = (self.rows, self.columns)[: len(whole)]
+        kept = (size if places is None else len(places) for size, places in zip(whole, axes, strict=False))
+        return (*kept, *whole[len(axes) :])
 
-class CutCheckpoint(Checkpoint):
-    """What a cut leaves of a checkpoint, which may be cut itself: read lazily, under the names of a whole model."""
 
-    def __init__(self, source: Checkpoint, cut: Cut) -> None:
-        self.folder = source.folder
-        self.config = cut.config(source.config)
-        self.values = config_values(self.config, source.dtype)
-        self.quantization = None
-        self.source, self.cut = source, cut
-        self._sources = dict(_sources(source.config, self.config, cut))
+class CutWeights(View):
+    """What a cut leaves of the weights of `source`, which may be cut themselves, under the names of a whole model."""
 
-    def reopened(self) -> CutCheckpoint:
-        opened = copy(self)  # its table of tensors, with which it is not made again
-        opened.source = self.source.reopened()
-        return opened
+    def __init__(self, source: WeightSource, sources: dict[str, Source]) -> None:
+        super().__init__(source)
+        self.sources = sources
 
     def names(self) -> list[str]:
-        return list(self._sources)
+        return list(self.sources)
 
     def tensor(self, name: str) -> Tensor:
-        source = self._sources[name]
-        return source.read(self.source.tensor(source.name))
+        return self.sources[name].read(self.source.tensor(self.sources[name].name))
 
     def file(self, name: str) -> Path:
-        return self.source.file(self._sources[name].name)
+        return self.source.file(self.sources[name].name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
+        return self.sources[name].shape(self.source.shape(self.sources[name].name))
 
-    def close(self) -> None:
-        self.source.close()
+
+def cut_model(source: ModelSource, cut: Cut) -> ModelSource:
+    """What `cut` leaves of the model of `source`."""
+    config = cut.config(source.config)
+    weights = CutWeights(source, dict(_sources(source.config, config, cut)))
+    return ModelSource(source.folder, config, config_values(config, source.dtype), weights)
 
 
 def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tuple[str, Source]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hone.compress.capture import Flow
     from hone.compress.structured.cut import Cut
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 cuts = lazy("hone.compress.structured.cut")
 importances = lazy("hone.compress.structured.importance")
@@ -64,7 +64,7 @@ class Depth(StructuredPruner):
             )
         return cuts.Cut(tuple(range(size))).config(config)
 
-    def choose(self, checkpoint: Checkpoint, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
+    def choose(self, checkpoint: ModelSource, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
         if flow is None:
             return cuts.Cut(self.layers), {"layers": list(self.layers)}
         measure = importances.block_influence if self.importance == "block_influence" else importances.added_losses

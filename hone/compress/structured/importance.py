@@ -19,12 +19,12 @@ from hone.compress.capture import Flow
 from hone.compress.shards import build_layer
 from hone.data.load import IGNORE
 from hone.model.decoder import DecoderLayer
-from hone.model.hf import Checkpoint
+from hone.model.weights.model import ModelSource
 from hone.ops import linear_cross_entropy
 
 
 @torch.no_grad()
-def block_influence(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]:
+def block_influence(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
     """Of every layer 1 - cos(its input, its output), mean over tokens. Men et al. 2024, arXiv:2403.03853, equation 1."""
     sums = [torch.zeros((), dtype=torch.float64, device=flow.device) for _ in checkpoint.config.layers]
     for index, layer in _layers(checkpoint, flow, run):
@@ -39,7 +39,7 @@ def block_influence(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]
 
 
 @torch.no_grad()
-def added_losses(checkpoint: Checkpoint, flow: Flow, run: Run) -> list[float]:
+def added_losses(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
     """Of every layer how much the next-token loss grows when it alone is left out, in nats per token.
 
     Every model without one layer runs beside the whole one, from that layer on: L + 1 hidden states are in memory.
@@ -65,7 +65,7 @@ class WidthScores(NamedTuple):
 
 
 @torch.no_grad()
-def width_scores(checkpoint: Checkpoint, flow: Flow, run: Run) -> WidthScores:
+def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
     """Importances from activations, as Minitron aggregates them: |x| by the mean over a sequence, then by the L2 norm over
     sequences. Muralidharan et al. 2024, arXiv:2407.14679, sections 2.2 and 4.
 
@@ -136,7 +136,7 @@ def _keep(inputs: dict[str, Tensor], path: str):
     return hook
 
 
-def _layers(checkpoint: Checkpoint, flow: Flow, run: Run) -> Iterator[tuple[int, DecoderLayer]]:
+def _layers(checkpoint: ModelSource, flow: Flow, run: Run) -> Iterator[tuple[int, DecoderLayer]]:
     """Every layer in turn, after the embedding; the caller advances `flow`."""
     flow.embed(checkpoint.build_ends(flow.device, flow.dtype))
     with run.progress("importance", checkpoint.config.num_layers, "layers") as bar:
@@ -145,7 +145,7 @@ def _layers(checkpoint: Checkpoint, flow: Flow, run: Run) -> Iterator[tuple[int,
             bar.advance()
 
 
-def _loss(checkpoint: Checkpoint, flow: Flow) -> float:
+def _loss(checkpoint: ModelSource, flow: Flow) -> float:
     """Mean next-token loss of the last hidden states, in nats; a document's last token has no target."""
     ends = checkpoint.build_ends(flow.device, flow.dtype)
     tokens, owners = torch.from_numpy(flow.own.tokens), flow.own.document_ids

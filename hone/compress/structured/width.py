@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hone.compress.capture import Flow
     from hone.compress.structured.cut import Cut
     from hone.model.config import LayerSpec, ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 cuts = lazy("hone.compress.structured.cut")
 families = lazy("hone.model.families")
@@ -58,7 +58,7 @@ class Width(StructuredPruner):
             )
         return cuts.Cut(tuple(range(config.num_layers)), *self._stay(config)).config(config)
 
-    def choose(self, checkpoint: Checkpoint, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
+    def choose(self, checkpoint: ModelSource, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
         assert flow is not None, "width measures activations"
         config = checkpoint.config
         scores = importances.width_scores(checkpoint, flow, run)

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.figure import human_bytes
 from hone.base.run import Run
 from hone.compress.transforms.rotation import Rotation, values_of
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import OWN
-from hone.model.hf import Checkpoint, config_values
-from hone.model.linear import MakeLinear
-from hone.model.linear_spec import LinearSpec
+from hone.model.hf import config_values
 from hone.model.quantized import hadamard
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import View, WeightSource
 
 CHUNK = 1 << 22
 """Values that are float64 at a time where rows change alone."""
@@ -59,65 +59,47 @@ class Change:
     """The value of all entries instead: of a norm that was folded."""
 
 
-class RotatedCheckpoint(Checkpoint):
-    """The model of `source` with rotated weights, read lazily; its linears in `hadamards` multiply their inputs (R4).
+class RotatedWeights(View):
+    """The weights of `source` as `changes` say, by the tensor's name.
 
-    Products are computed in float64 on `device`, and rounded once to the dtype of the tensor.
+    Products are computed in float64 on `device`, and rounded once to the dtype of the tensor: `dtype` where the tensor of the
+    source has another name.
     """
 
-    def __init__(self, source: Checkpoint, rotation: Rotation, hadamards: dict[str, int], device: str = "cpu") -> None:
-        self.folder = source.folder
-        self.source = source
-        self.config = rotation.reshape(source.config)
-        own = source.values.get("model_type") == OWN
-        tied = {"tie_word_embeddings": self.config.tie_embeddings}
-        self.values = config_values(self.config, source.dtype) if own else source.values | tied
-        self.quantization = None
-        self.hadamards = hadamards
-        self.device = device
-        self._changes = dict(_changes(source.config, rotation, hadamards))
+    def __init__(self, source: WeightSource, changes: dict[str, Change], dtype: torch.dtype, device: str) -> None:
+        super().__init__(source)
+        self.changes, self.dtype, self.device = changes, dtype, device
         self._kept: dict[str, Tensor] | None = None
 
-    def reopened(self) -> RotatedCheckpoint:
+    def reopened(self) -> Self:
         """As the base; it keeps the tensors of layers, which the engine reads twice, until it is freed."""
-        opened = copy(self)
-        opened.source, opened._kept = self.source.reopened(), {}
+        opened = super().reopened()
+        opened._kept = {}
         return opened
 
     def names(self) -> list[str]:
-        added = [HEAD] if HEAD in self._changes else []
+        added = [HEAD] if HEAD in self.changes else []
         return list(dict.fromkeys((*self.source.names(), *added)))
 
     def tensor(self, name: str) -> Tensor:
-        change = self._changes.get(name)
+        change = self.changes.get(name)
         if change is None:
             return self.source.tensor(name)
         if self._kept is not None and name in self._kept:
             return self._kept[name]
         stored = self.source.tensor(change.source)
-        made = self._changed(stored, change).to("cpu", self.source.dtype if change.source != name else stored.dtype)
+        made = self._changed(stored, change).to("cpu", self.dtype if change.source != name else stored.dtype)
         if self._kept is not None and name.startswith("model.layers."):
             self._kept[name] = made
         return made
 
     def shape(self, name: str) -> tuple[int, ...]:
-        change = self._changes.get(name)
+        change = self.changes.get(name)
         return self.source.shape(name if change is None else change.source)
 
     def file(self, name: str) -> Path:
-        change = self._changes.get(name)
+        change = self.changes.get(name)
         return self.source.file(name if change is None else change.source)
-
-    def close(self) -> None:
-        self.source.close()
-
-    def _maker(self) -> MakeLinear:
-        make = super()._maker()
-
-        def multiplying(name: str, spec: LinearSpec) -> nn.Module:
-            return hadamard.multiply_inputs(make(name, spec), self.hadamards.get(name, 0))
-
-        return multiplying
 
     def _changed(self, stored: Tensor, change: Change) -> Tensor:
         """The rotated values of a tensor, float64 where its rows change, else in its dtype."""
@@ -144,12 +126,24 @@ class RotatedCheckpoint(Checkpoint):
         return stored.to(self.device, torch.float64)
 
 
-def rotated(source: Checkpoint, rotation: Rotation | None, hadamards: dict[str, int], run: Run) -> Checkpoint:
+def rotated_model(
+    source: ModelSource, rotation: Rotation, hadamards: dict[str, int], device: str = "cpu"
+) -> ModelSource:
+    """The model of `source` with rotated weights; its linears in `hadamards` multiply their inputs (R4)."""
+    config = rotation.reshape(source.config)
+    own = source.values.get("model_type") == OWN
+    tied = {"tie_word_embeddings": config.tie_embeddings}
+    values = config_values(config, source.dtype) if own else source.values | tied
+    weights = RotatedWeights(source, dict(_changes(source.config, rotation, hadamards)), source.dtype, device)
+    return ModelSource(source.folder, config, values, weights, hadamards=hadamards)
+
+
+def rotated(source: ModelSource, rotation: Rotation | None, hadamards: dict[str, int], run: Run) -> ModelSource:
     """`source` as `rotation` leaves it; unchanged without one. Raises ArtifactError for tensors that its config does not describe."""
     if rotation is None:
         return source
     source.empty()
-    made = RotatedCheckpoint(source, rotation, hadamards, run.device)
+    made = rotated_model(source, rotation, hadamards, run.device)
     if source.config.tie_embeddings and not made.config.tie_embeddings:
         size = human_bytes(source.config.vocab_size * source.config.hidden_size * source.dtype.itemsize)
         run.say(f"rotation: the head, which was tied to the embedding, is stored apart: {size} more")

@@ -25,6 +25,7 @@ from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization, Scheme
+from hone.model.weights.model import ModelSource
 
 if TYPE_CHECKING:
     from hone.compress.calibration import Calibration
@@ -84,7 +85,7 @@ def quantization_config(
 
 
 def describe(
-    draft: Draft, checkpoint: Checkpoint, quantization: dict[str, Any] | None, *, adapted: bool = False
+    draft: Draft, checkpoint: ModelSource, quantization: dict[str, Any] | None, *, adapted: bool = False
 ) -> None:
     """Writes config.json with the quantization and whether there is an adapter, and copies what lies beside the weights."""
     values = checkpoint.values
@@ -121,7 +122,7 @@ def techniques(
         draft.did({"slot": ALLOCATIONS.slot, **spec.allocation.model_dump(mode="json"), "loss": loss})
 
 
-def record(draft: Draft, folder: Path, checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> None:
+def record(draft: Draft, folder: Path, checkpoint: ModelSource, rows: list[dict[str, Any]]) -> None:
     """The figures of the folder made from the one in `folder`; `rows` are of its matrices, none where no step worked on them."""
     size = weights_bytes(draft.folder)
     draft.record("model_bytes", size, "B")

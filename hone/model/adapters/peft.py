@@ -8,8 +8,9 @@ adapter_config.json and adapter_model.safetensors, with tensors `base_model.mode
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
@@ -191,6 +192,12 @@ class AdaptedShards:
         """Unmaps the files."""
         self.model.close()
         self.adapter.close()
+
+    def reopened(self) -> Self:
+        """The same tensors with memory maps of their own."""
+        found = copy(self)
+        found.model, found.adapter = self.model.reopened(), self.adapter.reopened()
+        return found
 
     def _where(self, name: str) -> tuple[Shards, str]:
         if name in self._keys:

@@ -11,7 +11,7 @@ from hone.base.table import Technique
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 files = lazy("hone.model.growth.checkpoint")
 
@@ -28,7 +28,7 @@ class Growth(Technique):
         """The config of the larger model. Raises SpecError when a model of `config` cannot be grown so."""
         raise NotImplementedError
 
-    def checkpoint(self, source: Checkpoint, seed: int) -> Checkpoint:
+    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
         """The larger model's tensors, each made of those of `source` when it is read; `seed` is that of random numbers."""
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ def grown_config(config: ModelConfig, growths: Sequence[Growth]) -> ModelConfig:
     return config
 
 
-def grown_checkpoint(source: Checkpoint, growths: Sequence[Growth], seed: int = 0) -> Checkpoint:
+def grown_checkpoint(source: ModelSource, growths: Sequence[Growth], seed: int = 0) -> ModelSource:
     """The checkpoint of the model that `growths` make of `source`, in turn. Nothing is in memory: a tensor is made, in float32,
     when it is read, from the one or two tensors of `source` that it needs.
 

@@ -12,7 +12,7 @@ from hone.model.growth.base import Growth, must_grow, silencing
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 configs = lazy("hone.model.config")
 depth = lazy("hone.model.growth.depth")
@@ -72,5 +72,5 @@ class BlockExpansion(Growth):
                 )
         return large
 
-    def checkpoint(self, source: Checkpoint, seed: int) -> Checkpoint:
+    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
         return depth.deeper(source, self.grow(source.config), *self._order(source.config))

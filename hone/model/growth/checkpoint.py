@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from hone.model.config import ModelConfig
-from hone.model.hf import Checkpoint, config_values
+from hone.model.hf import config_values
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import View, WeightSource
 
 
 class Recipe(Protocol):
@@ -21,29 +22,21 @@ class Recipe(Protocol):
         """The tensor of the source that it is made of, in whose file mistakes are looked for."""
         ...
 
-    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+    def shape(self, source: WeightSource) -> tuple[int, ...]:
         """Its shape, without reading a tensor."""
         ...
 
-    def make(self, source: Checkpoint) -> Tensor:
+    def make(self, source: WeightSource) -> Tensor:
         """The tensor, on the CPU."""
         ...
 
 
-class GrownCheckpoint(Checkpoint):
-    """The model of `config`, of whose tensors `recipes` say how they are made of those of `source`, which may be grown itself."""
+class GrownWeights(View):
+    """Tensors of which `recipes` say how they are made of those of `source`, which may be grown itself."""
 
-    def __init__(self, source: Checkpoint, config: ModelConfig, recipes: Mapping[str, Recipe]) -> None:
-        self.folder = source.folder
-        self.config = config
-        self.values = config_values(config, source.dtype)
-        self.quantization = None
-        self.source, self.recipes = source, recipes
-
-    def reopened(self) -> GrownCheckpoint:
-        opened = copy(self)
-        opened.source = self.source.reopened()
-        return opened
+    def __init__(self, source: WeightSource, recipes: Mapping[str, Recipe]) -> None:
+        super().__init__(source)
+        self.recipes = recipes
 
     def names(self) -> list[str]:
         return list(self.recipes)
@@ -57,5 +50,7 @@ class GrownCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.recipes[name].shape(self.source)
 
-    def close(self) -> None:
-        self.source.close()
+
+def grown(source: ModelSource, config: ModelConfig, recipes: Mapping[str, Recipe]) -> ModelSource:
+    """The model of `config`, whose tensors `recipes` make of those of `source`."""
+    return ModelSource(source.folder, config, config_values(config, source.dtype), GrownWeights(source, recipes))

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hone.model.config import ModelConfig
 from hone.model.growth.base import silencing
-from hone.model.growth.checkpoint import GrownCheckpoint, Recipe
-from hone.model.hf import Checkpoint
+from hone.model.growth.checkpoint import Recipe, grown
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,17 @@ class Copied:
     name: str
     value: float | None = None
 
-    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+    def shape(self, source: WeightSource) -> tuple[int, ...]:
         return source.shape(self.name)
 
-    def make(self, source: Checkpoint) -> Tensor:
+    def make(self, source: WeightSource) -> Tensor:
         stored = source.tensor(self.name)
         return stored if self.value is None else stored.new_full(stored.shape, self.value)
 
 
 def deeper(
-    source: Checkpoint, config: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
-) -> Checkpoint:
+    source: ModelSource, config: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
+) -> ModelSource:
     """The model of `config` whose layers are those of `source` at `order`; those at the places `silent` add zero."""
     recipes = {
         "model.embed_tokens.weight": Copied("model.embed_tokens.weight"),
@@ -40,7 +41,7 @@ def deeper(
         recipes["lm_head.weight"] = Copied("lm_head.weight")
     for place, index in enumerate(order):
         recipes |= _layer(source.config, config, index, place, silent=place in silent)
-    return GrownCheckpoint(source, config, recipes)
+    return grown(source, config, recipes)
 
 
 def _layer(small: ModelConfig, large: ModelConfig, index: int, place: int, *, silent: bool) -> dict[str, Recipe]:

@@ -11,7 +11,7 @@ from hone.model.growth.base import Growth, must_grow
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 configs = lazy("hone.model.config")
 depth = lazy("hone.model.growth.depth")
@@ -46,5 +46,5 @@ class Stack(Growth):
         # Validated again: a layer that reuses the keys of an earlier one may stand at another place.
         return configs.ModelConfig.read({**config.model_dump(mode="json"), "layers": layers})
 
-    def checkpoint(self, source: Checkpoint, seed: int) -> Checkpoint:
+    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
         return depth.deeper(source, self.grow(source.config), self._order(source.config))

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from hone.model.config import ModelConfig
 from hone.model.decoder import draw_initial
-from hone.model.growth.checkpoint import GrownCheckpoint, Recipe
+from hone.model.growth.checkpoint import Recipe, grown
 from hone.model.growth.layout import Layout, Made, Side, Widening
-from hone.model.hf import Checkpoint
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import WeightSource
 
 
-def wider(source: Checkpoint, config: ModelConfig, how: Widening, seed: int) -> Checkpoint:
+def wider(source: ModelSource, config: ModelConfig, how: Widening, seed: int) -> ModelSource:
     """The model of `config`, as `how` makes it of `source`."""
     layout = Layout(source.config, config, how, seed)
     made = layout.ends()
     for index in range(config.num_layers):
         made |= layout.layer(index)
     recipes: dict[str, Recipe] = {name: Wider(one, f"{seed}/growth/{name}", how.noise) for name, one in made.items()}
-    return GrownCheckpoint(source, config, recipes)
+    return grown(source, config, recipes)
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Wider:
     def name(self) -> str:
         return self.made.name
 
-    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+    def shape(self, source: WeightSource) -> tuple[int, ...]:
         return self.made.shape
 
-    def make(self, source: Checkpoint) -> Tensor:
+    def make(self, source: WeightSource) -> Tensor:
         made = self.made
         small = source.tensor(made.name).float()
         if made.initial is None and made.offset:

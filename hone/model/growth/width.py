@@ -15,7 +15,7 @@ from hone.model.growth.base import Growth
 
 if TYPE_CHECKING:
     from hone.model.config import LayerSpec, ModelConfig
-    from hone.model.hf import Checkpoint
+    from hone.model.weights.model import ModelSource
 
 configs = lazy("hone.model.config")
 families = lazy("hone.model.families")
@@ -157,7 +157,7 @@ class Width(Growth):
             )
         return many
 
-    def checkpoint(self, source: Checkpoint, seed: int) -> Checkpoint:
+    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
         return tensors.wider(source, self.grow(source.config), self, seed)
 
 

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from hone.base.errors import SpecError
+from hone.base.errors import ArtifactError, SpecError
 from hone.model.decoder import Decoder
 from hone.model.families.config_json import from_hf
-from hone.model.folder import model_folder, read_json
-from hone.model.hf import CONFIG, Checkpoint
+from hone.model.folder import CONFIG, model_folder, read_json
 from hone.model.quantized import activations
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Scheme
+from hone.model.weights.model import ModelSource
 from hone.model.weights.values import stated_dtype
 
 _STD = 0.02
 
 
-class RandomCheckpoint(Checkpoint):
+class NoWeights:
+    """A source without tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        """None."""
+        return []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ArtifactError, as `tensor` and `file` do."""
+        raise self._missing(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Raises ArtifactError."""
+        raise self._missing(name)
+
+    def file(self, name: str) -> Path:
+        """Raises ArtifactError."""
+        raise self._missing(name)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def reopened(self) -> Self:
+        """Itself."""
+        return self
+
+    def _missing(self, name: str) -> ArtifactError:
+        return ArtifactError(f"{self.folder}: {name} is random", fix="give a folder with weights")
+
+
+class RandomCheckpoint(ModelSource):
     """Weights drawn on the device, normal with standard deviation 0.02, or codes and scales that mean such numbers.
 
     For measuring speed: a model of 8 billion parameters is there in a second. `folder` needs a config.json only. Raises
@@ -28,18 +62,15 @@ class RandomCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: Path | str, seed: int = 0) -> None:
-        self.folder = model_folder(folder)
-        self.values = read_json(self.folder / CONFIG)
-        self.config = from_hf(self.values, str(self.folder / CONFIG))
-        self.quantization = self.values.get("quantization_config")
+        folder = model_folder(folder)
+        values = read_json(folder / CONFIG)
+        config = from_hf(values, str(folder / CONFIG))
+        super().__init__(folder, config, values, NoWeights(folder), quantization=values.get("quantization_config"))
         self._seed = seed
 
-    def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
+    def load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
         torch.manual_seed(self._seed)  # they come first, also where layers are read one by one
-        super()._load_ends(decoder, device, dtype)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        super().load_ends(decoder, device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,12 +80,12 @@ class RandomCheckpoint(Checkpoint):
     def check(self, decoder: Decoder) -> None:
         """Nothing is stored, so nothing can be missing."""
 
-    def _load_linear(
+    def load_linear(
         self, linear: nn.Module, names: dict[str, int], device: torch.device | str, dtype: torch.dtype
     ) -> None:
         scheme = getattr(linear, "scheme", None)
         if not isinstance(scheme, Scheme):
-            super()._load_linear(linear, names, device, dtype)
+            super().load_linear(linear, names, device, dtype)
         elif scheme.permuted or scheme.scales != "float":
             raise SpecError(
                 f"no random weights of {scheme.described}",
@@ -83,7 +114,7 @@ class RandomCheckpoint(Checkpoint):
             part[name] = torch.ones(1, dtype=kind, device=device)
         return part
 
-    def _take(
+    def take(
         self,
         name: str,
         shape: tuple[int, ...],

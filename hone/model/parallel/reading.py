@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
-from hone.model.hf import Checkpoint, fused_linears
+from hone.model.hf import Checkpoint
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 from hone.model.parallel.cut import Cut, Shapes, cuts, pieces_of, row_axis
 from hone.model.parallel.local import (
@@ -22,6 +22,7 @@ from hone.model.parallel.local import (
     vocabulary_rows,
 )
 from hone.model.quantized.kv_cache import rounding_paths
+from hone.model.weights.model import fused_linears
 from hone.parallel.group import Group, Pipe
 from hone.parallel.place import Place
 
@@ -51,14 +52,14 @@ class LocalCheckpoint(Checkpoint):
         with torch.device("meta"):
             decoder = LocalDecoder(self.config, self.place, self.stage_layers, self.group, self.pipe, self._maker())
             self._round_caches(decoder.layers)
-        self._load_ends(decoder, device, dtype)
+        self.load_ends(decoder, device, dtype)
         for index, layer in zip(self.stage_layers, decoder.layers, strict=True):
-            self._load_layer(layer, index, device, dtype)
+            self.load_layer(layer, index, device, dtype)
             self.close()
         decoder.quantization = self.quantization
         return decoder
 
-    def _load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    def load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
         whole, place = self.whole, self.place
         for path, linear in whole.linears(index).items():
             module = layer.get_submodule(path)
@@ -75,7 +76,7 @@ class LocalCheckpoint(Checkpoint):
             keys = Piece("k", heads, heads if heads > 1 else None, replicate=True)
             self._place(layer, path, name, keys.rows(place.tensor_rank, place.tensor_size), device, dtype)
 
-    def _load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
+    def load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
         place, vocab_size = self.place, self.whole.vocab_size
         rows = vocabulary_rows(vocab_size, place.tensor_size)
         own = slice(min(vocab_size, rows * place.tensor_rank), min(vocab_size, rows * (place.tensor_rank + 1)))
@@ -139,8 +140,8 @@ class LocalCheckpoint(Checkpoint):
         integers: bool = False,
     ) -> Tensor:
         if pieces is None:
-            return self._take(name, self.shape(name), device, dtype, integers=integers)
-        parts = [self._shards.part(name, piece) for piece in pieces]
+            return self.take(name, self.shape(name), device, dtype, integers=integers)
+        parts = [self.weights.part(name, piece) for piece in pieces]
         stored = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         return self.kept(name, stored, device, dtype, integers=integers)
 
@@ -157,7 +158,7 @@ class LocalCheckpoint(Checkpoint):
         """Sets a parameter or buffer to `own` entries of tensor `name`, with zeros up to `rows`."""
         where, _, attribute = path.rpartition(".")
         module = owner.get_submodule(where)
-        stored = self._shards.part(name, (own,))
+        stored = self.weights.part(name, (own,))
         taken = self.kept(name, stored, device, dtype)
         if rows is not None and len(taken) < rows:
             taken = torch.cat((taken, taken.new_zeros(rows - len(taken), *taken.shape[1:])))

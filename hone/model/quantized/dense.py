@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
-from hone.model.hf import Checkpoint
 from hone.model.quantized.config import read as config_of
 from hone.model.quantized.hadamard import multiply
 from hone.model.quantized.kv_cache import scale_names
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme
+from hone.model.weights.model import ModelSource
+from hone.model.weights.source import View
 from hone.model.weights.values import misfit
 
 
@@ -64,34 +65,37 @@ def cache_scales(config: ModelConfig, quantization: dict[str, Any]) -> set[str]:
     return {name for index in layers for name in scale_names(config, index).values()}
 
 
-class DenseCheckpoint(Checkpoint):
-    """A `Checkpoint` whose quantized linears and embedding have a `weight` in the checkpoint's dtype, dequantized when it is read.
+class DenseWeights(View):
+    """The weights of a quantized folder with a `weight` for each quantized linear and embedding, dequantized to `dtype` when it is read.
 
     Where inputs were multiplied by Hadamard matrices, the weight is: the inputs of the dense linear are not.
     Scales of a KV cache are left out: its keys and values are not rounded.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        super().__init__(folder)
-        assert self.quantization is not None, f"{folder} is not quantized"
-        self._modules = {f"{one.name}.weight": one for one in quantized_modules(self.config, self.quantization)}
-        self._scales = cache_scales(self.config, self.quantization)
-        self.quantization = None
-        self.values = {key: value for key, value in self.values.items() if key != "quantization_config"}
+    def __init__(self, source: ModelSource) -> None:
+        assert source.quantization is not None, f"{source.folder} is not quantized"
+        super().__init__(source.weights)
+        self.folder, self.dtype = source.folder, source.dtype
+        modules = quantized_modules(source.config, source.quantization)
+        self._modules = {f"{one.name}.weight": one for one in modules}
+        self._scales = cache_scales(source.config, source.quantization)
 
     def names(self) -> list[str]:
+        """As of a dense folder."""
         stored = self._scales.union(*(one.tensors for one in self._modules.values()))
-        return [name for name in super().names() if name not in stored] + list(self._modules)
+        return [name for name in self.source.names() if name not in stored] + list(self._modules)
 
     def tensor(self, name: str) -> Tensor:
+        """The stored tensor, or a dequantized weight. Raises ArtifactError when its parts do not fit each other."""
         one = self._modules.get(name)
         if one is None:
-            return super().tensor(name)
+            return self.source.tensor(name)
         part = {}
         for suffix, shape in shapes_of(one.scheme, one.rows, one.columns).items():
-            tensor = super().tensor(f"{one.name}.{suffix}")
+            stored = f"{one.name}.{suffix}"
+            tensor = self.source.tensor(stored)
             if shape != (-1,) and tuple(tensor.shape) != shape:
-                raise misfit(super().file(f"{one.name}.{suffix}"), f"{one.name}.{suffix}", tuple(tensor.shape), shape)
+                raise misfit(self.source.file(stored), stored, tuple(tensor.shape), shape)
             part[suffix] = tensor
         try:
             weight = layout_of(one.scheme).read(one.scheme, part, one.columns).weight(self.dtype)
@@ -100,8 +104,16 @@ class DenseCheckpoint(Checkpoint):
         return multiply(weight, one.hadamard) if one.hadamard else weight
 
     def file(self, name: str) -> Path:
-        return super().file(self._modules[name].tensors[0] if name in self._modules else name)
+        """The file of the tensor, or of the codes of a weight."""
+        return self.source.file(self._modules[name].tensors[0] if name in self._modules else name)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the config where it is dequantized."""
         one = self._modules.get(name)
-        return super().shape(name) if one is None else (one.rows, one.columns)
+        return self.source.shape(name) if one is None else (one.rows, one.columns)
+
+
+def dequantized(source: ModelSource) -> ModelSource:
+    """The quantized model of `source` as a dense one, in its dtype."""
+    values = {key: value for key, value in source.values.items() if key != "quantization_config"}
+    return ModelSource(source.folder, source.config, values, DenseWeights(source))

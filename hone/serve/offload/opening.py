@@ -14,6 +14,7 @@ from hone.cost.serving import Serving, StepKind
 from hone.model.decoder import Decoder
 from hone.model.hf import Checkpoint
 from hone.model.parallel.random import RandomCheckpoint
+from hone.model.weights.model import ModelSource
 from hone.serve.offload.budget import Budget
 from hone.serve.offload.pinned import check_host
 from hone.serve.offload.stream import LayerStream
@@ -37,14 +38,14 @@ def open_streamed(
         if index in offload.streamed:
             stream.take(layer.requires_grad_(False))
 
-    checkpoint: Checkpoint = RandomCheckpoint(folder) if spec.load_format == "dummy" else Checkpoint(folder)
+    checkpoint: ModelSource = RandomCheckpoint(folder) if spec.load_format == "dummy" else Checkpoint(folder)
     model = _read(checkpoint, device, dtype, made)
     if offload.streamed:
         stream.open()
     return model.eval().requires_grad_(False), stream
 
 
-def _read(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None, made: Made) -> Decoder:
+def _read(checkpoint: ModelSource, device: torch.device, dtype: torch.dtype | None, made: Made) -> Decoder:
     """As `Checkpoint.build`; `made(index, layer)` is called for each layer before the next one is read."""
     model, ends = checkpoint.empty(), checkpoint.build_ends(device, dtype)
     model.embed_tokens, model.norm, model.lm_head = ends.embed_tokens, ends.norm, ends.lm_head

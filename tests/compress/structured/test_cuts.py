@@ -17,7 +17,7 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.stage import Compress
-from hone.compress.structured.cut import Cut, CutCheckpoint
+from hone.compress.structured.cut import Cut, cut_model
 from hone.compress.structured.importance import block_influence, width_scores
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
@@ -124,9 +124,9 @@ def test_steps_follow_on_what_the_one_before_leaves(tiny_llama: Path, calibratio
     source, quiet = Checkpoint(tiny_llama), Run(quiet=True)
     influences = block_influence(source, flow, quiet)
     best = max(range(2), key=lambda index: influences[index])
-    shallow = CutCheckpoint(source, Cut((best,)))
+    shallow = cut_model(source, Cut((best,)))
     channels = tuple(sorted(width_scores(shallow, flow, quiet).intermediate[0].topk(64).indices.tolist()))
-    cut = CutCheckpoint(shallow, Cut((0,), intermediate=(channels,)))
+    cut = cut_model(shallow, Cut((0,), intermediate=(channels,)))
     down = source.tensor(f"model.layers.{best}.mlp.down_proj.weight")[:, list(channels)]
     assert torch.equal(cut.tensor("model.layers.0.mlp.down_proj.weight"), down)
     model = load(made.folder)

@@ -8,11 +8,11 @@ import torch
 
 from hone.model import hf
 from hone.model.decoder import Decoder
-from hone.model.hf import fused_linears
 from hone.model.quantized import config as config_of
 from hone.model.quantized import layouts
 from hone.model.quantized.scheme import Quantization, Scheme
 from hone.model.shards import write_tensors
+from hone.model.weights.model import fused_linears
 
 
 def write_quantized(model: Decoder, folder: Path, scheme: Scheme, method: str) -> Path:

@@ -11,7 +11,6 @@ import torch
 from hone.base.errors import HoneError, SpecError
 from hone.model import hf
 from hone.model.decoder import build
-from hone.model.hf import fused_linears
 from hone.model.linear_spec import LinearSpec, Piece
 from hone.model.parallel.cut import cuts, pieces_of
 from hone.model.parallel.local import SummedLinear, stage_layers
@@ -19,6 +18,7 @@ from hone.model.parallel.reading import LocalCheckpoint
 from hone.model.quantized.layouts import shapes_of
 from hone.model.quantized.scheme import Scheme
 from hone.model.shards import Shards, write_tensors
+from hone.model.weights.model import fused_linears
 from hone.parallel.group import Group
 from hone.parallel.place import Place, stages_of
 from tests.model.parallel.quantized_folder import write_quantized
