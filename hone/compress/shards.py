@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from hone.model.shards import INDEX, save_tensors
 from hone.model.weights.header import DTYPES
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
+from hone.model.weights.tensors import layer_modules
 
 
 class ExchangedWeights(View):
@@ -111,10 +113,8 @@ def build_layer(
         return HeadLayer(checkpoint.build_ends(device, dtype))
     if mesh.world_size == 1:
         return checkpoint.build_layer(index, device, dtype)
-    sizes = {}
-    for path, spec in checkpoint.config.linears(index).items():
-        for name, rows in checkpoint.config.modules(index, path).items():
-            sizes[f"{name}.weight"] = float(rows * spec.in_features)
+    modules = layer_modules(checkpoint.config, index)
+    sizes = {f"{module.name}.weight": float(math.prod(module.shape)) for module in modules}
     there = set(checkpoint.names())  # a missing one is an error when the layer is built
     names = [name for name in sizes if name in there]
     readers = balanced([sizes[name] for name in names], mesh.world_size)

@@ -17,6 +17,7 @@ from hone.model.families.stored import refuse_unread
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 from hone.model.weights.header import DTYPES, read_header
+from hone.model.weights.tensors import model_tensors
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
 
@@ -101,19 +102,7 @@ def stored_rest(dtype: torch.dtype, shape: tuple[int, ...], rest_dtype: torch.dt
 
 def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:
     """Every tensor that the checkpoint of `config` has, in `dtype`."""
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
-    for name, end in config.ends().items():
-        shapes["lm_head.weight" if name == "lm_head" else f"model.{name}.weight"] = (end.out_features, hidden)
-    for index in range(config.num_layers):
-        for path, linear in config.linears(index).items():
-            for name, rows in config.modules(index, path).items():
-                shapes[f"{name}.weight"] = (rows, linear.in_features)
-                if linear.bias:
-                    shapes[f"{name}.bias"] = (rows,)
-        names = config.singles(index)
-        shapes |= {names[path]: parameter.shape for path, parameter in config.parameters(index).items()}
-    return {name: (dtype, tuple(shape)) for name, shape in shapes.items()}
+    return {tensor.name: (dtype, tensor.shape) for tensor in model_tensors(config)}
 
 
 def _headers(folder: Path) -> dict[str, Entry]:

@@ -17,8 +17,9 @@ from hone.model.families.config_json import OWN, own_format, to_hf
 from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.quantized.kv_cache import rounding_paths
-from hone.model.shards import TABLES, Shards, write_json, write_tensors
+from hone.model.shards import Shards, write_json, write_tensors
 from hone.model.weights.model import ModelSource, fused_linears
+from hone.model.weights.tensors import TABLES
 from hone.model.weights.values import AS_STORED, FLOATS
 from hone.ops.dispatch import say_once
 

@@ -22,10 +22,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-TABLES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
-"""The checkpoint's modules with a row for each token, by their path in a decoder."""
-
-
 class Shards:
     """The tensors of a folder, read on request: those of its index, or of the file `single`.
 

@@ -24,6 +24,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load, save
 from hone.model.quantized.dense import dequantized
+from hone.model.weights.tensors import layer_modules
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams
 from hone.serve.spec import EngineSpec
@@ -257,12 +258,12 @@ def test_a_corrected_folder_is_its_base_and_the_adapter(
     dense = dequantized(Checkpoint(made.folder)) if checkpoint.quantization is not None else checkpoint
     count = 0
     for index, layer in enumerate(model.layers):
-        for module in checkpoint.layer_modules(index):
+        for module in layer_modules(checkpoint.config, index):
             weight = dense.tensor(f"{module.name}.weight").float()
             up, down = (tensors.get(f"base_model.model.{module.name}.lora_{part}.weight") for part in "BA")
             if up is not None:
                 weight, count = weight + up.float() @ down.float(), count + 1
-            found = layer.get_submodule(module.attribute).dequantize(torch.float32)[module.rows]
+            found = layer.get_submodule(module.path).dequantize(torch.float32)[module.rows]
             torch.testing.assert_close(found, weight, rtol=1e-4, atol=1e-5)
     assert 2 * count == len(tensors)
     # The engine's figures are those of that model: its second pass and its check ran the adapter.

@@ -24,6 +24,7 @@ from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Quantization, Scheme, Stored
 from hone.model.shape import Shape
 from hone.model.shards import INDEX, SINGLE
+from hone.model.weights.tensors import layer_modules
 from hone.model.weights.values import finite
 
 TOKENS = torch.arange(24).view(2, 12) % 60
@@ -121,13 +122,13 @@ def test_layer_by_layer_equals_the_whole_model(folder: Path) -> None:
 def test_layer_modules_name_every_matrix_and_its_rows(folder: Path) -> None:
     checkpoint = hf.Checkpoint(folder)
     layer = checkpoint.build_layer(1)
-    modules = checkpoint.layer_modules(1)
+    modules = list(layer_modules(checkpoint.config, 1))
     assert [module.name.removeprefix("model.layers.1.") for module in modules] == [
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
     ]  # fmt: skip
     for module in modules:
-        fused = layer.get_submodule(module.attribute).weight[module.rows]
+        fused = layer.get_submodule(module.path).weight[module.rows]
         assert torch.equal(fused, checkpoint.tensor(f"{module.name}.weight"))
 
 
@@ -272,7 +273,7 @@ def quantize(folder: Path, scheme: Scheme) -> dict[str, torch.Tensor]:
     """Writes the folder's layers as codes of 4 bits or less in groups of 16; returns its tensors."""
     tensors = load_file(folder / SINGLE)
     for index in range(3):
-        for module in hf.Checkpoint(folder).layer_modules(index):
+        for module in layer_modules(hf.Checkpoint(folder).config, index):
             weight = tensors.pop(f"{module.name}.weight")
             scales = weight.view(len(weight), -1, 16).abs().amax(-1) / 7
             codes = (weight / scales.repeat_interleave(16, 1)).round().to(torch.int8)

@@ -18,6 +18,7 @@ from hone.base.run import Run
 from hone.base.spec import Spec
 from hone.compress.gguf.formats import FORMATS, fitting
 from hone.model.facts import stores_weights
+from hone.model.weights.tensors import TABLES, model_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,22 +193,16 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
     def vector(name: str, module: str, rows: int, leaf: str = "weight", offset: float = 0.0) -> Source:
         return sources.Source(container.Entry(f"{name}.{leaf}", rows, 0, FORMATS["f32"]), module, leaf, offset=offset)
 
-    yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True)
-    for index in range(config.num_layers):
-        linears, parameters = config.linears(index), config.parameters(index)
-        for one in checkpoint.layer_modules(index):
-            linear, rows = linears[one.attribute], one.rows.stop - one.rows.start
-            yield matrix(one.name, rows, linear.in_features)
-            if linear.bias:
-                yield vector(names.tensor_name(one.name), one.name, rows, "bias")
-        for path, name in config.singles(index).items():
-            norm = parameters[path]
-            place = names.norm_name(index, path.removesuffix(".weight"))
-            yield vector(place, name.removesuffix(".weight"), norm.shape[0], offset=norm.offset)
-    yield vector("output_norm", "model.norm", config.hidden_size, offset=config.norm_offset)
-    if not config.tie_embeddings:
-        yield matrix("lm_head", config.vocab_size, config.hidden_size, end=True)
-    elif architectures.ARCHITECTURES[config.family].head == "stored":
+    for tensor in model_tensors(config):
+        module = tensor.module
+        if module is None:  # a norm
+            norm, path = (name.removesuffix(".weight") for name in (tensor.name, tensor.path))
+            yield vector(names.norm_name(norm, path), norm, tensor.shape[0], offset=config.norm_offset)
+        elif len(tensor.shape) > 1:
+            yield matrix(module.name, *tensor.shape, end=module.path in TABLES)
+        else:
+            yield vector(names.tensor_name(module.name), module.name, module.num_rows, "bias")
+    if config.tie_embeddings and architectures.ARCHITECTURES[config.family].head == "stored":
         yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True, name="output")
     for name, values in names.rope_factors(config).items():
         yield sources.Source(container.Entry(name, len(values), 0, FORMATS["f32"]), "", values=values)

@@ -45,9 +45,9 @@ def tensor_name(module: str) -> str:
     return f"blk.{index}.{_LINEARS[leaf]}"
 
 
-def norm_name(index: int, path: str) -> str:
-    """'blk.3.attn_norm' for the norm 'mixer_norm' of layer 3."""
-    return f"blk.{index}.{_NORMS[path]}"
+def norm_name(module: str, path: str) -> str:
+    """'blk.3.attn_norm' for the norm 'model.layers.3.input_layernorm', which is 'mixer_norm' below hone's layer."""
+    return ENDS[module] if module in ENDS else f"blk.{module.split('.')[2]}.{_NORMS[path]}"
 
 
 def row_order(config: ModelConfig, module: str) -> Tensor | None:

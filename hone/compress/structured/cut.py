@@ -15,6 +15,7 @@ from hone.model.hf import config_values
 from hone.model.linear_spec import LinearSpec
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
+from hone.model.weights.tensors import DeclaredTensor, end_tensors, layer_tensors
 
 Places = tuple[int, ...] | None
 """The rows or columns that stay, ascending; None: all."""
@@ -108,26 +109,12 @@ def cut_model(source: ModelSource, cut: Cut) -> ModelSource:
 
 def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tuple[str, Source]]:
     """Every tensor of the cut model by name, and where it comes from."""
-    yield "model.embed_tokens.weight", Source("model.embed_tokens.weight", columns=cut.hidden)
+    for tensor in end_tensors(config):
+        yield tensor.name, Source(tensor.name, *((cut.hidden,) if len(tensor.shape) == 1 else (None, cut.hidden)))
     for place, index in enumerate(cut.layers):
         axes = _Axes(whole.layers[index], cut, place)
-        for path, linear in whole.linears(index).items():
-            columns = axes.columns(path)
-            rows = axes.rows(path, linear)
-            begin = 0
-            names = zip(whole.modules(index, path).items(), config.modules(place, path), strict=True)
-            for (name, count), made in names:
-                part = None if rows is None else tuple(row - begin for row in rows if begin <= row < begin + count)
-                begin += count
-                yield f"{made}.weight", Source(f"{name}.weight", part, columns)
-                if linear.bias:
-                    yield f"{made}.bias", Source(f"{name}.bias", part)
-        before, after = whole.singles(index), config.singles(place)
-        for path, made in after.items():
-            yield made, Source(before[path], axes.single(path))
-    yield "model.norm.weight", Source("model.norm.weight", cut.hidden)
-    if not config.tie_embeddings:
-        yield "lm_head.weight", Source("lm_head.weight", columns=cut.hidden)
+        for tensor, made in zip(layer_tensors(whole, index), layer_tensors(config, place), strict=True):
+            yield made.name, Source(tensor.name, *axes.of(tensor))
 
 
 class _Axes:
@@ -144,6 +131,17 @@ class _Axes:
             self.queries = _blocks(groups, width * (mixer.num_heads // mixer.num_kv_heads))
         whole = getattr(mixer, "qk_norm_over", "head") == "projection"
         self.norms = {"mixer.q_norm": self.queries, "mixer.k_norm": self.keys} if whole else {}
+
+    def of(self, tensor: DeclaredTensor) -> tuple[Places, Places]:
+        """The rows and columns of a tensor."""
+        module = tensor.module
+        if module is None:
+            return self.single(tensor.path), None
+        rows = self.rows(tensor.path, module.linear)
+        if rows is not None:
+            begin, end = module.rows.start, module.rows.stop
+            rows = tuple(row - begin for row in rows if begin <= row < end)
+        return rows, self.columns(tensor.path) if len(tensor.shape) > 1 else None
 
     def rows(self, path: str, linear: LinearSpec) -> Places:
         """The output rows of the linear at `path`, with its pieces stacked."""

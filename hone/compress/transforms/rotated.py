@@ -25,6 +25,7 @@ from hone.model.hf import config_values
 from hone.model.quantized import hadamard
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
+from hone.model.weights.tensors import layer_tensors
 
 CHUNK = 1 << 22
 """Values that are float64 at a time where rows change alone."""
@@ -177,7 +178,11 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
         values = values_of(config, index) if rotation.r2 else None
         turn = None if values is None else random_rotation(values.head_dim, rotation.seed, f"layers.{index}.values")
         norms = config.singles(index)
-        for path, linear in config.linears(index).items():
+        for tensor in layer_tensors(config, index):
+            module, path = tensor.module, tensor.path
+            if module is None:
+                continue
+            linear, weight = module.linear, len(tensor.shape) > 1
             norm, folded, columns = f"{path.partition('.')[0]}_norm", None, []
             if stream is not None and linear.reads == norm:
                 folded = Norm(norms[f"{norm}.weight"], config.norm_offset)
@@ -186,17 +191,15 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
                 columns.append(turn)
             if f"layers.{index}.{path}" in hadamards:
                 columns.append(partial(hadamard.multiply, size=hadamards[f"layers.{index}.{path}"]))
-            begin = 0
-            for name, count in config.modules(index, path).items():
-                rows = (stream, 0, count) if linear.residual else (None, 0, None)
-                if values is not None and path == values.path and begin < values.end and begin + count > values.begin:
-                    rows = (turn, values.begin - begin, values.end - begin)
-                    assert rows[1] >= 0 and rows[2] <= count, f"the values of {path} lie in several modules"
-                begin += count
-                if columns or rows[0] is not None:
-                    yield f"{name}.weight", Change(f"{name}.weight", folded, tuple(columns), *rows)
-                if linear.bias and rows[0] is not None:
-                    yield f"{name}.bias", Change(f"{name}.bias", None, (), *rows)
+            begin, end = module.rows.start, module.rows.stop
+            rows = (stream, 0, module.num_rows) if linear.residual else (None, 0, None)
+            if values is not None and path == values.path and begin < values.end and end > values.begin:
+                rows = (turn, values.begin - begin, values.end - begin)
+                assert rows[1] >= 0 and rows[2] <= module.num_rows, f"the values of {path} lie in several modules"
+            if weight and (columns or rows[0] is not None):
+                yield tensor.name, Change(tensor.name, folded, tuple(columns), *rows)
+            elif rows[0] is not None:
+                yield tensor.name, Change(tensor.name, None, (), *rows)
         for block in ("mixer", "feed_forward") if stream is not None else ():
             name = norms[f"{block}_norm.weight"]
             yield name, Change(name, filled=1.0 - config.norm_offset)

@@ -17,6 +17,7 @@ from hone.base.lazy import lazy
 from hone.model.adapters import ADAPTERS
 from hone.model.families import FAMILIES
 from hone.model.folder import ADAPTER, read_json
+from hone.model.weights.tensors import layer_modules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,13 +122,7 @@ def without(
 def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ...]:
     """Names by which exactly `modules` of the checkpoint are chosen: last words if that is enough, else whole names."""
     chosen = set(modules)
-    every = {
-        name
-        for index in range(config.num_layers)
-        for path in config.linears(index)
-        for name in config.modules(index, path)
-    }
-    every |= {"lm_head"}
+    every = {"lm_head", *(module.name for index in range(config.num_layers) for module in layer_modules(config, index))}
     leaves = {name.rpartition(".")[2] for name in chosen}
     reached = {name for name in every if name.rpartition(".")[2] in leaves}
     return tuple(sorted(leaves if reached == chosen else chosen))

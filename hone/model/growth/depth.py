@@ -12,6 +12,7 @@ from hone.model.growth.base import silencing
 from hone.model.growth.checkpoint import Recipe, grown
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import WeightSource
+from hone.model.weights.tensors import end_tensors, layer_tensors
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,7 @@ def deeper(
     source: ModelSource, config: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
 ) -> ModelSource:
     """The model of `config` whose layers are those of `source` at `order`; those at the places `silent` add zero."""
-    recipes = {
-        "model.embed_tokens.weight": Copied("model.embed_tokens.weight"),
-        "model.norm.weight": Copied("model.norm.weight"),
-    }
-    if not config.tie_embeddings:
-        recipes["lm_head.weight"] = Copied("lm_head.weight")
+    recipes: dict[str, Recipe] = {one.name: Copied(one.name) for one in end_tensors(config)}
     for place, index in enumerate(order):
         recipes |= _layer(source.config, config, index, place, silent=place in silent)
     return grown(source, config, recipes)
@@ -47,12 +43,5 @@ def deeper(
 def _layer(small: ModelConfig, large: ModelConfig, index: int, place: int, *, silent: bool) -> dict[str, Recipe]:
     """The tensors of layer `place`, a copy of layer `index`."""
     zeros = silencing(large, place) if silent else {}
-    found: dict[str, Recipe] = {}
-    for path, linear in large.linears(place).items():
-        for made, name in zip(large.modules(place, path), small.modules(index, path), strict=True):
-            for suffix in ("weight", "bias") if linear.bias else ("weight",):
-                found[f"{made}.{suffix}"] = Copied(f"{name}.{suffix}", zeros.get(path))
-    names = small.singles(index)
-    for path, made in large.singles(place).items():
-        found[made] = Copied(names[path], zeros.get(path))
-    return found
+    pairs = zip(layer_tensors(large, place), layer_tensors(small, index), strict=True)
+    return {made.name: Copied(source.name, zeros.get(made.path)) for made, source in pairs}

@@ -17,6 +17,7 @@ from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View
+from hone.model.weights.tensors import modules
 from hone.model.weights.values import misfit
 
 
@@ -39,16 +40,8 @@ class Quantized(NamedTuple):
 def quantized_modules(config: ModelConfig, quantization: dict[str, Any]) -> Iterator[Quantized]:
     """Every linear that a `quantization_config` describes, and the embedding. Raises ArtifactError for a config hone cannot run."""
     parsed = config_of(quantization)
-    linears = [("model.embed_tokens", config.vocab_size, config.hidden_size)]
-    linears += [
-        (name, rows, spec.in_features)
-        for index in range(config.num_layers)
-        for path, spec in config.linears(index).items()
-        for name, rows in config.modules(index, path).items()
-    ]
-    if not config.tie_embeddings:
-        linears.append(("lm_head", config.vocab_size, config.hidden_size))
-    for name, rows, columns in linears:
+    for module in modules(config):
+        name, (rows, columns) = module.name, module.shape
         scheme, size = parsed.scheme(name), parsed.hadamard(name, columns)
         if scheme is not None:
             yield Quantized(name, rows, columns, scheme, size)
@@ -76,8 +69,8 @@ class DenseWeights(View):
         assert source.quantization is not None, f"{source.folder} is not quantized"
         super().__init__(source.weights)
         self.folder, self.dtype = source.folder, source.dtype
-        modules = quantized_modules(source.config, source.quantization)
-        self._modules = {f"{one.name}.weight": one for one in modules}
+        found = quantized_modules(source.config, source.quantization)
+        self._modules = {f"{one.name}.weight": one for one in found}
         self._scales = cache_scales(source.config, source.quantization)
 
     def names(self) -> list[str]:

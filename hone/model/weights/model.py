@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,9 @@ from hone.model.families.stored import refuse_unread
 from hone.model.linear import LINEARS, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
-from hone.model.shards import TABLES
 from hone.model.weights import values as checked
 from hone.model.weights.source import WeightSource
-
-
-class Module(NamedTuple):
-    """One linear of a checkpoint and its place in hone's fused linears."""
-
-    name: str
-    """Its checkpoint name: 'model.layers.0.self_attn.q_proj'."""
-    attribute: str
-    """The fused linear that holds it, below the layer: 'mixer.qkv'."""
-    rows: slice
-    """Its output rows there; with experts, the rows of all experts in order."""
+from hone.model.weights.tensors import TABLES
 
 
 class ModelSource:
@@ -97,16 +86,6 @@ class ModelSource:
     def dtype(self) -> torch.dtype:
         """The dtype in config.json, else that of the embedding."""
         return checked.stated_dtype(self.values) or self.tensor("model.embed_tokens.weight").dtype
-
-    def layer_modules(self, index: int) -> list[Module]:
-        """Every linear of layer `index` by its checkpoint name, in the order in which they run."""
-        found = []
-        for attribute, names in fused_linears(self.config, index).items():
-            begin = 0
-            for name, count in names.items():
-                found.append(Module(name, attribute, slice(begin, begin + count)))
-                begin += count
-        return found
 
     def build_layer(
         self, index: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
