@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hone.base.ranks import Mesh
 from hone.compress.statistics import STATISTICS
-from hone.model.linear_spec import LinearSpec, NormSpec
+from hone.model.linear_spec import Input, Norm, NormSpec, outputs_of
 from hone.model.weights.model import ModelSource
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class LayerWeights:
 
     def sources(self) -> list[Source]:
         """Every input of the layer's linears into whose source a scale can be moved."""
-        readers: dict[str, list[str]] = {}
+        readers: dict[Input, list[str]] = {}
         for path, spec in self.specs.items():
-            readers.setdefault(_reads(path, spec), []).append(path)
+            readers.setdefault(spec.reads, []).append(path)
         found = [self._source(reads, paths) for reads, paths in readers.items()]
         return [one for one in found if one is not None]
 
@@ -145,27 +145,22 @@ class LayerWeights:
     def _module(self, path: str) -> nn.Module:
         return self._layer.get_submodule(path)
 
-    def _source(self, reads: str, paths: list[str]) -> Source | None:
+    def _source(self, reads: Input, paths: list[str]) -> Source | None:
         """The source of an input; None when no scale can be moved into it."""
         specs = [self.specs[path] for path in paths]
         if any(spec.experts is not None or spec.share != 1.0 for spec in specs):
             return None
-        block, _, words = reads.partition("/")
-        word = words.rpartition("*")[2]
-        for norm in (f"{word}.weight", f"{block}.{word}.weight"):
-            if isinstance(self.parameters.get(norm), NormSpec):
-                multiplied = any(getattr(one, "multiplied", False) for one in self.parameters.values())
-                return None if multiplied else Source(tuple(paths), norm)
-        for path, spec in self.specs.items():
-            for piece in spec.pieces:
-                if path.startswith(f"{block}.") and piece.name == word and spec.experts is None:
-                    shared, left = divmod(specs[0].in_features, piece.out_features)
-                    heads = specs[0].in_heads
-                    if left or (shared > 1 and heads is None):
-                        return None
-                    head_dim = specs[0].in_features // heads if heads else 1
-                    return Source(tuple(paths), None, path, word, shared, head_dim)
-        return None
+        if isinstance(reads, Norm):
+            multiplied = any(getattr(one, "multiplied", False) for one in self.parameters.values())
+            return None if multiplied else Source(tuple(paths), f"{reads.name}.weight")
+        last = (None, *outputs_of(reads))[-1]
+        if last is None or self.specs[last.linear].experts is not None:
+            return None
+        heads, columns = specs[0].in_heads, specs[0].in_features
+        shared, left = divmod(columns, self.specs[last.linear].piece(last.piece).out_features)
+        if left or (shared > 1 and heads is None):
+            return None
+        return Source(tuple(paths), None, last.linear, last.piece, shared, columns // heads if heads else 1)
 
     def _divide_norm(self, source: Source, scales: Tensor) -> Tensor:
         """Divides a norm's weight; the scales that were reached with the weight in its stored dtype."""
@@ -234,8 +229,3 @@ def _set(layer: nn.Module, path: str, value: Tensor) -> None:
     old = getattr(module, attribute)
     new = value.to(old)
     setattr(module, attribute, nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new)
-
-
-def _reads(path: str, spec: LinearSpec) -> str:
-    """The input of a linear, with its block: pieces of two blocks may have one name."""
-    return f"{path.partition('.')[0]}/{spec.reads}"

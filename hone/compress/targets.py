@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError, nearest
+from hone.model.linear_spec import Input, Norm, Tokens
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -23,6 +24,15 @@ EMBEDDING_CLASS = "Embedding"
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """Some tokens of an input."""
+
+    reads: Input
+    share: float
+    """The fraction of the tokens."""
+
+
+@dataclass(frozen=True)
 class Linear:
     """One linear of a layer as computed: q, k and v of an attention are one matrix."""
 
@@ -32,7 +42,7 @@ class Linear:
     """Its checkpoint modules, each with its number of rows, in stacking order."""
     columns: int
     """Input features."""
-    reads: str
+    reads: Input | PartOf
     """Its input; linears of a layer with an equal value have the same input."""
     experts: int | None = None
     """With experts, the number of its matrices."""
@@ -46,10 +56,10 @@ class Linear:
 def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
     """Every linear of layer `index`, in order of execution; of the index after the last layer the head, also where it is tied."""
     if index == config.num_layers:
-        return (Linear(HEAD, ((HEAD, config.vocab_size),), config.hidden_size, "norm"),)
+        return (Linear(HEAD, ((HEAD, config.vocab_size),), config.hidden_size, Norm("norm")),)
     found = []
     for path, spec in config.linears(index).items():
-        reads = spec.reads if spec.share == 1.0 else f"{spec.reads}, {spec.share:g} of the tokens"
+        reads = spec.reads if spec.share == 1.0 else PartOf(spec.reads, spec.share)
         found.append(Linear(path, tuple(config.modules(index, path).items()), spec.in_features, reads, spec.experts))
     return tuple(found)
 
@@ -107,7 +117,7 @@ def embedding(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]
     asked = (one for one in targets if named(one) and not any(matches(one, name) for name in linear))
     if next(asked, None) is None or any(named(pattern) for pattern in ignore):
         return None
-    return Linear(EMBEDDED, ((EMBEDDING, config.vocab_size),), config.hidden_size, "tokens")
+    return Linear(EMBEDDED, ((EMBEDDING, config.vocab_size),), config.hidden_size, Tokens())
 
 
 def has_head(targets: Sequence[Sequence[Linear]]) -> bool:

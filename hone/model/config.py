@@ -15,7 +15,7 @@ from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import Wrappers, wrappers
 from hone.model.families import FAMILIES
 from hone.model.feed_forwards import FEED_FORWARDS
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece
+from hone.model.linear_spec import LinearSpec, Norm, NormSpec, Parameter, Piece, Stream, Tokens
 from hone.model.mixers import MIXERS
 
 FamilyName = Literal[tuple(FAMILIES)]
@@ -33,10 +33,13 @@ class LayerSpec(Spec):
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """Its linears by their path in the layer ('mixer.qkv'), the mixer's first."""
         blocks = {"mixer": self.mixer, "feed_forward": self.feed_forward}
-        found = {f"{name}.{one.name}": one for name, block in blocks.items() for one in block.linears(hidden_size)}
-        if self.norms == "post":  # they read the residual stream itself, into which no scale can be moved
-            inputs = {f"{name}_norm": f"{name}_input" for name in blocks}
-            found = {path: replace(one, reads=inputs.get(one.reads, one.reads)) for path, one in found.items()}
+        found = {}
+        for name, block in blocks.items():
+            for one in block.linears(hidden_size):
+                reads = one.reads.inside(name)
+                if self.norms == "post" and reads == Norm(f"{name}_norm"):
+                    reads = Stream(name)
+                found[f"{name}.{one.name}"] = replace(one, reads=reads)
         return found
 
     def norm_names(self, block: str) -> list[str]:
@@ -49,7 +52,10 @@ class LayerSpec(Spec):
         names = [*self.norm_names("mixer"), *self.norm_names("feed_forward")]
         found: dict[str, Parameter] = {norm.path: norm for norm in (NormSpec(name, hidden_size) for name in names)}
         for name, block in {"mixer": self.mixer, "feed_forward": self.feed_forward}.items():
-            found |= {f"{name}.{one.path}": one for one in block.parameters(hidden_size)}
+            for one in block.parameters(hidden_size):
+                if isinstance(one, NormSpec) and one.over is not None:
+                    one = replace(one, over=one.over.inside(name))
+                found[f"{name}.{one.path}"] = one
         return found
 
     def local(self, num_ranks: int) -> Self:
@@ -168,8 +174,8 @@ class ModelConfig(Spec):
         """The linears outside the layers: the embedding and, unless tied to it, the head."""
         vocab, hidden = self.vocab_size, self.hidden_size
         found = {
-            "embed_tokens": LinearSpec("embed_tokens", hidden, (Piece("embed_tokens", vocab),), "tokens", "vocab"),
-            "lm_head": LinearSpec("lm_head", hidden, (Piece("lm_head", vocab),), "norm", "vocab"),
+            "embed_tokens": LinearSpec("embed_tokens", hidden, (Piece("embed_tokens", vocab),), Tokens(), "vocab"),
+            "lm_head": LinearSpec("lm_head", hidden, (Piece("lm_head", vocab),), Norm("norm"), "vocab"),
         }
         if self.tie_embeddings:
             del found["lm_head"]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.base.table import Table
-from hone.model.linear_spec import LinearSpec, dense_shapes
+from hone.model.linear_spec import LinearSpec, Tokens, dense_shapes
 from hone.ops import grouped_linear, linear
 from hone.ops.dispatch import Choice, choose, locate
 from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
@@ -49,7 +49,7 @@ class MakeLinear(Protocol):
 
 def make_dense(name: str, spec: LinearSpec) -> nn.Module:
     """The maker of an unquantized model."""
-    if spec.reads == "tokens":
+    if isinstance(spec.reads, Tokens):
         return Embedding(spec.in_features, spec.out_features)
     if spec.experts is not None:
         return Experts(spec.in_features, spec.out_features, spec.bias, experts=spec.experts)

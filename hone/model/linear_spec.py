@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,97 @@ Shard = Literal["column", "row", "vocab", "none"]
 
 Initial = tuple[float, float] | Callable[..., Any]
 """Initial distribution of a parameter: (mean, std) of a normal, or a function (shape, torch.Generator) -> float32 tensor on the CPU."""
+
+
+AxisKind = Literal["hidden", "heads", "kv_heads", "channels"]
+"""What rows or columns are: channels of the residual stream, heads, key and value heads, or inner channels that a block may have
+more or fewer of."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An input: what a norm gives. A scale a channel can be divided out of its weight + offset.
+
+    In a block's declaration it is that of the block's input ('mixer_norm') or one of the block; in a layer's it is the path.
+    """
+
+    name: str
+
+    def inside(self, block: str) -> Norm:
+        """The same input by its path in the layer, declared in `block`."""
+        return self if self.name == f"{block}_norm" else Norm(f"{block}.{self.name}")
+
+    @property
+    def of_stream(self) -> bool:
+        """Whether it norms the residual stream; of a path in a layer."""
+        return "." not in self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Output:
+    """An input that is a linear function of the rows `piece` of another linear, of which a scale a channel can be divided out."""
+
+    linear: str
+    piece: str
+
+    def inside(self, block: str) -> Output:
+        """The same input by the path of its linear in the layer, declared in `block`."""
+        return Output(f"{block}.{self.linear}", self.piece)
+
+    def __str__(self) -> str:
+        return f"{self.linear}.{self.piece}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """An input that is the product of outputs; a scale can be divided out of the last one."""
+
+    factors: tuple[Output, ...]
+
+    def inside(self, block: str) -> Product:
+        """The same input by the paths of its linears in the layer, declared in `block`."""
+        return Product(tuple(factor.inside(block) for factor in self.factors))
+
+    def __str__(self) -> str:
+        return " * ".join(map(str, self.factors))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An input: the residual stream itself, before a block without a norm in front of it."""
+
+    block: str
+
+    def __str__(self) -> str:
+        return f"{self.block}_input"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An input: token ids, of which each reads a row."""
+
+    def __str__(self) -> str:
+        return "tokens"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Any other input, out of whose source no scale can be divided; linears of a block that read one name read one thing."""
+
+    name: str
+
+    def inside(self, block: str) -> Computed:
+        """The same input by a name that is its own in the layer, declared in `block`."""
+        return Computed(f"{block}.{self.name}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Input = Norm | Output | Product | Stream | Tokens | Computed
 
 
 @dataclass(frozen=True)
@@ -53,11 +144,9 @@ class LinearSpec:
     """Its attribute in the module: 'qkv'."""
     in_features: int
     pieces: tuple[Piece, ...]
-    reads: str
-    """Its input: a norm ('mixer_norm'), a piece of another linear ('v': the input is a linear function of it), or a
-    product of two of these ('gate*up'). A per-channel scale can be moved from W's columns to the last factor named (to
-    weight + offset of a norm). Any other word is an input that takes no scale. Linears of one layer with equal `reads`
-    have the same input."""
+    reads: Input
+    """Its input. A per-channel scale can be moved from W's columns to a norm, an output or the last one of a product. Linears
+    of one layer with equal `reads` have the same input."""
     shard: Shard = "none"
     """How tensor parallelism shards it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
     bias: bool = False
@@ -73,6 +162,10 @@ class LinearSpec:
     @property
     def out_features(self) -> int:
         return sum(piece.out_features for piece in self.pieces)
+
+    def piece(self, name: str) -> Piece:
+        """The piece called `name`."""
+        return next(piece for piece in self.pieces if piece.name == name)
 
     @property
     def parts(self) -> dict[str, int]:
@@ -107,6 +200,14 @@ class LinearSpec:
     def matrices(self) -> tuple[tuple[int, int], ...]:
         """`matmuls` before pieces were fused."""
         return tuple((piece.out_features, columns) for _, columns in self.matmuls for piece in self.pieces)
+
+    def row_axis(self, piece: Piece) -> AxisKind | None:
+        """What the rows of one of its pieces are; None: a whole that nothing takes parts of, such as a latent."""
+        if self.residual:
+            return "hidden"
+        if piece.heads is not None:
+            return "kv_heads" if piece.replicate else "heads"
+        return "channels" if self.shard == "column" and not piece.replicate else None
 
     def rows(self, rank: int, num_ranks: int) -> dict[str, slice]:
         """The output rows of each piece that tensor-parallel `rank` of `num_ranks` holds."""
@@ -154,6 +255,8 @@ class NormSpec:
     name: str
     size: int
     offset: float = 0.0
+    over: Output | None = None
+    """The piece whose rows it norms all together; None: any other, such as each head alone."""
 
     @property
     def path(self) -> str:
@@ -213,15 +316,36 @@ Parameter = NormSpec | ParameterSpec
 
 def projection_in(name: str, hidden_size: int, *pieces: Piece, **options: Any) -> LinearSpec:
     """A mixer's projection of the normed hidden states into heads."""
-    return LinearSpec(name, hidden_size, pieces, **{"reads": "mixer_norm", "shard": "column", **options})
+    return LinearSpec(name, hidden_size, pieces, **{"reads": Norm("mixer_norm"), "shard": "column", **options})
 
 
-def projection_out(hidden_size: int, num_heads: int, head_dim: int, reads: str = "v", bias: bool = False) -> LinearSpec:
-    """A mixer's projection of all heads' outputs to the residual stream. `reads` 'v': the outputs are linear in the values."""
+def projection_out(
+    hidden_size: int, num_heads: int, head_dim: int, reads: Input = Output("qkv", "v"), bias: bool = False
+) -> LinearSpec:
+    """A mixer's projection of all heads' outputs to the residual stream. `reads`: they are linear in the values, or `Computed`."""
     return LinearSpec(
         "out", num_heads * head_dim, (Piece("out", hidden_size),),
         reads=reads, shard="row", bias=bias, in_heads=num_heads, residual=True,
     )  # fmt: skip
+
+
+def outputs_of(reads: Input) -> tuple[Output, ...]:
+    """The outputs that an input is made of; none for any other."""
+    if isinstance(reads, Product):
+        return reads.factors
+    return (reads,) if isinstance(reads, Output) else ()
+
+
+def column_axis(linears: Mapping[str, LinearSpec], path: str) -> AxisKind | None:
+    """What the input features of the linear at `path` of a layer with `linears` are; None: a whole, as in `LinearSpec.row_axis`."""
+    linear = linears[path]
+    if linear.in_heads is not None:
+        return "heads"
+    if isinstance(linear.reads, Stream) or (isinstance(linear.reads, Norm) and linear.reads.of_stream):
+        return "hidden"
+    read = ((linears[one.linear], one.piece) for one in outputs_of(linear.reads))
+    kinds = {one.row_axis(one.piece(name)) for one, name in read}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Piece, Piece, Piece]:

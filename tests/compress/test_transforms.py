@@ -52,14 +52,12 @@ def opened(folder: Path, targets: frozenset[str] | None = None, dtype=torch.floa
     _, inputs = run()
     shared: dict[str, dict] = {}
     for path in targets:
-        reads = f"{path.split('.')[0]}/{checkpoint.config.linears(0)[path].reads}"
+        reads = checkpoint.config.linears(0)[path].reads
         if reads not in shared:
             shared[reads] = {
                 name: gathered(name, inputs[path]) for name in STATISTICS if name not in ("samples", "cross")
             }
-    statistics = {
-        path: shared[f"{path.split('.')[0]}/{checkpoint.config.linears(0)[path].reads}"] for path in sorted(targets)
-    }
+    statistics = {path: shared[checkpoint.config.linears(0)[path].reads] for path in sorted(targets)}
     quantizers = dict.fromkeys(targets, RoundToNearest(bits=3, group_size=32))
     return layer, LayerWeights(checkpoint, 0, layer, tensors, statistics, targets, quantizers), run
 

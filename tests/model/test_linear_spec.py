@@ -14,7 +14,17 @@ from hone.model.context import Causal
 from hone.model.decoder import Decoder, DecoderLayer, build
 from hone.model.families import FAMILIES
 from hone.model.families.base import Family
-from hone.model.linear_spec import LinearSpec, NormSpec, ParameterSpec, Piece, grouped_pieces, projection_in
+from hone.model.linear_spec import (
+    Computed,
+    LinearSpec,
+    Norm,
+    Output,
+    ParameterSpec,
+    Piece,
+    grouped_pieces,
+    outputs_of,
+    projection_in,
+)  # fmt: skip
 from hone.model.mixers import MIXERS
 from hone.model.shape import Shape
 from tests.model.mixers.small import prompt, widen
@@ -73,39 +83,37 @@ def test_scales_move_along_reads(mixer) -> None:
         model = model_of(mixer)
         wanted = model(prompt(2, 40))
         layer, linears = model.layers[-1], model.config.linears(-1)
-        norms = {one.name: path for path, one in model.config.parameters(-1).items() if isinstance(one, NormSpec)}
-        pieces = {name: (path, linear) for path, linear in linears.items() for name in linear.parts}
-        source = edge.rpartition("*")[2]
+        outputs = outputs_of(edge)
         readers = [path for path, linear in linears.items() if linear.reads == edge]
         generator = torch.Generator().manual_seed(0)
-        if source in norms:
-            divided = [layer.get_parameter(norms[source])]
-        elif source in pieces:
-            divided = rows_of(layer, *pieces[source], source)
+        if isinstance(edge, Norm):
+            divided = [layer.get_parameter(f"{edge.name}.weight")]
+        elif outputs:
+            divided = rows_of(layer, outputs[-1], linears)
         else:
-            assert source in ("mixed", "distances", "tokens_and_slots", "token_groups"), f"{edge} names no weight"
+            assert isinstance(edge, Computed)
             continue
         scale = torch.rand(len(divided[0]), generator=generator, dtype=torch.float64) + 0.5
         for part in divided:
             part.div_(scale if part.dim() == 1 else scale[:, None])
         for path in readers:
             columns = layer.get_submodule(path).weight
-            columns.mul_(spread(scale, columns.shape[1], model.config.layers[-1].mixer, source))
+            columns.mul_(spread(scale, columns.shape[1], model.config.layers[-1].mixer, outputs))
         torch.testing.assert_close(model(prompt(2, 40)), wanted)
 
 
-def rows_of(layer: DecoderLayer, path: str, linear: LinearSpec, piece: str) -> list[Tensor]:
+def rows_of(layer: DecoderLayer, output: Output, linears: dict[str, LinearSpec]) -> list[Tensor]:
     """The rows of a piece in the weight, and in the bias if there is one: views."""
-    place, module = list(linear.parts).index(piece), layer.get_submodule(path)
-    parts = module.parts(list(linear.parts.values()))[place]
+    named = linears[output.linear].parts
+    parts = layer.get_submodule(output.linear).parts(list(named.values()))[list(named).index(output.piece)]
     return [parts[name] for name in ("weight", "bias") if name in parts]
 
 
-def spread(scale: Tensor, width: int, mixer, source: str) -> Tensor:
+def spread(scale: Tensor, width: int, mixer, outputs: tuple[Output, ...]) -> Tensor:
     """A scale a channel of the source as a scale a column: key heads serve several query heads, norms several tokens."""
     if len(scale) == width:
         return scale
-    if source == "v":
+    if outputs:
         return scale.unflatten(0, (mixer.num_kv_heads, -1)).repeat_interleave(width // len(scale), 0).flatten()
     return scale.repeat(width // len(scale))
 

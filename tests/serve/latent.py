@@ -9,7 +9,7 @@ from torch import Tensor
 from hone.cost.cache import CacheTensor, LayerCache
 from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
+from hone.model.linear_spec import Computed, LinearSpec, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 
 
@@ -24,7 +24,7 @@ class LatentMixer(Mixer):
         return (
             projection_in("q", hidden_size, queries),
             projection_in("down", hidden_size, Piece("down", self.latent_dim), shard="none"),
-            projection_out(hidden_size, self.num_heads, self.latent_dim, reads="mixed"),
+            projection_out(hidden_size, self.num_heads, self.latent_dim, reads=Computed("mixed")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

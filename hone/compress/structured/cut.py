@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.hf import config_values
-from hone.model.linear_spec import LinearSpec
+from hone.model.linear_spec import AxisKind, ParameterSpec, column_axis
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
-from hone.model.weights.tensors import DeclaredTensor, end_tensors, layer_tensors
+from hone.model.weights.tensors import DeclaredTensor, Module, end_tensors, layer_tensors
 
 Places = tuple[int, ...] | None
 """The rows or columns that stay, ascending; None: all."""
@@ -50,13 +50,19 @@ class Cut:
     def _layer(self, layer: LayerSpec, place: int) -> LayerSpec:
         update: dict[str, Any] = {}
         if self.kv_heads is not None:
-            groups = len(self.kv_heads[place])
-            heads = groups * layer.mixer.num_heads // layer.mixer.num_kv_heads
-            update["mixer"] = layer.mixer.model_copy(update={"num_heads": heads, "num_kv_heads": groups})
+            kept = len(self.kv_heads[place])
+            sizes = {"num_heads": kept * layer.mixer.num_heads // num_groups(layer.mixer), "num_kv_heads": kept}
+            sizes = {name: size for name, size in sizes.items() if name in type(layer.mixer).model_fields}
+            update["mixer"] = layer.mixer.model_copy(update=sizes)
         if self.intermediate is not None:
             size = len(self.intermediate[place])
             update["feed_forward"] = layer.feed_forward.model_copy(update={"intermediate_size": size})
         return layer.model_copy(update=update)
+
+
+def num_groups(mixer: Any) -> int:
+    """Groups of heads that stay or leave together: key/value heads, or heads where each has keys of its own."""
+    return getattr(mixer, "num_kv_heads", mixer.num_heads)
 
 
 class Source(NamedTuple):
@@ -112,63 +118,59 @@ def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tupl
     for tensor in end_tensors(config):
         yield tensor.name, Source(tensor.name, *((cut.hidden,) if len(tensor.shape) == 1 else (None, cut.hidden)))
     for place, index in enumerate(cut.layers):
-        axes = _Axes(whole.layers[index], cut, place)
+        axes = _Axes(whole, index, cut, place)
         for tensor, made in zip(layer_tensors(whole, index), layer_tensors(config, place), strict=True):
             yield made.name, Source(tensor.name, *axes.of(tensor))
 
 
 class _Axes:
-    """The places that stay on each axis of one layer's tensors. Without a cut of channels it knows no name of a linear."""
+    """The places that stay on each axis of the tensors of layer `index`, as its linears declare what their rows and columns are."""
 
-    def __init__(self, layer: LayerSpec, cut: Cut, place: int) -> None:
-        mixer = layer.mixer
+    def __init__(self, whole: ModelConfig, index: int, cut: Cut, place: int) -> None:
+        self.linears = whole.linears(index)
         self.hidden = cut.hidden
         self.intermediate = None if cut.intermediate is None else cut.intermediate[place]
-        self.keys = self.queries = None
-        if cut.kv_heads is not None:
-            groups, width = cut.kv_heads[place], mixer.head_dim
-            self.keys = _blocks(groups, width)
-            self.queries = _blocks(groups, width * (mixer.num_heads // mixer.num_kv_heads))
-        whole = getattr(mixer, "qk_norm_over", "head") == "projection"
-        self.norms = {"mixer.q_norm": self.queries, "mixer.k_norm": self.keys} if whole else {}
+        self.groups = None if cut.kv_heads is None else cut.kv_heads[place]
+        self.num_groups = 1 if self.groups is None else num_groups(whole.layers[index].mixer)
 
     def of(self, tensor: DeclaredTensor) -> tuple[Places, Places]:
         """The rows and columns of a tensor."""
-        module = tensor.module
-        if module is None:
-            return self.single(tensor.path), None
-        rows = self.rows(tensor.path, module.linear)
-        if rows is not None:
-            begin, end = module.rows.start, module.rows.stop
-            rows = tuple(row - begin for row in rows if begin <= row < end)
-        return rows, self.columns(tensor.path) if len(tensor.shape) > 1 else None
+        module, parameter = tensor.module, tensor.parameter
+        if module is not None:
+            rows = self.rows(module)
+            if len(tensor.shape) == 1:
+                return rows, None
+            return rows, self._places(module.path, column_axis(self.linears, module.path), module.linear.in_features)
+        if isinstance(parameter, ParameterSpec):
+            return self._places(tensor.path, parameter.heads and "heads", tensor.shape[0]), None
+        assert parameter is not None, f"{tensor.name} is no tensor of a layer"
+        if parameter.over is None:
+            return self.hidden if "." not in tensor.path.removesuffix(".weight") else None, None
+        over = self.linears[parameter.over.linear]
+        return self._places(tensor.path, over.row_axis(over.piece(parameter.over.piece)), tensor.shape[0]), None
 
-    def rows(self, path: str, linear: LinearSpec) -> Places:
-        """The output rows of the linear at `path`, with its pieces stacked."""
-        if linear.residual:
-            return self.hidden
-        by_piece = {"mixer.q": self.queries, "mixer.k": self.keys, "mixer.v": self.keys}
-        by_piece |= {"feed_forward.gate": self.intermediate, "feed_forward.up": self.intermediate}
-        block = path.partition(".")[0]
+    def rows(self, module: Module) -> Places:
+        """The rows of a module, whose linear may have more; None: all."""
         found: list[int] = []
         begin, whole = 0, True
-        for piece in linear.pieces:
-            places = by_piece.get(f"{block}.{piece.name}")
+        for part, count in module.linear.parts.items():
+            piece = module.linear.piece(part.rpartition(".")[2])
+            places = self._places(module.path, module.linear.row_axis(piece), count)
             whole &= places is None
-            found += (begin + row for row in (range(piece.out_features) if places is None else places))
-            begin += piece.out_features
-        return None if whole else tuple(found)
+            found += (begin + row for row in (range(count) if places is None else places))
+            begin += count
+        first, last = module.rows.start, module.rows.stop
+        return None if whole else tuple(row - first for row in found if first <= row < last)
 
-    def columns(self, path: str) -> Places:
-        """The input features of the linear at `path`."""
-        return {"mixer.out": self.queries, "feed_forward.down": self.intermediate}.get(path, self.hidden)
-
-    def single(self, path: str) -> Places:
-        """The entries of the norm or other parameter at `path`."""
-        owner = path.rpartition(".")[0]
-        if owner in ("mixer.q_norm", "mixer.k_norm"):
-            return self.norms.get(owner)
-        return self.hidden
+    def _places(self, path: str, axis: AxisKind | None, size: int) -> Places:
+        """What stays of an axis of `size` entries in the block that `path` begins with."""
+        if axis == "hidden":
+            return self.hidden
+        if path.startswith("mixer."):
+            if self.groups is None or axis not in ("heads", "kv_heads"):
+                return None
+            return _blocks(self.groups, size // self.num_groups)  # query heads stay with the key head that serves them
+        return self.intermediate if axis == "channels" else None
 
 
 def _blocks(places: tuple[int, ...], width: int) -> tuple[int, ...]:

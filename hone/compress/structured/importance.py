@@ -19,6 +19,7 @@ from hone.compress.capture import Flow
 from hone.compress.shards import build_layer
 from hone.data.load import IGNORE
 from hone.model.decoder import DecoderLayer
+from hone.model.linear_spec import column_axis
 from hone.model.weights.model import ModelSource
 from hone.ops import linear_cross_entropy
 
@@ -76,10 +77,14 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
     hidden = torch.zeros(config.hidden_size)
     inner, heads = [], []
     for index, layer in _layers(checkpoint, flow, run):
-        mixer = config.layers[index].mixer
-        paths = ("mixer.out", "feed_forward.down", "mixer.qkv", "feed_forward.gate_up")
-        read = {path: _Sequences(layer.get_submodule(path).weight.shape[1]) for path in paths}
-        read["mixer.out"] = _Sequences(mixer.num_heads, by_head=True)
+        linears, mixer = config.linears(index), config.layers[index].mixer
+        of_heads, of_channels = (path for path, one in linears.items() if one.residual)
+        of_hidden = {
+            one.reads: path for path, one in linears.items() if column_axis(linears, path) == "hidden"
+        }.values()
+        paths = (of_channels, *of_hidden)
+        read = {path: _Sequences(linears[path].in_features) for path in paths}
+        read[of_heads] = _Sequences(mixer.num_heads, by_head=True)
         inputs: dict[str, Tensor] = {}
 
         def add(_: Tensor, __: Tensor, counts: Tensor | None, read=read, inputs=inputs) -> None:
@@ -93,9 +98,9 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
             for hook in hooks:
                 hook.remove()
         scores = {path: one.score(flow) for path, one in read.items()}
-        inner.append(scores["feed_forward.down"])
-        heads.append(scores["mixer.out"].unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
-        hidden += scores["mixer.qkv"] + scores["feed_forward.gate_up"]
+        inner.append(scores[of_channels])
+        heads.append(scores[of_heads].unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
+        hidden += sum(scores[path] for path in of_hidden)
     ends = checkpoint.build_ends(flow.device, flow.dtype)
     last = _Sequences(config.hidden_size)
     for piece, _, counts in flow.batches():

@@ -22,6 +22,7 @@ from hone.compress.transforms.rotation import Rotation, values_of
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import OWN
 from hone.model.hf import config_values
+from hone.model.linear_spec import Norm
 from hone.model.quantized import hadamard
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
@@ -36,7 +37,7 @@ Turn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormWeight:
     """A norm's weight by its tensor's name: the norm multiplies by weight + offset."""
 
     name: str
@@ -48,7 +49,7 @@ class Change:
     """How a tensor of the rotated model is made from the one called `source`."""
 
     source: str
-    folded: Norm | None = None
+    folded: NormWeight | None = None
     """The norm whose weight multiplies the columns."""
     columns: tuple[Turn, ...] = ()
     """Rotations of the columns, in order."""
@@ -172,7 +173,7 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
     if stream is not None:
         yield EMBEDDING, Change(EMBEDDING, columns=(stream,))
         head = EMBEDDING if config.tie_embeddings else HEAD
-        yield HEAD, Change(head, folded=Norm(NORM, config.norm_offset), columns=(stream,))
+        yield HEAD, Change(head, folded=NormWeight(NORM, config.norm_offset), columns=(stream,))
         yield NORM, Change(NORM, filled=1.0 - config.norm_offset)
     for index in range(config.num_layers):
         values = values_of(config, index) if rotation.r2 else None
@@ -184,8 +185,8 @@ def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int])
                 continue
             linear, weight = module.linear, len(tensor.shape) > 1
             norm, folded, columns = f"{path.partition('.')[0]}_norm", None, []
-            if stream is not None and linear.reads == norm:
-                folded = Norm(norms[f"{norm}.weight"], config.norm_offset)
+            if stream is not None and linear.reads == Norm(norm):
+                folded = NormWeight(norms[f"{norm}.weight"], config.norm_offset)
                 columns.append(stream)
             if values is not None and path == values.out:
                 columns.append(turn)

@@ -6,7 +6,6 @@ head, both in the weights alone; R4 turns the inputs of down projections at run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.compress.transforms.base import Transform
 from hone.cost.compress import Work
-from hone.model.linear_spec import LinearSpec, NormSpec
+from hone.model.linear_spec import Norm, NormSpec, Output
 
 if TYPE_CHECKING:
     from hone.compress.layer import LayerWeights
@@ -144,7 +143,7 @@ def values_of(config: ModelConfig, index: int) -> Values:
         for path, linear in linears.items():
             begin = 0
             for piece in linear.pieces:
-                if path.startswith("mixer.") and piece.name == reader.reads and piece.heads and reader.share == 1.0:
+                if reader.reads == Output(path, piece.name) and piece.heads and reader.share == 1.0:
                     return Values(path, begin, begin + piece.out_features, piece.out_features // piece.heads, out)
                 begin += piece.out_features
     raise SpecError(
@@ -163,7 +162,7 @@ def _check_stream(config: ModelConfig, index: int) -> None:
         )
     parameters = config.parameters(index)
     for path, linear in config.linears(index).items():
-        if not _knows(path, linear, parameters):
+        if not (linear.residual or isinstance(linear.reads, Norm)):
             raise SpecError(
                 f"r1: layer {index} reads '{linear.reads}' in {path}, which is not the norm of the residual stream",
                 fix="set r1=false",
@@ -174,9 +173,3 @@ def _check_stream(config: ModelConfig, index: int) -> None:
                 f"r1: {path} of layer {index} has an entry a channel of the residual stream, and channels are mixed",
                 fix="set r1=false",
             )
-
-
-def _knows(path: str, linear: LinearSpec, parameters: Mapping[str, object]) -> bool:
-    """Whether a linear reads its block's norm, writes the residual stream, or reads a norm inside its block."""
-    block = path.partition(".")[0]
-    return linear.reads == f"{block}_norm" or linear.residual or f"{block}.{linear.reads}.weight" in parameters

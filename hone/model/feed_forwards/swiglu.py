@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.feed_forwards.base import FeedForward
-from hone.model.linear_spec import LinearSpec, Piece
+from hone.model.linear_spec import LinearSpec, Norm, Output, Piece, Product
 from hone.ops import swiglu
 
 
@@ -29,11 +29,11 @@ class SwiGLU(FeedForward):
         return (
             LinearSpec(
                 "gate_up", hidden_size, (Piece("gate", inner), Piece("up", inner)),
-                reads="feed_forward_norm", shard="column", bias=self.bias,
+                reads=Norm("feed_forward_norm"), shard="column", bias=self.bias,
             ),
             LinearSpec(
                 "down", inner, (Piece("down", hidden_size),),
-                reads="gate*up", shard="row", bias=self.bias, residual=True,
+                reads=Product((Output("gate_up", "gate"), Output("gate_up", "up"))), shard="row", bias=self.bias, residual=True,
             ),
         )  # fmt: skip
 

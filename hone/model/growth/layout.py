@@ -14,15 +14,10 @@ import numpy as np
 
 from hone.base.errors import SpecError
 from hone.model.growth.axis import NEW, Axis, Flags, Floats, Integers, grouped
-from hone.model.linear_spec import INIT_STD, Initial, NormSpec, Piece
+from hone.model.linear_spec import INIT_STD, Initial, Norm, NormSpec, Output, Piece, column_axis, outputs_of
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
-
-NORMED = ("mixer_norm", "feed_forward_norm")
-"""Inputs of linears that are the normed residual stream."""
-BARE = ("mixer_input", "feed_forward_input")
-"""Inputs of linears that are the residual stream itself."""
 
 
 class Widening(Protocol):
@@ -142,13 +137,13 @@ class Layout:
 
     def _rows(self, index: int, path: str, number: int) -> Side | None:
         """The rows of piece `number` of a linear; None where they stay."""
-        small, large = self.small.linears(index)[path], self.large.linears(index)[path]
+        small = self.small.linears(index)[path]
         if small.residual:
             return None if self.hidden.same else Side.of(self.hidden, self.hidden.even, zero=True)
         axis = self._piece(index, path, number)
         if axis is None:
             return None
-        if self._normed(index, path, small.pieces[number], large.pieces[number]):
+        if self._normed(index, path, small.pieces[number]):
             return Side.of(axis, axis.even, zero=True)  # as hidden channels are: the mean square stays
         return Side.of(axis)
 
@@ -170,25 +165,23 @@ class Layout:
         """The columns of a linear, by what it reads; None where they stay."""
         linears = self.small.linears(index)
         small, large = linears[path], self.large.linears(index)[path]
-        if small.reads in NORMED + BARE and small.in_features == self.hidden.size:
+        if column_axis(linears, path) == "hidden":
             if self.hidden.same:
                 return None
-            return Side.of(self.hidden, self.hidden.shares / (1.0 if small.reads in NORMED else self.hidden.even))
-        queries, block = self._axes(index)[0], path.partition(".")[0]
+            return Side.of(
+                self.hidden, self.hidden.shares / (1.0 if isinstance(small.reads, Norm) else self.hidden.even)
+            )
+        queries = self._axes(index)[0]
         if queries is not None and (queries.size, queries.grown) == (small.in_heads, large.in_heads):
             inner = queries.blocks(small.in_features // queries.size)
             return None if queries.same else Side.of(inner, inner.shares, zero=True)
         if small.in_features == large.in_features:
             return None
-        known = {
-            piece.name: (where, number)
-            for where, one in linears.items()
-            for number, piece in enumerate(one.pieces)
-            if where.startswith(f"{block}.")
-        }
-        factors = small.reads.split("*")
-        axes = [self._piece(index, *known[factor]) if factor in known else None for factor in factors]
-        first = axes[0]
+        axes = [
+            self._piece(index, one.linear, linears[one.linear].pieces.index(linears[one.linear].piece(one.piece)))
+            for one in outputs_of(small.reads)
+        ]
+        first = axes[0] if axes else None
         if first is None or any(one is None or not np.array_equal(one.sources, first.sources) for one in axes):
             raise self._unknown(index, f"{path}, which reads '{small.reads}',", small.in_features, large.in_features)
         return Side.of(first, first.shares, zero=True)
@@ -220,25 +213,20 @@ class Layout:
             )
         return self.how.shared(before, found, key, self.seed), keys
 
-    def _normed(self, index: int, path: str, small: Piece, large: Piece) -> bool:
-        """Whether one norm is over all rows of a piece: it is named after it, and as large."""
-        name = f"{path.partition('.')[0]}.{small.name}_norm.weight"
-        norms = self.small.parameters(index).get(name), self.large.parameters(index).get(name)
-        pieces = small, large
-        return all(isinstance(one, NormSpec) and one.size == pieces[at].out_features for at, one in enumerate(norms))
+    def _normed(self, index: int, path: str, piece: Piece) -> bool:
+        """Whether one norm is over all rows of a piece."""
+        parameters = self.small.parameters(index).values()
+        return any(isinstance(one, NormSpec) and one.over == Output(path, piece.name) for one in parameters)
 
     def _single(self, index: int, path: str, name: str) -> Made:
         """A norm inside a block, or another parameter outside its linears."""
         small, large = self.small.parameters(index)[path], self.large.parameters(index)[path]
-        if isinstance(large, NormSpec):
-            for where, linear in self.small.linears(index).items():
-                for number, piece in enumerate(linear.pieces):
-                    grown = self.large.linears(index)[where].pieces[number]
-                    if path != f"{where.partition('.')[0]}.{piece.name}_norm.weight":
-                        continue
-                    axis = self._piece(index, where, number)
-                    if axis is not None and self._normed(index, where, piece, grown):
-                        return self._norm(name, axis, 1 / axis.even)
+        if isinstance(small, NormSpec):
+            if small.over is not None:
+                linear = self.small.linears(index)[small.over.linear]
+                axis = self._piece(index, small.over.linear, linear.pieces.index(linear.piece(small.over.piece)))
+                if axis is not None:
+                    return self._norm(name, axis, 1 / axis.even)
         else:
             queries = self._axes(index)[0]
             if large.heads is not None and queries is not None and not queries.same:

@@ -15,7 +15,15 @@ from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.facts import Attending, Widths, attention_widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, grouped_pieces, projection_in, projection_out
+from hone.model.linear_spec import (
+    LinearSpec,
+    NormSpec,
+    Output,
+    Parameter,
+    grouped_pieces,
+    projection_in,
+    projection_out,
+)
 from hone.model.mixer import Mixer
 from hone.model.rope import Rope
 from hone.ops import rope
@@ -115,7 +123,10 @@ class Attention(GroupedHeads):
             return ()
         whole = self.qk_norm_over == "projection"
         queries, keys = (self.num_heads, self.num_kv_heads) if whole else (1, 1)
-        return (NormSpec("q_norm", queries * self.head_dim), NormSpec("k_norm", keys * self.head_dim))
+        return tuple(
+            NormSpec(f"{piece}_norm", heads * self.head_dim, over=Output("qkv", piece) if whole else None)
+            for piece, heads in (("q", queries), ("k", keys))
+        )
 
     def local(self, num_ranks: int) -> Self:
         if num_ranks > 1 and self.qk_norm and self.qk_norm_over == "projection":

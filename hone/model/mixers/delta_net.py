@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
+from hone.model.linear_spec import Computed, LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixers.gated_linear import rates_and_steps, wide
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
 from hone.ops import scan_delta
@@ -38,7 +38,9 @@ class DeltaNet(Recurrent):
         heads, (keys, values) = self.num_heads, self.state_shape
         widths = {"q": keys, "k": keys, "v": values, "gate": values, "beta": 1, **({"decay": 1} if self.gated else {})}
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
-        return projection_in("qkvg", hidden_size, *pieces), projection_out(hidden_size, heads, values, reads="mixed")
+        return projection_in("qkvg", hidden_size, *pieces), projection_out(
+            hidden_size, heads, values, reads=Computed("mixed")
+        )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         norm = NormSpec("head_norm", self.state_shape[1])

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, ParameterSpec, Piece, projection_in, projection_out
+from hone.model.linear_spec import (
+    Computed,
+    LinearSpec,
+    NormSpec,
+    Parameter,
+    ParameterSpec,
+    Piece,
+    projection_in,
+    projection_out,
+)
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
 from hone.ops import scan
 
@@ -53,7 +62,7 @@ class GatedLinear(Recurrent):
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
         return (
             projection_in("qkvg", hidden_size, *pieces, low),
-            projection_out(hidden_size, heads, values, reads="mixed"),
+            projection_out(hidden_size, heads, values, reads=Computed("mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

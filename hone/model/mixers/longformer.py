@@ -12,7 +12,7 @@ from torch import Tensor
 from hone.cost.facts import Widths, mean_positions
 from hone.model.block import Placement
 from hone.model.context import Context, sdpa
-from hone.model.linear_spec import LinearSpec, projection_in
+from hone.model.linear_spec import Computed, LinearSpec, projection_in
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer
 from hone.model.rope import Rope
 from hone.ops import attend, rope
@@ -49,7 +49,7 @@ class Longformer(GroupedHeads):
             qkv,
             projection_in("global_q", hidden_size, q, share=0.0),
             projection_in("global_kv", hidden_size, *keys, share=0.0 if self.causal else 1.0),
-            replace(out, reads="mixed"),
+            replace(out, reads=Computed("mixed")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -12,7 +12,7 @@ from hone.cost.cache import CacheTensor, LayerCache
 from hone.cost.facts import Widths, mean_positions
 from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
+from hone.model.linear_spec import Computed, LinearSpec, Norm, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.rope import Rope
 from hone.ops import rope
@@ -63,12 +63,12 @@ class MLA(Mixer):
                 if low is None
                 else (
                     projection_in("q_down", hidden_size, Piece("q_down", low), shard="none"),
-                    projection_in("q_up", low, Piece("q_up", queries, heads), reads="q_latent_norm"),
+                    projection_in("q_up", low, Piece("q_up", queries, heads), reads=Norm("q_latent_norm")),
                 )
             ),
             projection_in("kv_down", hidden_size, down, shard="none"),
-            projection_in("kv_up", self.latent_dim, up, reads="latent_norm"),
-            projection_out(hidden_size, heads, self.values, reads="mixed"),
+            projection_in("kv_up", self.latent_dim, up, reads=Norm("latent_norm")),
+            projection_out(hidden_size, heads, self.values, reads=Computed("mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hone.cost.facts import Widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
+from hone.model.linear_spec import LinearSpec, Output, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.rope import Rope
 from hone.ops import attend, merge, rope
@@ -57,7 +57,7 @@ class Reformer(Mixer):
         inner = self.num_heads * self.head_dim
         return (
             projection_in("qk_v", hidden_size, *(Piece(name, inner, self.num_heads) for name in ("qk", "v"))),
-            projection_out(hidden_size, self.num_heads, self.head_dim),
+            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Output("qk_v", "v")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

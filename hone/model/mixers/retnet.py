@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.model.block import Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, Piece, projection_in, projection_out
+from hone.model.linear_spec import Computed, LinearSpec, Piece, projection_in, projection_out
 from hone.model.mixers.linear_attention import Recurrent, RecurrentLayer
 from hone.model.rope import Rope
 from hone.ops import rope, scan
@@ -48,7 +48,9 @@ class RetNet(Recurrent):
         heads, (keys, values) = self.num_heads, self.state_shape
         widths = {"q": keys, "k": keys, "v": values, "gate": values}
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
-        return projection_in("qkvg", hidden_size, *pieces), projection_out(hidden_size, heads, values, reads="mixed")
+        return projection_in("qkvg", hidden_size, *pieces), projection_out(
+            hidden_size, heads, values, reads=Computed("mixed")
+        )
 
     def build(self, place: Placement) -> RetNetLayer:
         return RetNetLayer(self, place)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.cost.facts import mean_positions
 from hone.model.block import Block, Placement
 from hone.model.context import Context
-from hone.model.linear_spec import LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
+from hone.model.linear_spec import Computed, LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out
 from hone.model.mixer import Mixer
 from hone.model.rope import Rope
 from hone.ops import rope
@@ -64,7 +64,7 @@ class SharedKV(Mixer):
         queries = Piece("q", self.num_heads * self.head_dim, self.num_heads)
         return (
             projection_in("q", hidden_size, queries),
-            projection_out(hidden_size, self.num_heads, self.head_dim, reads="mixed"),
+            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Computed("mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

@@ -19,6 +19,7 @@ from hone.cost.facts import Widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import (
+    Computed,
     LinearSpec,
     Parameter,
     ParameterSpec,
@@ -52,7 +53,7 @@ class TransformerXL(Mixer):
         distance = Piece("distance", heads * self.head_dim, heads)
         return (
             projection_in("qkv", hidden_size, *grouped_pieces(heads, heads, self.head_dim)),
-            projection_in("distance", hidden_size, distance, reads="distances", share=0.0),
+            projection_in("distance", hidden_size, distance, reads=Computed("distances"), share=0.0),
             projection_out(hidden_size, heads, self.head_dim),
         )
 

@@ -19,7 +19,7 @@ from hone.model.config import ModelConfig
 from hone.model.context import Context
 from hone.model.decoder import Decoder
 from hone.model.linear import MakeLinear, make_dense
-from hone.model.linear_spec import LinearSpec
+from hone.model.linear_spec import LinearSpec, Tokens
 from hone.parallel.group import Group, Pipe
 from hone.parallel.place import Place, stages_of
 
@@ -166,7 +166,7 @@ def _splitting(make: MakeLinear, config: ModelConfig, place: Place, group: Group
             return make(name, spec)
         if spec.shard == "vocab":
             rows = vocabulary_rows(config.vocab_size, place.tensor_size)
-            if spec.reads == "tokens":
+            if isinstance(spec.reads, Tokens):
                 return SplitEmbedding(spec.in_features, rows, group)
             return make(name, spec_of_rows(spec, rows))
         if spec.shard == "row":

@@ -15,7 +15,7 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families.stored import refuse_unread
 from hone.model.linear import LINEARS, MakeLinear, make_dense
-from hone.model.linear_spec import LinearSpec
+from hone.model.linear_spec import LinearSpec, Tokens
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.weights import values as checked
 from hone.model.weights.source import WeightSource
@@ -154,7 +154,7 @@ class ModelSource:
             if not schemes or schemes[0] is None:
                 return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
             kind, options = schemes[0]
-            if spec.reads == "tokens":
+            if isinstance(spec.reads, Tokens):
                 return make_embedding(spec, kind, options, tied=self.config.tie_embeddings, where=self.folder)
             if spec.experts is not None:
                 raise ArtifactError(

@@ -21,7 +21,7 @@ from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, unmade
 from hone.model.linear import Dense, make_dense
-from hone.model.linear_spec import LinearSpec, NormSpec
+from hone.model.linear_spec import LinearSpec, NormSpec, Tokens
 from hone.model.parallel.local import check_split
 from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
@@ -280,7 +280,7 @@ def _maker(axis: Axis, overlap: bool = False) -> Callable[[str, LinearSpec], Any
     def made(name: str, spec: LinearSpec) -> nn.Module:
         if spec.shard == "vocab" and axis.size > 1:
             start, stop = _vocabulary_rows(spec.out_features, axis.index, axis.size)
-            if spec.reads == "tokens":
+            if isinstance(spec.reads, Tokens):
                 return _Embedding(stop - start, spec.in_features)
             return make_dense(name, replace(spec, pieces=(replace(spec.pieces[0], out_features=stop - start),)))
         bias = spec.bias and (spec.shard != "row" or axis.index == 0)

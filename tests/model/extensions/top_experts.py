@@ -11,7 +11,7 @@ from torch import Tensor
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.feed_forwards.base import FeedForward
-from hone.model.linear_spec import LinearSpec, Piece
+from hone.model.linear_spec import LinearSpec, Norm, Output, Piece, Product
 from hone.ops import permute, swiglu, unpermute
 
 
@@ -30,9 +30,17 @@ class TopExperts(FeedForward):
         halves = Piece("gate", inner), Piece("up", inner)
         down = Piece("down", hidden_size)
         return (
-            LinearSpec("router", hidden_size, (Piece("router", self.num_experts),), reads="feed_forward_norm"),
-            LinearSpec("gate_up", hidden_size, halves, reads="feed_forward_norm", shard="column", **experts),
-            LinearSpec("down", inner, (down,), reads="gate*up", shard="row", residual=True, **experts),
+            LinearSpec("router", hidden_size, (Piece("router", self.num_experts),), reads=Norm("feed_forward_norm")),
+            LinearSpec("gate_up", hidden_size, halves, reads=Norm("feed_forward_norm"), shard="column", **experts),
+            LinearSpec(
+                "down",
+                inner,
+                (down,),
+                reads=Product((Output("gate_up", "gate"), Output("gate_up", "up"))),
+                shard="row",
+                residual=True,
+                **experts,
+            ),
         )
 
     def build(self, place: Placement) -> TopExpertsLayer:

@@ -20,7 +20,7 @@ from hone.model.decoder import build
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import from_hf, to_hf
 from hone.model.incremental import generate
-from hone.model.linear_spec import NormSpec
+from hone.model.linear_spec import Norm, Stream, outputs_of
 from hone.model.norm import RMSNorm
 from hone.model.shape import Shape
 from hone.train.objectives.next_token import NextToken
@@ -194,24 +194,22 @@ def test_scales_move_along_reads(name: str, folder_of) -> None:
     wanted = hf.load(folder_of(name), dtype=torch.float64)(prompt(21))
     for edge in {linear.reads for linear in hf.Checkpoint(folder_of(name)).config.linears(1).values()}:
         model = hf.load(folder_of(name), dtype=torch.float64)
-        layer, linears, source = model.layers[1], model.config.linears(1), edge.rpartition("*")[2]
-        norms = {one.name: one for one in model.config.parameters(1).values() if isinstance(one, NormSpec)}
-        pieces = {piece: (path, one) for path, one in linears.items() for piece in one.parts}
-        if source not in norms and source not in pieces:
-            assert source in ("mixer_input", "feed_forward_input") and model.config.layers[1].norms == "post"
+        layer, linears, outputs = model.layers[1], model.config.linears(1), outputs_of(edge)
+        if isinstance(edge, Stream):
+            assert model.config.layers[1].norms == "post"
             continue
-        if source in norms:
-            weight = layer.get_submodule(source).weight
+        if isinstance(edge, Norm):
+            weight, offset = layer.get_submodule(edge.name).weight, model.config.norm_offset
             scale = torch.rand(len(weight), dtype=torch.float64) + 0.5
-            weight.copy_((weight + norms[source].offset) / scale - norms[source].offset)
+            weight.copy_((weight + offset) / scale - offset)
         else:
-            rows = rows_of(layer, *pieces[source], source)
+            rows = rows_of(layer, outputs[-1], linears)
             scale = torch.rand(len(rows[0]), dtype=torch.float64) + 0.5
             for part in rows:
                 part.div_(scale if part.dim() == 1 else scale[:, None])
         for path in (path for path, one in linears.items() if one.reads == edge):
             columns = layer.get_submodule(path).weight
-            columns.mul_(spread(scale, columns.shape[1], model.config.layers[1].mixer, source))
+            columns.mul_(spread(scale, columns.shape[1], model.config.layers[1].mixer, outputs))
         torch.testing.assert_close(model(prompt(21)), wanted)
 
 
