@@ -31,8 +31,8 @@ from benchmarks.ledger import append, table
 from benchmarks.serve import exactly, random_model
 from hone.base.artifact import Artifact
 from hone.base.run import Run
-from hone.compress.gguf.export import export
 from hone.compress.stage import Compress
+from hone.export.gguf.export import export
 from hone.model import hf
 from hone.model.shape import Shape
 from hone.serve.engine import Engine, EngineSpec

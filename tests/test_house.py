@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
 FLOORS = {
     "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 5, "model": 6, "data": 7,
-    "eval": 8, "serve": 8, "train": 9, "compress": 10, "plan": 11, "recipe": 12, "cli": 12, "": 13, "__main__": 13,
+    "eval": 8, "serve": 8, "train": 9, "export": 9, "compress": 10, "plan": 11, "recipe": 12, "cli": 12, "": 13, "__main__": 13,
 }  # fmt: skip
-"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus."""
+"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus. Compression
+says which folders other programs can read, so it stands above export."""
 TOP = {"recipe", "cli"}
 """They know each other."""
 REGISTRIES = {

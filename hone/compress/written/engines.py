@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hone.model.quantized.scheme import CacheScheme, Scheme
 
 activations_of = lazy("hone.model.quantized.activations")
-architectures = lazy("hone.compress.gguf.architectures")
-sources = lazy("hone.compress.gguf.source")
+architectures = lazy("hone.export.gguf.architectures")
+sources = lazy("hone.export.gguf.source")
 
 Engine = Literal["any", "hone", "transformers", "vllm", "llama.cpp"]
 

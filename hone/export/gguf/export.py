@@ -16,25 +16,25 @@ from hone.base.lazy import lazy
 from hone.base.partial import PULL, need_local
 from hone.base.run import Run
 from hone.base.spec import Spec
-from hone.compress.gguf.formats import FORMATS, fitting
+from hone.export.gguf.formats import FORMATS, fitting
 from hone.model.facts import stores_weights
 from hone.model.weights.tensors import TABLES, model_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.compress.gguf.source import Source
+    from hone.export.gguf.source import Source
     from hone.model.hf import Checkpoint
     from hone.model.quantized.scheme import Scheme
 
-architectures = lazy("hone.compress.gguf.architectures")
-container = lazy("hone.compress.gguf.container")
+architectures = lazy("hone.export.gguf.architectures")
+container = lazy("hone.export.gguf.container")
 config_of = lazy("hone.model.quantized.config")
 hf = lazy("hone.model.hf")
-names = lazy("hone.compress.gguf.names")
-sources = lazy("hone.compress.gguf.source")
+names = lazy("hone.export.gguf.names")
+sources = lazy("hone.export.gguf.source")
 tokenizers = lazy("hone.model.tokenizer")
-vocabularies = lazy("hone.compress.gguf.vocabulary")
+vocabularies = lazy("hone.export.gguf.vocabulary")
 
 TypeName = Literal[("auto", *FORMATS)]
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "f16"}

@@ -1,0 +1,1 @@
+"""Models as single files of other programs' formats."""
