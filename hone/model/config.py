@@ -36,10 +36,8 @@ class LayerSpec(Spec):
         found = {}
         for name, block in blocks.items():
             for one in block.linears(hidden_size):
-                reads = one.reads.inside(name)
-                if self.norms == "post" and reads == Norm(f"{name}_norm"):
-                    reads = Stream(name)
-                found[f"{name}.{one.name}"] = replace(one, reads=reads)
+                bare = self.norms == "post" and one.reads == Norm(f"{name}_norm")
+                found[f"{name}.{one.name}"] = replace(one, reads=Stream(name)) if bare else one
         return found
 
     def norm_names(self, block: str) -> list[str]:
@@ -52,10 +50,7 @@ class LayerSpec(Spec):
         names = [*self.norm_names("mixer"), *self.norm_names("feed_forward")]
         found: dict[str, Parameter] = {norm.path: norm for norm in (NormSpec(name, hidden_size) for name in names)}
         for name, block in {"mixer": self.mixer, "feed_forward": self.feed_forward}.items():
-            for one in block.parameters(hidden_size):
-                if isinstance(one, NormSpec) and one.over is not None:
-                    one = replace(one, over=one.over.inside(name))
-                found[f"{name}.{one.path}"] = one
+            found |= {f"{name}.{one.path}": one for one in block.parameters(hidden_size)}
         return found
 
     def local(self, num_ranks: int) -> Self:

@@ -28,20 +28,14 @@ more or fewer of."""
 
 @dataclass(frozen=True)
 class Norm:
-    """An input: what a norm gives. A scale a channel can be divided out of its weight + offset.
-
-    In a block's declaration it is that of the block's input ('mixer_norm') or one of the block; in a layer's it is the path.
-    """
+    """An input: what a norm gives. A scale a channel can be divided out of its weight + offset."""
 
     name: str
-
-    def inside(self, block: str) -> Norm:
-        """The same input by its path in the layer, declared in `block`."""
-        return self if self.name == f"{block}_norm" else Norm(f"{block}.{self.name}")
+    """Its path in the layer: 'mixer_norm' for that of a block's input, 'mixer.latent_norm' for one of the block."""
 
     @property
     def of_stream(self) -> bool:
-        """Whether it norms the residual stream; of a path in a layer."""
+        """Whether it norms the residual stream."""
         return "." not in self.name
 
     def __str__(self) -> str:
@@ -53,11 +47,8 @@ class Output:
     """An input that is a linear function of the rows `piece` of another linear, of which a scale a channel can be divided out."""
 
     linear: str
+    """The path of that linear in the layer: 'mixer.qkv'."""
     piece: str
-
-    def inside(self, block: str) -> Output:
-        """The same input by the path of its linear in the layer, declared in `block`."""
-        return Output(f"{block}.{self.linear}", self.piece)
 
     def __str__(self) -> str:
         return f"{self.linear}.{self.piece}"
@@ -68,10 +59,6 @@ class Product:
     """An input that is the product of outputs; a scale can be divided out of the last one."""
 
     factors: tuple[Output, ...]
-
-    def inside(self, block: str) -> Product:
-        """The same input by the paths of its linears in the layer, declared in `block`."""
-        return Product(tuple(factor.inside(block) for factor in self.factors))
 
     def __str__(self) -> str:
         return " * ".join(map(str, self.factors))
@@ -97,13 +84,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Computed:
-    """Any other input, out of whose source no scale can be divided; linears of a block that read one name read one thing."""
+    """Any other input, out of whose source no scale can be divided."""
 
     name: str
-
-    def inside(self, block: str) -> Computed:
-        """The same input by a name that is its own in the layer, declared in `block`."""
-        return Computed(f"{block}.{self.name}")
+    """Linears of a layer that read one name read one thing: 'mixer.mixed'."""
 
     def __str__(self) -> str:
         return self.name
@@ -320,7 +304,7 @@ def projection_in(name: str, hidden_size: int, *pieces: Piece, **options: Any) -
 
 
 def projection_out(
-    hidden_size: int, num_heads: int, head_dim: int, reads: Input = Output("qkv", "v"), bias: bool = False
+    hidden_size: int, num_heads: int, head_dim: int, reads: Input = Output("mixer.qkv", "v"), bias: bool = False
 ) -> LinearSpec:
     """A mixer's projection of all heads' outputs to the residual stream. `reads`: they are linear in the values, or `Computed`."""
     return LinearSpec(

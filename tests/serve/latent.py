@@ -24,7 +24,7 @@ class LatentMixer(Mixer):
         return (
             projection_in("q", hidden_size, queries),
             projection_in("down", hidden_size, Piece("down", self.latent_dim), shard="none"),
-            projection_out(hidden_size, self.num_heads, self.latent_dim, reads=Computed("mixed")),
+            projection_out(hidden_size, self.num_heads, self.latent_dim, reads=Computed("mixer.mixed")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

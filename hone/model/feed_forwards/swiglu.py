@@ -26,6 +26,7 @@ class SwiGLU(FeedForward):
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         inner = self.intermediate_size
+        product = Product((Output("feed_forward.gate_up", "gate"), Output("feed_forward.gate_up", "up")))
         return (
             LinearSpec(
                 "gate_up", hidden_size, (Piece("gate", inner), Piece("up", inner)),
@@ -33,7 +34,7 @@ class SwiGLU(FeedForward):
             ),
             LinearSpec(
                 "down", inner, (Piece("down", hidden_size),),
-                reads=Product((Output("gate_up", "gate"), Output("gate_up", "up"))), shard="row", bias=self.bias, residual=True,
+                reads=product, shard="row", bias=self.bias, residual=True,
             ),
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ class Attention(GroupedHeads):
         whole = self.qk_norm_over == "projection"
         queries, keys = (self.num_heads, self.num_kv_heads) if whole else (1, 1)
         return tuple(
-            NormSpec(f"{piece}_norm", heads * self.head_dim, over=Output("qkv", piece) if whole else None)
+            NormSpec(f"{piece}_norm", heads * self.head_dim, over=Output("mixer.qkv", piece) if whole else None)
             for piece, heads in (("q", queries), ("k", keys))
         )
 

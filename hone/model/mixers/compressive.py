@@ -61,9 +61,9 @@ class Compressive(TransformerXL):
         qkv, *others = super().linears(hidden_size)
         compress = LinearSpec(
             "compress", self.ratio * hidden_size, (Piece("compress", hidden_size),),
-            reads=Computed("token_groups"), bias=True, share=1 / self.ratio,
+            reads=Computed("mixer.token_groups"), bias=True, share=1 / self.ratio,
         )  # fmt: skip
-        return (replace(qkv, reads=Computed("tokens_and_slots")), *others, compress)
+        return (replace(qkv, reads=Computed("mixer.tokens_and_slots")), *others, compress)
 
     def mixing_flops(self, seq_len: int) -> float:
         """Scores and sums over memory, segment and slots, and the slots' own keys and values."""

@@ -39,7 +39,7 @@ class DeltaNet(Recurrent):
         widths = {"q": keys, "k": keys, "v": values, "gate": values, "beta": 1, **({"decay": 1} if self.gated else {})}
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
         return projection_in("qkvg", hidden_size, *pieces), projection_out(
-            hidden_size, heads, values, reads=Computed("mixed")
+            hidden_size, heads, values, reads=Computed("mixer.mixed")
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

@@ -62,7 +62,7 @@ class GatedLinear(Recurrent):
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
         return (
             projection_in("qkvg", hidden_size, *pieces, low),
-            projection_out(hidden_size, heads, values, reads=Computed("mixed")),
+            projection_out(hidden_size, heads, values, reads=Computed("mixer.mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

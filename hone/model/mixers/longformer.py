@@ -49,7 +49,7 @@ class Longformer(GroupedHeads):
             qkv,
             projection_in("global_q", hidden_size, q, share=0.0),
             projection_in("global_kv", hidden_size, *keys, share=0.0 if self.causal else 1.0),
-            replace(out, reads=Computed("mixed")),
+            replace(out, reads=Computed("mixer.mixed")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -63,12 +63,12 @@ class MLA(Mixer):
                 if low is None
                 else (
                     projection_in("q_down", hidden_size, Piece("q_down", low), shard="none"),
-                    projection_in("q_up", low, Piece("q_up", queries, heads), reads=Norm("q_latent_norm")),
+                    projection_in("q_up", low, Piece("q_up", queries, heads), reads=Norm("mixer.q_latent_norm")),
                 )
             ),
             projection_in("kv_down", hidden_size, down, shard="none"),
-            projection_in("kv_up", self.latent_dim, up, reads=Norm("latent_norm")),
-            projection_out(hidden_size, heads, self.values, reads=Computed("mixed")),
+            projection_in("kv_up", self.latent_dim, up, reads=Norm("mixer.latent_norm")),
+            projection_out(hidden_size, heads, self.values, reads=Computed("mixer.mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

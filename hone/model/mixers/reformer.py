@@ -57,7 +57,7 @@ class Reformer(Mixer):
         inner = self.num_heads * self.head_dim
         return (
             projection_in("qk_v", hidden_size, *(Piece(name, inner, self.num_heads) for name in ("qk", "v"))),
-            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Output("qk_v", "v")),
+            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Output("mixer.qk_v", "v")),
         )
 
     def mixing_flops(self, seq_len: int) -> float:

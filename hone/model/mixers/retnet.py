@@ -49,7 +49,7 @@ class RetNet(Recurrent):
         widths = {"q": keys, "k": keys, "v": values, "gate": values}
         pieces = [Piece(name, heads * width, heads) for name, width in widths.items()]
         return projection_in("qkvg", hidden_size, *pieces), projection_out(
-            hidden_size, heads, values, reads=Computed("mixed")
+            hidden_size, heads, values, reads=Computed("mixer.mixed")
         )
 
     def build(self, place: Placement) -> RetNetLayer:

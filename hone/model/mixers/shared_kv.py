@@ -64,7 +64,7 @@ class SharedKV(Mixer):
         queries = Piece("q", self.num_heads * self.head_dim, self.num_heads)
         return (
             projection_in("q", hidden_size, queries),
-            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Computed("mixed")),
+            projection_out(hidden_size, self.num_heads, self.head_dim, reads=Computed("mixer.mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:

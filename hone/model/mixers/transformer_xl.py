@@ -53,7 +53,7 @@ class TransformerXL(Mixer):
         distance = Piece("distance", heads * self.head_dim, heads)
         return (
             projection_in("qkv", hidden_size, *grouped_pieces(heads, heads, self.head_dim)),
-            projection_in("distance", hidden_size, distance, reads=Computed("distances"), share=0.0),
+            projection_in("distance", hidden_size, distance, reads=Computed("mixer.distances"), share=0.0),
             projection_out(hidden_size, heads, self.head_dim),
         )
 

@@ -36,7 +36,7 @@ class TopExperts(FeedForward):
                 "down",
                 inner,
                 (down,),
-                reads=Product((Output("gate_up", "gate"), Output("gate_up", "up"))),
+                reads=Product((Output("feed_forward.gate_up", "gate"), Output("feed_forward.gate_up", "up"))),
                 shard="row",
                 residual=True,
                 **experts,
