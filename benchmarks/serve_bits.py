@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.serve_peer import compare, folder_of, parser_of
-from hone.model.quantized.activations import ACTIVATIONS
 from hone.model.quantized.config import to_json
 from hone.model.quantized.scheme import Quantization, Scheme
+from hone.ops.rounding.inputs import ACTIVATIONS
 
 FORMS: dict[str, Scheme | None] = {
     "bf16": None,

@@ -16,11 +16,12 @@ from hone.base.table import TABLES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
 FLOORS = {
-    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 5, "model": 6, "data": 7,
+    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 5, "solvers": 5, "model": 6, "data": 7,
     "eval": 8, "serve": 8, "train": 9, "export": 9, "compress": 10, "plan": 11, "recipe": 12, "cli": 12, "": 13, "__main__": 13,
 }  # fmt: skip
-"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus. Compression
-says which folders other programs can read, so it stands above export."""
+"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus. Solvers stand on
+ops, whose grids and sweeps they use, and below training. Compression says which folders other programs can read, so it stands
+above export."""
 TOP = {"recipe", "cli"}
 """They know each other."""
 REGISTRIES = {
@@ -136,11 +137,9 @@ def test_the_checks_can_fail():
     assert broken_floors(up) == ["hone.base.spec -> hone.train.loop"]
     assert broken_floors({"hone.model.decoder": {"hone.data.load"}}) == ["hone.model.decoder -> hone.data.load"]
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
-    late = (
-        'grid = lazy("hone.compress.grid")\nROWS = Table("x", {"a": "hone.train.loop:Trainer"})\nSTAGES = ["hone.cli"]'
-    )
-    assert imports(late, "hone.model.decoder") == {"hone.compress.grid", "hone.train.loop", "hone.cli"}
-    assert imports(late, "hone.base.stage") == {"hone.compress.grid", "hone.train.loop"}
+    late = 'grid = lazy("hone.ops.rounding.integer_grid")\nROWS = Table("x", {"a": "hone.train.loop:Trainer"})\nSTAGES = ["hone.cli"]'
+    assert imports(late, "hone.model.decoder") == {"hone.ops.rounding.integer_grid", "hone.train.loop", "hone.cli"}
+    assert imports(late, "hone.base.stage") == {"hone.ops.rounding.integer_grid", "hone.train.loop"}
     assert imports('files("hone.report")', "hone.report.page") == set()
 
 

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.compress.targets import Linear
-    from hone.model.quantized.scheme import Activations, Scheme, Stored
+    from hone.model.quantized.scheme import Scheme, Stored
+    from hone.ops.rounding.inputs import Activations
 
 torch = lazy("torch")
-activations_of = lazy("hone.model.quantized.activations")
-grid = lazy("hone.compress.grid")
+activations_of = lazy("hone.ops.rounding.inputs")
+grid = lazy("hone.ops.rounding.integer_grid")
 layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 

@@ -8,7 +8,7 @@ each names the machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hone.base.figure import Estimate, human_bytes
@@ -48,9 +48,7 @@ CODE_BYTES = 28 << 20
 
 OBSERVED_BYTES = 24.0
 """Bytes per activation of which a mean, a norm or a cosine is taken: float32 temporaries, written and read."""
-
 _LARGE = 1 << 28
-
 FLOPS_PER_BYTE, FLOPS_PER_OP = 12.0, 1e8
 """Float32 operations in the time that a processor moves a byte, and starts an operation, to compare solves by
 (H200: 67 TFLOP/s, 4.3 TB/s; between its 5 us a start and the 1 us of two CPU cores)."""
@@ -75,6 +73,37 @@ class Work:
     def on_device(self, device: str) -> Work:
         """The work on `device`."""
         return self.on_gpu if self.on_gpu is not None and device.startswith("cuda") else self
+
+
+SWEEP_BYTES = 300.0
+"""Bytes a weight of a sweep over columns (`hone.solvers.sweep`), at the rate of a large copy."""
+COLUMN_OPS, BLOCK_LAUNCHES = 17, 12
+"""Its operation starts: of a column without a GPU, five operations and the slices between; of 64 columns on one."""
+BLOCK_MASK, GROUP_MASK, GPU_MASK = (800.0, 100), (100.0, 170), (100.0, 25)
+"""Bytes a weight and operation starts of choosing masks: of 64 columns, of each column of a pattern's group (one Xeon core: 50
+and 44 ns a weight), and of 64 columns on a GPU, counted, not measured; there a pattern's are chosen in the sweep's kernel."""
+
+
+def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: int, sweeps: int = 1) -> Work:
+    """`before`, one Cholesky factor, and each sweep: half a product, the loop, and masks of `group` columns (0: of blocks)."""
+    blocks, none = columns / 64, (0.0, 0)
+    masks, choices, gpu_masks = (BLOCK_MASK, blocks, GPU_MASK) if sparsity else (none, 0.0, none)
+    if sparsity and group:
+        masks, choices, gpu_masks = (GROUP_MASK[0] * group, GROUP_MASK[1]), columns / group, none
+    assert before.on_gpu is not None
+    on_cpu, on_gpu = (
+        replace(
+            one,
+            flops=columns**3 / 3 + sweeps * rows * columns**2,
+            num_bytes=one.num_bytes + sweeps * (SWEEP_BYTES + chosen[0]) * rows * columns,
+            num_ops=one.num_ops + sweeps * (ops + chosen[1] * count),
+        )
+        for one, ops, chosen, count in (
+            (before, COLUMN_OPS * columns, masks, choices),
+            (before.on_gpu, BLOCK_LAUNCHES * blocks, gpu_masks, blocks),
+        )
+    )
+    return replace(on_cpu, on_gpu=on_gpu)
 
 
 @dataclass(frozen=True)

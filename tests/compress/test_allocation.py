@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.compress import ALLOCATIONS, STEPS
-from hone.compress.allocations import fisher, knapsack
+from hone.compress.allocations import fisher
 from hone.compress.allocations.base import read_bytes
 from hone.compress.allocations.sensitivity import output_errors
 from hone.compress.calibration import Calibration
@@ -29,6 +29,7 @@ from hone.compress.stream import Job
 from hone.compress.targets import select
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load
+from hone.solvers import knapsack
 from tests.compress.conftest import perplexity
 from tests.compress.test_export import transformers_logits
 

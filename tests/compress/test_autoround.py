@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hone.compress import QUANTIZERS
-from hone.compress.grid import Grid, find_grid
 from hone.compress.matrix import Matrix
-from hone.compress.quantizers.autoround import Descent
 from hone.ops import formats
+from hone.ops.rounding.integer_grid import Grid, find_grid
+from hone.solvers.descent import Descent
 from tests.compress.test_gptq import problem
 
 

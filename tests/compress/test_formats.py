@@ -14,13 +14,13 @@ from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix
-from hone.compress.quantizers import float_scales
 from hone.compress.quantizers.mxfp4 import MXFP4
 from hone.compress.quantizers.mxfp8 import MXFP8
 from hone.compress.quantizers.nvfp4 import NVFP4
 from hone.model.hf import load, save
 from hone.model.quantized.rounded_inputs import RoundedInputs
 from hone.model.quantized.scheme import Scheme
+from hone.ops.rounding import float_grid
 
 STEPS = {
     "nvfp4": {"kind": "nvfp4"},
@@ -187,15 +187,15 @@ def test_a_search_finds_the_best_scale_of_its_neighbourhood(technique) -> None:
     step.apply(matrix)
     stored, size = matrix.stored, step.group_size
     divisor = stored.global_scale
-    plain = float_scales.find_scales(weight, step.number, size, "absmax", divisor=divisor)
+    plain = float_grid.find_scales(weight, step.number, size, "absmax", divisor=divisor)
     kind = plain.dtype
     scheme: Scheme = step.scheme(64)
     for row in range(6):
         for group in range(64 // size):
             here = slice(group * size, (group + 1) * size)
             errors = {}
-            for move in (0, *float_scales.STEPS[kind]):
-                code = min(max(int(plain.view(torch.uint8)[row, group]) + move, 1), float_scales._LARGEST_CODE[kind])
+            for move in (0, *float_grid.STEPS[kind]):
+                code = min(max(int(plain.view(torch.uint8)[row, group]) + move, 1), float_grid._LARGEST_CODE[kind])
                 scales = torch.tensor([[code]], dtype=torch.uint8).view(kind)
                 one = Scheme(**scheme.__dict__).quantize(weight[row : row + 1, here], scales, None, divisor)
                 lost = one.weight(torch.float32)[0] - weight[row, here]
@@ -214,14 +214,14 @@ def test_scales_are_those_of_compressed_tensors() -> None:
 
     weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 0.05
     weight[3, :32] = 0
-    divisor = float_scales.global_scale_of(weight)
+    divisor = float_grid.global_scale_of(weight)
     assert torch.equal(divisor, generate_gparam(weight.min(), weight.max()))
     for preset, number, size in (("NVFP4A16", "e2m1", 16), ("MXFP4A16", "e2m1", 32), ("MXFP8A16", "e4m3", 32)):
         args = preset_name_to_scheme(preset, ["Linear"]).weights
         groups = weight.view(16, -1, size)
         given = divisor if size == 16 else None
         theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=given)
-        ours = float_scales.find_scales(weight, number, size, "absmax", divisor=given)
+        ours = float_grid.find_scales(weight, number, size, "absmax", divisor=given)
         there = groups.abs().amax(-1) > 0
         assert torch.equal(ours.float()[there], theirs.float()[there]), preset
 

@@ -7,9 +7,8 @@ import torch
 
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
-from hone.compress.quantizers.gptaq import corrected
-from hone.compress.quantizers.gptq import solve, upper_factor
 from hone.ops import formats
+from hone.solvers.sweep import solve, towards, upper_factor
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +57,7 @@ def test_codes_equal_the_update_of_the_paper(rows: int, columns: int, groups: in
     found = statistics_of(inputs, dense)
     scales = weights.view(rows, groups, -1).abs().amax(-1) / (1 << (bits - 1))
     keep = torch.rand(rows, columns, generator=torch.Generator().manual_seed(1)) > 0.4 if pruned else None
-    aims, factor = corrected(weights, upper_factor(found["hessian"], 0.01), found["cross"])
+    aims, factor = towards(weights, upper_factor(found["hessian"], 0.01), found["cross"])
     expected = paper(weights, found["hessian"], found["cross"], scales, bits, 0.01, keep)
     assert torch.equal(solve(aims, factor, scales, bits, keep=keep), expected)
 

@@ -7,8 +7,8 @@ import torch
 
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
-from hone.compress.quantizers.gptq import solve, upper_factor
 from hone.ops import formats
+from hone.solvers.sweep import solve, upper_factor
 
 
 def problem(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float64):

@@ -14,7 +14,6 @@ from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.compress import LOW_RANK, QUANTIZERS
 from hone.compress.calibration import from_text
-from hone.compress.low_rank import factors
 from hone.compress.matrix import Matrix
 from hone.compress.stage import Compress
 from hone.eval.score import score
@@ -28,6 +27,7 @@ from hone.model.weights.tensors import layer_modules
 from hone.serve.engine import Engine
 from hone.serve.request import SamplingParams
 from hone.serve.spec import EngineSpec
+from hone.solvers import factors
 
 RTN = {"kind": "rtn", "bits": 2, "group_size": 32}
 GPTQ = {"kind": "gptq", "bits": 2, "group_size": 32}

@@ -26,7 +26,7 @@ def test_a_new_technique_is_one_file_and_one_table_line(
     code = '''
         """Round to nearest with three bits, as someone new would add it."""
         from pydantic import Field
-        from hone.compress.grid import find_scales
+        from hone.ops.rounding.integer_grid import find_scales
         from hone.compress.quantizers.integer import IntegerQuantizer
 
         class Int3(IntegerQuantizer):
@@ -75,7 +75,7 @@ def test_a_class_of_another_package_is_a_step_without_a_table_line(
 FP8 = '''
     """8-bit floats with one scale a row, as someone new would add them."""
     from hone.base.lazy import lazy
-    from hone.compress.grid import stored
+    from hone.ops.rounding.integer_grid import stored
     from hone.compress.matrix import Quantizer
     from hone.model.quantized.scheme import Scheme
 

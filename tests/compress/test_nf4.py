@@ -14,7 +14,7 @@ from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.layouts.bitsandbytes_4bit import dynamic_map
-from hone.model.quantized.numbers import NUMBERS
+from hone.ops.rounding.numbers import NUMBERS
 
 
 def matrix(rows: int = 96, columns: int = 192, dtype: torch.dtype = torch.float32, modules: tuple = ()) -> Matrix:

@@ -15,14 +15,14 @@ from hone.compress import QUANTIZERS, gradients
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.compress.matrix import matrix_name
-from hone.compress.observers import OBSERVERS, entropy, mse
-from hone.compress.observers.base import counted
+from hone.compress.observers import OBSERVERS
 from hone.compress.statistics import RANGES
 from hone.compress.stream import Job
 from hone.compress.targets import select
 from hone.model.hf import Checkpoint, load
-from hone.model.quantized.activations import ACTIVATIONS, round_inputs, static_tensors
 from hone.model.quantized.scheme import Activations
+from hone.ops.rounding import ranges
+from hone.ops.rounding.inputs import ACTIVATIONS, round_inputs, static_tensors
 
 INT4 = Activations(4, dynamic=False, per="tensor")
 INT8, ASYMMETRIC, FP8 = (ACTIVATIONS[name] for name in ("int8_tensor", "int8_tensor_asymmetric", "fp8_tensor"))
@@ -50,7 +50,7 @@ def error(x: torch.Tensor, activations, low: float, high: float) -> float:
 
 
 def test_a_histogram_counts_values() -> None:
-    values, counts = counted(gathered()["histogram"])
+    values, counts = ranges.counted(gathered()["histogram"])
     expected, times = torch.stack(batches()).double().unique(return_counts=True)
     assert torch.equal(values, expected) and torch.equal(counts, times.double())
 
@@ -85,7 +85,7 @@ def test_mse_loses_least_of_the_ranges_it_tries(activations) -> None:
     x = torch.stack(batches())
     low, high = OBSERVERS.read("mse").range(gathered(), activations)
     found = error(x, activations, low, high)
-    ends = [(float(x.min()) * ratio, float(x.max()) * ratio) for ratio in mse.RATIOS]
+    ends = [(float(x.min()) * ratio, float(x.max()) * ratio) for ratio in ranges.RATIOS]
     errors = [error(x, activations, *one) for one in ends]
     assert found <= min(errors) * (1 + 1e-9)
     if activations.symmetric:
@@ -96,9 +96,9 @@ def test_mse_loses_least_of_the_ranges_it_tries(activations) -> None:
 
 def naive_divergence(x: np.ndarray, edge: float, largest: float) -> float:
     """Of 8-bit integers on a symmetric range, from the numbers themselves, in loops."""
-    width = 2 * largest / entropy.BINS
-    counts = np.histogram(x, bins=entropy.BINS, range=(-largest, largest))[0].astype(float)
-    centers = -largest + width * (np.arange(entropy.BINS) + 0.5)
+    width = 2 * largest / ranges.BINS
+    counts = np.histogram(x, bins=ranges.BINS, range=(-largest, largest))[0].astype(float)
+    centers = -largest + width * (np.arange(ranges.BINS) + 0.5)
     scale = np.float32(edge / 127.5)
     inside = [index for index, center in enumerate(centers) if -edge <= center <= edge]
     p = {index: counts[index] for index in inside}
@@ -121,11 +121,11 @@ def naive_divergence(x: np.ndarray, edge: float, largest: float) -> float:
 def test_entropy_is_the_divergence_of_the_paper() -> None:
     x = np.random.default_rng(0).standard_t(4, 40_000)
     largest = float(np.abs(x).max())
-    width = 2 * largest / entropy.BINS
-    centers = torch.arange(entropy.BINS, dtype=torch.float64) * width + width / 2 - largest
-    counts = torch.tensor(np.histogram(x, bins=entropy.BINS, range=(-largest, largest))[0]).double()
+    width = 2 * largest / ranges.BINS
+    centers = torch.arange(ranges.BINS, dtype=torch.float64) * width + width / 2 - largest
+    counts = torch.tensor(np.histogram(x, bins=ranges.BINS, range=(-largest, largest))[0]).double()
     for ratio in (1.0, 0.5, 0.2):
-        ours = entropy.divergence(centers, counts, INT8, -largest * ratio, largest * ratio)
+        ours = ranges.divergence(centers, counts, INT8, -largest * ratio, largest * ratio)
         assert ours == pytest.approx(naive_divergence(x, largest * ratio, largest), rel=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_bins_spread_rounded_values_over_what_was_rounded_to_them() -> None:
     x = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 8
     histogram = RANGES["histogram"](1, 1, x.device)
     histogram.add(x[:, None])
-    centers, counts = entropy.bins(*counted(histogram.value()), -8.0, 8.0)
+    centers, counts = ranges.bins(*ranges.counted(histogram.value()), -8.0, 8.0)
     assert float(counts.sum()) == pytest.approx(len(x)) and float(counts[centers < 0].sum()) == pytest.approx(0, abs=1)
     inside = counts[(centers > 0.1) & (centers < 7.9)]
     assert float(inside.min()) > 0.5 * float(inside.mean()), "bfloat16's gaps are empty bins"

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
-from hone.compress.grid import float16_holds, stored
 from hone.compress.matrix import Matrix
 from hone.model import hf
+from hone.ops.rounding.integer_grid import float16_holds, stored
 
 SMALL = 2.0**-20
 

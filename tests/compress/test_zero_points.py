@@ -9,12 +9,12 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
-from hone.compress.grid import find_grid
 from hone.compress.matrix import Matrix
 from hone.model.hf import load
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.scheme import Scheme
 from hone.ops import formats
+from hone.ops.rounding.integer_grid import find_grid
 from tests.compress.test_gptq import problem
 
 

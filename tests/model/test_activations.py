@@ -10,11 +10,20 @@ import torch.nn.functional as F
 
 from hone.base.errors import ArtifactError
 from hone.compress.matrix import Quantizer
-from hone.model.quantized import activations, layouts, numbers
 from hone.model.quantized import config as config_of
-from hone.model.quantized.activations import ACTIVATIONS, encode, round_inputs, static_tensors, tensors_of
+from hone.model.quantized import layouts
 from hone.model.quantized.rounded_inputs import RoundedInputs
 from hone.model.quantized.scheme import Activations, Quantization, Scheme
+from hone.ops.rounding import numbers
+from hone.ops.rounding.inputs import (
+    ACTIVATIONS,
+    encode,
+    power_scales,
+    round_inputs,
+    round_number,
+    static_tensors,
+    tensors_of,
+)
 
 INT8 = Scheme(8, 0, "int-quantized")
 FP8 = Scheme(8, 0, "float-quantized", number="e4m3")
@@ -105,12 +114,12 @@ def test_8_bit_integers_by_hand() -> None:
 def test_4_bit_floats_round_as_the_table_of_their_values() -> None:
     x = torch.cat((torch.linspace(-6, 6, 9601), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])))
     table = numbers.decode(numbers.nearest(x, "e2m1"), "e2m1", x.dtype)
-    assert torch.equal(activations.round_number(x, "e2m1"), table)
+    assert torch.equal(round_number(x, "e2m1"), table)
 
 
 def test_powers_of_two_are_those_of_the_largest_value() -> None:
     largest = torch.tensor([0.0, 1e-45, 2.0**-130, 1.0, 1.7499, 1.75, 6.0, 7.0, 1e38])
-    exponents = activations.power_scales(largest, "e2m1").view(torch.uint8).int() - 127
+    exponents = power_scales(largest, "e2m1").view(torch.uint8).int() - 127
     assert exponents.tolist() == [-127, -127, -127, -2, -2, -1, 0, 1, 124]
 
 
@@ -141,10 +150,10 @@ def module_of(
         largest = weight.unflatten(1, (-1, scheme.group_size or columns)).abs().amax(-1)
         scales, divisor = (largest / (448 if scheme.number == "e4m3" else 2.0 ** (scheme.bits - 1))).half(), None
     else:
-        from hone.compress.quantizers import float_scales
+        from hone.ops.rounding import float_grid
 
-        divisor = float_scales.global_scale_of(weight) if scheme.scales == "e4m3" else None
-        scales = float_scales.find_scales(weight, scheme.number, scheme.group_size, "absmax", divisor=divisor)
+        divisor = float_grid.global_scale_of(weight) if scheme.scales == "e4m3" else None
+        scales = float_grid.find_scales(weight, scheme.number, scheme.group_size, "absmax", divisor=divisor)
     stored = scheme.quantize(weight, scales, None, divisor)
     stored = layouts.replace(stored, inputs=given(name, inputs(2, 5, columns)))
     begin, parts = 0, []

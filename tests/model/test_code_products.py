@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.model.quantized.activations import ACTIVATIONS, static_tensors
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.layouts import write
 from hone.model.quantized.rounded_inputs import RoundedInputs
 from hone.model.quantized.scheme import Scheme
+from hone.ops.rounding.inputs import ACTIVATIONS, static_tensors
 
 CASES = {
     "fp8_token": Scheme(8, layout="float-quantized", number="e4m3", activations=ACTIVATIONS["fp8_token"]),

@@ -72,12 +72,12 @@ def test_compressed_tensors_writes_the_same_bytes(name: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 
-    from hone.compress.quantizers import float_scales
+    from hone.ops.rounding import float_grid
 
     scheme = SCHEMES[name]
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(4)) * 0.1
-    divisor = float_scales.global_scale_of(weight) if name == "nvfp4" else None
-    scales = float_scales.find_scales(weight, scheme.number, scheme.group_size, "absmax", divisor=divisor)
+    divisor = float_grid.global_scale_of(weight) if name == "nvfp4" else None
+    scales = float_grid.find_scales(weight, scheme.number, scheme.group_size, "absmax", divisor=divisor)
     ours = layouts.write(scheme.quantize(weight, scales, None, divisor))
     group = config_of.to_json(Quantization(((("Linear",), scheme),)))["config_groups"]["group_0"]
     theirs = quantization.QuantizationScheme.model_validate(group)

@@ -17,8 +17,8 @@ from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
-from hone.compress.allocations.knapsack import choose
 from hone.cost.compress import Work
+from hone.solvers.knapsack import choose
 
 if TYPE_CHECKING:
     from hone.base.artifact import Draft

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 torch = lazy("torch")
 attention = lazy("hone.model.mixers.attention")
-activations_of = lazy("hone.model.quantized.activations")
+activations_of = lazy("hone.ops.rounding.inputs")
 gathering = lazy("hone.compress.caches.ranges")
 rounding = lazy("hone.model.quantized.kv_cache")
 schemes = lazy("hone.model.quantized.scheme")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.compress.targets import Linear
 
 torch = lazy("torch")
-factors = lazy("hone.compress.low_rank.factors")
+factors = lazy("hone.solvers.factors")
 
 EIGH, GPU_EIGH = 30.0, 800.0
 """Operations of an eigendecomposition in float64 divided by n^3, at the rate of float32 products: one of two Xeon cores

@@ -10,7 +10,7 @@ from hone.compress.observers.base import Observer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.model.quantized.scheme import Activations
+    from hone.ops.rounding.inputs import Activations
 
 
 class MinMax(Observer):
@@ -20,5 +20,6 @@ class MinMax(Observer):
     needs: ClassVar[frozenset[str]] = frozenset({"extremes"})
 
     def range(self, statistics: Mapping[str, Tensor], activations: Activations) -> tuple[float, float]:
-        extremes = statistics["extremes"]
-        return float(extremes[:, 0].min()), float(extremes[:, 1].max())
+        from hone.ops.rounding import ranges
+
+        return ranges.whole(statistics["extremes"])

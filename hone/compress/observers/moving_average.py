@@ -12,7 +12,7 @@ from hone.compress.observers.base import Observer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.model.quantized.scheme import Activations
+    from hone.ops.rounding.inputs import Activations
 
 
 class MovingAverage(Observer):
@@ -26,8 +26,6 @@ class MovingAverage(Observer):
     )
 
     def range(self, statistics: Mapping[str, Tensor], activations: Activations) -> tuple[float, float]:
-        (low, high), *later = statistics["extremes"].tolist()
-        for least, most in later:
-            low += self.momentum * (least - low)
-            high += self.momentum * (most - high)
-        return low, high
+        from hone.ops.rounding import ranges
+
+        return ranges.moving_average(statistics["extremes"], self.momentum)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from hone.compress.observers.base import Observer, counted, rounded
+from hone.compress.observers.base import Observer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.model.quantized.scheme import Activations
-
-RATIOS = [2.0 ** (-step / 8) for step in range(57)]
-"""Fractions of the whole range that are tried, down to 1/128."""
+    from hone.ops.rounding.inputs import Activations
 
 
 class MSE(Observer):
@@ -26,14 +23,6 @@ class MSE(Observer):
     """The statistic that weights the error of each value."""
 
     def range(self, statistics: Mapping[str, Tensor], activations: Activations) -> tuple[float, float]:
-        values, counts = counted(statistics[self.histogram])
-        low, high = float(statistics["extremes"][:, 0].min()), float(statistics["extremes"][:, 1].max())
+        from hone.ops.rounding import ranges
 
-        def error(ends: tuple[float, float]) -> float:
-            return float(((rounded(values, activations, *ends) - values).square() * counts).sum())
-
-        best = min(((low * ratio, high * ratio) for ratio in RATIOS), key=error)
-        if activations.symmetric:
-            return best
-        best = min(((best[0], high * ratio) for ratio in RATIOS), key=error)  # each end alone
-        return min(((low * ratio, best[1]) for ratio in RATIOS), key=error)
+        return ranges.least_error(statistics["extremes"], statistics[self.histogram], activations)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.compress.observers.base import Observer, counted
+from hone.compress.observers.base import Observer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.model.quantized.scheme import Activations
+    from hone.ops.rounding.inputs import Activations
 
 
 class Percentile(Observer):
@@ -29,16 +29,7 @@ class Percentile(Observer):
     )
 
     def range(self, statistics: Mapping[str, Tensor], activations: Activations) -> tuple[float, float]:
-        values, counts = counted(statistics["histogram"])
+        from hone.ops.rounding import ranges
+
         share = self.percentile / 100
-        if activations.symmetric:
-            order = values.abs().argsort(stable=True)
-            edge = _quantile(values.abs()[order], counts[order], share)
-            return -edge, edge
-        return _quantile(values, counts, (1 - share) / 2), _quantile(values, counts, (1 + share) / 2)
-
-
-def _quantile(values: Tensor, counts: Tensor, share: float) -> float:
-    """The smallest of the ascending `values` with at least `share` of the counts at or below it."""
-    below = counts.cumsum(0)
-    return float(values[int((below < share * float(below[-1])).sum().clamp(max=len(values) - 1))])
+        return ranges.percentile(statistics["histogram"], share, symmetric=activations.symmetric)

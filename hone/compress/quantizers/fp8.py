@@ -11,11 +11,12 @@ from hone.base.lazy import lazy
 from hone.compress.matrix import INPUTS_SAID, Inputs, Matrix, Quantizer
 
 if TYPE_CHECKING:
-    from hone.model.quantized.scheme import Activations, Scheme
+    from hone.model.quantized.scheme import Scheme
+    from hone.ops.rounding.inputs import Activations
 
 torch = lazy("torch")
-activations_of = lazy("hone.model.quantized.activations")
-grid = lazy("hone.compress.grid")
+activations_of = lazy("hone.ops.rounding.inputs")
+grid = lazy("hone.ops.rounding.integer_grid")
 formats = lazy("hone.ops.formats")
 schemes = lazy("hone.model.quantized.scheme")
 

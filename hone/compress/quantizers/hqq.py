@@ -1,10 +1,6 @@
 """HQQ: grids that fit the weights of a group without its outliers, by half-quadratic splitting, without calibration data.
 
-Legend: n rows, G groups per row, g columns per group.
-
-The error w - w' is split into outliers o and a rest. In turn o is the proximal point of |o|^p at the error, with a few
-large values for p < 1, and the grid is the one that fits w - o best with the codes that w has. Errors are measured in
-steps of the grid, so that beta means the same for weights of any size.
+The turns of outliers and grid are in `hone.solvers.half_quadratic`.
 """
 
 from __future__ import annotations
@@ -15,19 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix
 from hone.compress.quantizers.integer import IntegerQuantizer
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hone.compress.grid import Grid
-
-torch = lazy("torch")
-formats = lazy("hone.ops.formats")
-grid = lazy("hone.compress.grid")
+    from hone.compress.matrix import Matrix
 
 CPU_BYTES, GPU_BYTES = 320.0, 160.0
 """Bytes a weight in one turn, at the rate of a large copy: 15 ns on two Intel Xeon cores, most of it the powers; the
@@ -53,48 +41,12 @@ class HQQ(IntegerQuantizer):
         super().check(name, rows, columns)
 
     def apply(self, matrix: Matrix) -> None:
-        weights, start = matrix.weight, self.find_grid(matrix)
-        num_groups, rows = start.scales.shape[1], grid.chunk_rows(weights)
-        found = []
-        for begin in range(0, len(weights), rows):
-            part = slice(begin, begin + rows)
-            groups = weights[part].reshape(-1, num_groups, weights.shape[1] // num_groups)
-            found.append(self.fit(groups, start.rows(part)))
-        matrix.stored = self.scheme(weights.shape[1]).quantize(weights, *grid.join(found))
+        from hone.solvers.half_quadratic import fit_grid
 
-    def fit(self, groups: Tensor, start: Grid) -> Grid:
-        """The grids [n, G] of weights [n, G, g] with the least sum of |error|^p of all turns, `start` included."""
-        low, high = formats.code_range(self.bits)
-        now = start
-        best, least, beta = start, None, self.beta
-        for turn in range(self.iters + 1):
-            steps, zeros = now.wide(groups.dtype)
-            codes = (groups / steps + zeros).round_().clamp_(low, high)
-            error = groups - (codes - zeros) * steps
-            size = error.abs().pow_(self.norm).sum(-1)
-            if least is None:
-                least = size
-            else:
-                better = size < least
-                best, least = now.where(better, best), torch.where(better, size, least)
-            if turn == self.iters:
-                break
-            aim = groups - shrink(error / steps, beta, self.norm) * steps
-            now = self._refit(aim, codes, now, low, high)
-            beta *= self.kappa
-        return best
-
-    def _refit(self, aim: Tensor, codes: Tensor, now: Grid, low: int, high: int) -> Grid:
-        """The grids that fit `aim` [n, G, g] best with `codes`: the zero points for the scales, then the scales."""
-        steps, zeros = now.wide(aim.dtype)
-        points = None
-        if now.zero_points is not None:
-            zeros = (codes - aim / steps).mean(-1, keepdim=True).round_().clamp_(low, high)
-            points = zeros.squeeze(-1).to(torch.int8)
-        values = codes - zeros
-        norm = values.square().sum(-1)
-        scales = torch.where(norm > 0, (values * aim).sum(-1) / norm, steps.squeeze(-1))
-        return grid.Grid(grid.stored(scales, now.scales.dtype), points)
+        weights = matrix.weight
+        options = {"iters": self.iters, "norm": self.norm, "beta": self.beta, "kappa": self.kappa}
+        found = fit_grid(weights, self.find_grid(matrix), self.bits, **options)
+        matrix.stored = self.scheme(weights.shape[1]).quantize(weights, *found)
 
     def work(self, rows: int, columns: int) -> Work:
         """The start, and for each turn two powers of every weight and some fifteen passes."""
@@ -108,10 +60,3 @@ class HQQ(IntegerQuantizer):
             for one, each in ((start, CPU_BYTES), (start.on_gpu or start, GPU_BYTES))
         )
         return replace(on_cpu, on_gpu=on_gpu)
-
-
-def shrink(error: Tensor, beta: float, norm: float) -> Tensor:
-    """The proximal point of |x|^p / beta at `error`, in its generalized form: sign(e) max(|e| - |e|^(p-1) / beta, 0)."""
-    size = error.abs()
-    less = size.pow(norm - 1).div_(beta)  # infinite at 0, which stays 0
-    return (size - less).clamp_(min=0).mul_(error.sign())

@@ -21,12 +21,12 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.compress.grid import Grid
     from hone.compress.targets import Linear
     from hone.model.quantized.scheme import Scheme
+    from hone.ops.rounding.integer_grid import Grid
 
 torch = lazy("torch")
-grid = lazy("hone.compress.grid")
+grid = lazy("hone.ops.rounding.integer_grid")
 layouts = lazy("hone.model.quantized.layouts")
 schemes = lazy("hone.model.quantized.scheme")
 

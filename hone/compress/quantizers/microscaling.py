@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hone.model.quantized.scheme import Scheme, Stored
 
-float_scales = lazy("hone.compress.quantizers.float_scales")
+float_grid = lazy("hone.ops.rounding.float_grid")
 schemes = lazy("hone.model.quantized.scheme")
 
 ROUNDING_BYTES = {4: 150.0, 8: 60.0}
@@ -55,7 +55,7 @@ class Microscaling(Quantizer):
 
     def stored(self, weights: Tensor, importance: Tensor | None) -> Stored:
         """Weights [N, K] rounded, with scales weighted by `importance` [K]."""
-        scales = float_scales.find_scales(weights, self.number, self.group_size, self.scale, importance=importance)
+        scales = float_grid.find_scales(weights, self.number, self.group_size, self.scale, importance=importance)
         return self.scheme(weights.shape[1]).quantize(weights, scales)
 
     def nearest(self, weights: Tensor) -> Tensor:

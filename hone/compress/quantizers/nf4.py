@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 torch = lazy("torch")
 layout = lazy("hone.model.quantized.layouts.bitsandbytes_4bit")
-numbers = lazy("hone.model.quantized.numbers")
+numbers = lazy("hone.ops.rounding.numbers")
 schemes = lazy("hone.model.quantized.scheme")
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

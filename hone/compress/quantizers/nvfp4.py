@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hone.model.quantized.scheme import Stored
 
-float_scales = lazy("hone.compress.quantizers.float_scales")
+float_grid = lazy("hone.ops.rounding.float_grid")
 
 
 class NVFP4(Microscaling):
@@ -28,7 +28,7 @@ class NVFP4(Microscaling):
 
     def stored(self, weights: Tensor, importance: Tensor | None) -> Stored:
         """As `Microscaling.stored`."""
-        divisor = float_scales.global_scale_of(weights)
+        divisor = float_grid.global_scale_of(weights)
         given = {"divisor": divisor, "importance": importance}
-        scales = float_scales.find_scales(weights, self.number, self.group_size, self.scale, **given)
+        scales = float_grid.find_scales(weights, self.number, self.group_size, self.scale, **given)
         return self.scheme(weights.shape[1]).quantize(weights, scales, None, divisor)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.quantized.scheme import CacheScheme, Scheme
 
-activations_of = lazy("hone.model.quantized.activations")
+activations_of = lazy("hone.ops.rounding.inputs")
 architectures = lazy("hone.export.gguf.architectures")
 sources = lazy("hone.export.gguf.source")
 

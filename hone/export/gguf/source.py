@@ -18,7 +18,8 @@ from hone.export.gguf.formats import FORMATS, Format
 from hone.export.gguf.names import row_order
 from hone.model.hf import Checkpoint
 from hone.model.quantized.layouts import layout_of, shapes_of
-from hone.model.quantized.scheme import Scheme, Stored, dequantize, scale_values
+from hone.model.quantized.scheme import Scheme, Stored, dequantize
+from hone.ops.rounding.numbers import scale_values
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}
 """Weights that are packed at a time: what a CPU's cache holds with the temporaries of a search."""

@@ -12,11 +12,11 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.model.decoder import Decoder
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, model_folder, read_json
-from hone.model.quantized import activations
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import Scheme
 from hone.model.weights.model import ModelSource
 from hone.model.weights.values import stated_dtype
+from hone.ops.rounding.inputs import tensors_of
 
 _STD = 0.02
 
@@ -110,7 +110,7 @@ class RandomCheckpoint(ModelSource):
                 part[name] = _codes(shape, kind, device)
         if linear.bias is not None:
             part["bias"] = torch.zeros(rows, dtype=dtype, device=device)
-        for name, kind in activations.tensors_of(scheme.activations).items():
+        for name, kind in tensors_of(scheme.activations).items():
             part[name] = torch.ones(1, dtype=kind, device=device)
         return part
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts import layout_of, shapes_of
-from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize, scale_values
+from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize
 from hone.ops import formats, fp8_linear, input_codes
 from hone.ops.dispatch import runs_kernel
+from hone.ops.rounding.numbers import scale_values
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are dequantized at a time."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
-from hone.model.quantized.activations import encode
 from hone.model.quantized.scheme import CacheScheme
+from hone.ops.rounding.inputs import encode
 
 
 class KVRounding(nn.Module):

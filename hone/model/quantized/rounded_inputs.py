@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import ArtifactError
-from hone.model.quantized import activations
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.scheme import Scheme
+from hone.ops.rounding.inputs import encode, round_inputs, tensors_of
 
 
 class RoundedInputs(Dequantizing):
@@ -28,8 +28,8 @@ class RoundedInputs(Dequantizing):
         super().__init__(in_features, out_features, bias, scheme=scheme)
         assert scheme.activations is not None, f"{scheme} does not round inputs"
         self.rounding = scheme.activations
-        self.given = tuple(activations.tensors_of(self.rounding))
-        for suffix, dtype in activations.tensors_of(self.rounding).items():
+        self.given = tuple(tensors_of(self.rounding))
+        for suffix, dtype in tensors_of(self.rounding).items():
             self.register_buffer(suffix, torch.empty(1, dtype=dtype))
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
@@ -62,7 +62,7 @@ class RoundedInputs(Dequantizing):
             return self._code_product(x, kind, given.get("input_scale"))
         if self._integers(x):
             return self._integer_product(x, given)
-        values, scales = activations.round_inputs(x, self.rounding, given)
+        values, scales = round_inputs(x, self.rounding, given)
         if scales is None:
             return self._product(values, self.bias)
         out = (self._product(values, None) * scales).to(x.dtype)
@@ -94,7 +94,7 @@ class RoundedInputs(Dequantizing):
 
     def _integer_product(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
         """The product with exact sums: codes in 32 bits, then both scales."""
-        codes, scales, points = activations.encode(x, self.rounding, given)
+        codes, scales, points = encode(x, self.rounding, given)
         weight = self._codes(slice(None))
         sums = torch._int_mm(codes.to(torch.int8).reshape(-1, self.in_features), weight.T)
         if points is not None:

@@ -14,32 +14,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.model.quantized import numbers
-from hone.model.quantized.numbers import Number
 from hone.ops import formats
+from hone.ops.rounding import numbers
+from hone.ops.rounding.inputs import Activations
+from hone.ops.rounding.numbers import Number, ScaleFormat, scale_values
 
 Strategy = Literal["group", "tensor_group", "block", "channel", "tensor"]
-ScaleFormat = Literal["float", "e4m3", "e8m0"]
-"""The format of stored scales: the model's, e4m3 beside a global scale, or powers of two."""
 BYTE_SCALES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 """The dtype of scales of one byte."""
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The rounding of a linear's inputs: one scale per token, for all or per group of columns, computed at run time or by
-    calibration.
-
-    Scales of groups are rounded to `scales`: e8m0 are powers of two, e4m3 are divided by a global scale, which is calibrated.
-    """
-
-    bits: int = 8
-    number: Number = "int"
-    dynamic: bool = True
-    per: Literal["token", "tensor", "group"] = "token"
-    symmetric: bool = True
-    group_size: int = 0
-    scales: ScaleFormat = "float"
 
 
 @dataclass(frozen=True)
@@ -144,13 +126,6 @@ class Scheme:
     def _spread(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """[R, G] repeated to [N, K] (or [N, 1] where a row has one)."""
         return spread(self.by_row(values, rows, columns), columns, self.extent(rows, columns)[1])
-
-
-def scale_values(scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    """Scales [N, G] as numbers: those of one byte in float32, divided by the global scale ([1] or [N, 1]) if there is one."""
-    if scales.dtype.itemsize > 1:
-        return scales
-    return scales.float() if global_scale is None else scales.float() / global_scale
 
 
 def spread(values: Tensor, columns: int, width: int) -> Tensor:

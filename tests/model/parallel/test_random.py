@@ -12,10 +12,10 @@ from benchmarks.serve_bits import FORMS
 from hone.base.errors import SpecError
 from hone.model.hf import write_config
 from hone.model.parallel.random import RandomCheckpoint
-from hone.model.quantized.activations import ACTIVATIONS
 from hone.model.quantized.config import to_json
 from hone.model.quantized.scheme import Quantization, Scheme
 from hone.model.shape import Shape
+from hone.ops.rounding.inputs import ACTIVATIONS
 from hone.serve.engine import Engine, EngineSpec
 from tests.serve.small import greedy
 

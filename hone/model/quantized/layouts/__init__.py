@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hone.model.quantized import activations
 from hone.model.quantized.layouts.awq import AWQ
 from hone.model.quantized.layouts.base import Entry, Layout
 from hone.model.quantized.layouts.bitsandbytes_4bit import Bitsandbytes4
@@ -20,6 +19,7 @@ from hone.model.quantized.layouts.nvfp4 import NVFP4
 from hone.model.quantized.layouts.one_byte import OneByte
 from hone.model.quantized.layouts.pack_quantized import PackQuantized
 from hone.model.quantized.scheme import Scheme, Stored
+from hone.ops.rounding import inputs as rounded_inputs
 
 LAYOUTS: dict[str, Layout] = {
     "pack-quantized": PackQuantized(),
@@ -47,7 +47,7 @@ def layout_of(scheme: Scheme) -> Layout:
 
 def tensors_of(scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> dict[str, Entry]:
     """Dtype and shape of every tensor of a checkpoint module [rows, columns] by suffix, without a bias."""
-    inputs = activations.tensors_of(scheme.activations)
+    inputs = rounded_inputs.tensors_of(scheme.activations)
     found = layout_of(scheme).tensors(scheme, rows, columns, scale_dtype)
     return found | {suffix: (dtype, (1,)) for suffix, dtype in inputs.items()}
 
@@ -66,7 +66,7 @@ def write(stored: Stored) -> dict[str, Tensor]:
 
 def read(scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
     """The inverse of `write`."""
-    inputs = {suffix: part[suffix] for suffix in activations.tensors_of(scheme.activations)}
+    inputs = {suffix: part[suffix] for suffix in rounded_inputs.tensors_of(scheme.activations)}
     return replace(layout_of(scheme).read(scheme, part, columns), inputs=inputs)
 
 

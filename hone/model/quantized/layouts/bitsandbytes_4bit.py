@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import ArtifactError
-from hone.model.quantized import numbers
 from hone.model.quantized.layouts.base import Entry, Layout
 from hone.model.quantized.scheme import Scheme, Stored
+from hone.ops.rounding import numbers
 
 NESTED_BLOCK = 256
 """Scales that share a scale of their own."""

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.layouts import LAYOUTS, problem
-from hone.model.quantized.numbers import Number
 from hone.model.quantized.scheme import (
     Activations,
     CacheScheme,
@@ -16,6 +15,7 @@ from hone.model.quantized.scheme import (
     ScaleFormat,
     Scheme,
 )
+from hone.ops.rounding.numbers import Number
 
 _FLOATS: dict[int, Number] = {8: "e4m3", 4: "e2m1"}
 """Floating number formats of compressed-tensors by their bits."""

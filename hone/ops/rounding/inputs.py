@@ -6,12 +6,31 @@ Shapes: x [..., K] inputs, G groups of columns that share a scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hone.model.quantized.scheme import Activations
+from hone.ops.rounding.numbers import Number, ScaleFormat
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The rounding of a linear's inputs: one scale per token, for all or per group of columns, computed at run time or by
+    calibration.
+
+    Scales of groups are rounded to `scales`: e8m0 are powers of two, e4m3 are divided by a global scale, which is calibrated.
+    """
+
+    bits: int = 8
+    number: Number = "int"
+    dynamic: bool = True
+    per: Literal["token", "tensor", "group"] = "token"
+    symmetric: bool = True
+    group_size: int = 0
+    scales: ScaleFormat = "float"
+
 
 ACTIVATIONS: dict[str, Activations] = {
     "int8_token": Activations(),

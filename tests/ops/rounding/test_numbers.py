@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.model.quantized import numbers
 from hone.model.quantized.scheme import Scheme
+from hone.ops.rounding import numbers
 
 TABLES = sorted(name for name, found in numbers.NUMBERS.items() if isinstance(found, numbers.Values))
 

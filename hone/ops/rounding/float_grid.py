@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hone.model.quantized.activations import LARGEST, local_scales, power_scales, round_number
-from hone.model.quantized.scheme import scale_values
+from hone.ops.rounding.inputs import LARGEST, local_scales, power_scales, round_number
+from hone.ops.rounding.numbers import scale_values
 
 How = Literal["absmax", "search"]
 STEPS = {torch.float8_e4m3fn: range(-6, 6), torch.float8_e8m0fnu: range(-1, 2)}

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Number = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4"]
+ScaleFormat = Literal["float", "e4m3", "e8m0"]
+"""The format of stored scales: the model's, e4m3 beside a global scale, or powers of two."""
 
 
 class Values(NamedTuple):
@@ -61,6 +63,13 @@ def nearest(steps: Tensor, number: str) -> Tensor:
     assert isinstance(found, Values), f"{number} has no table of values"
     bounds, codes = _bounds(found, steps.device, steps.dtype)
     return codes[torch.bucketize(steps, bounds, out_int32=True)]
+
+
+def scale_values(scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """Scales [N, G] as numbers: those of one byte in float32, divided by the global scale ([1] or [N, 1]) if there is one."""
+    if scales.dtype.itemsize > 1:
+        return scales
+    return scales.float() if global_scale is None else scales.float() / global_scale
 
 
 @cache

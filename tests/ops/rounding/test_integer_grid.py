@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.compress.grid import find_scales, stored
 from hone.ops import formats
+from hone.ops.rounding.integer_grid import find_scales, stored
 
 
 def weights_of(rows: int = 16, columns: int = 64, seed: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_scales_are_of_their_stored_dtype_and_never_zero(dtype: torch.dtype) -> 
 
 
 def test_rows_are_chunked_without_changing_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hone.compress import grid
+    from hone.ops.rounding import integer_grid as grid
 
     weights = weights_of(37, 64)
     whole = find_scales(weights, 4, 16, "search", torch.float16)

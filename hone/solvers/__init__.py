@@ -1,0 +1,1 @@
+"""Solvers: what several techniques minimize, on tensors alone; grids come from `hone.ops.rounding`."""
