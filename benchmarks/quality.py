@@ -25,7 +25,7 @@ import yaml
 from benchmarks import ledger
 from hone.base.artifact import Artifact
 from hone.base.run import Run
-from hone.compress.matrix import quantizer_of
+from hone.compress.quantizers.base import quantizer_of
 from hone.compress.stage import Compress
 from hone.compress.statistics import STATISTICS
 from hone.eval.score import Scores, score

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hone.base.durable import write_atomic
 from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import human_bytes
-from hone.base.lazy import lazy
-from hone.base.plan import MEMORY
-from hone.compress.allocations.base import read_bytes
+from hone.base.plan import MEMORY, Plan
+from hone.compress.allocations.base import read_bytes, read_seconds
+from hone.compress.spec import CompressSpec
 from hone.compress.written import engines
+from hone.cost import serving
+from hone.serve import planning
+from hone.serve import spec as engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,17 +23,13 @@ if TYPE_CHECKING:
     from hone.measure.machine import Machine
     from hone.model.facts import CheckpointFacts
 
-serving = lazy("hone.cost.serving")
-planning = lazy("hone.serve.planning")
-engine = lazy("hone.serve.spec")
-
 CONTEXT = 512
 """Tokens before the one whose latency is predicted; one sequence decodes alone."""
 
+P = TypeVar("P", bound=Plan)
+
 QUOTED = Path(__file__).with_name("quoted.json")
 """Divergences of hone's reference model by method, which `python -m benchmarks.compression_page` copies from the ledger."""
-
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Option(NamedTuple):
@@ -94,17 +92,13 @@ def quoted() -> dict[str, Any]:
     return json.loads(QUOTED.read_text(encoding="utf8"))
 
 
-def read_seconds(value: str) -> float:
-    """Seconds of '8ms', '0.01s' or '500us'. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us)\s*", value)
-    if found is None:
-        raise ValueError(f"'{value}' is no time: write a number and s, ms or us, as in 8ms")
-    return float(found[1]) * SECONDS[found[2]]
-
-
 def choose(
-    spec: Any, model: CheckpointFacts, machine: Machine, plan: Callable[[Any], Any], calibrated: bool
-) -> tuple[Any, Any, tuple[str, ...]]:
+    spec: CompressSpec,
+    model: CheckpointFacts,
+    machine: Machine,
+    plan: Callable[[CompressSpec], P],
+    calibrated: bool,
+) -> tuple[CompressSpec, P, tuple[str, ...]]:
     """(Compress spec with steps, its plan, lines that say why): the first option within `spec.fit` and `spec.target_latency`.
 
     `plan` plans a spec with steps. Raises SpecError when the model fits as it is, FitError when no option does.
@@ -164,7 +158,7 @@ def choose(
     return candidate, planned, (*(one.line(index == place) for index, one in enumerate(tried)), said)
 
 
-def keep(chosen: Any, state: Path) -> None:
+def keep(chosen: CompressSpec, state: Path) -> None:
     """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: it depends on this
     machine's measured speed and on its free memory, which may have changed since."""
     path, text = state / "chosen.json", json.dumps(chosen.model_dump(mode="json"))

@@ -15,8 +15,8 @@ from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.run import Run
 from hone.compress.capture import Flow
-from hone.compress.matrix import matrix_name
-from hone.compress.stream import Job
+from hone.compress.engine.job import Job
+from hone.compress.targets import matrix_name
 from hone.model.decoder import Decoder
 from hone.ops import linear_cross_entropy
 

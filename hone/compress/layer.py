@@ -18,7 +18,7 @@ from hone.model.linear_spec import Input, Norm, NormSpec, outputs_of
 from hone.model.weights.model import ModelSource
 
 if TYPE_CHECKING:
-    from hone.compress.matrix import Quantizer
+    from hone.compress.step import Step
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerWeights:
     """Weights of layer `index` as transforms change them, and the statistics of its linears' inputs, which follow.
 
     `tensors` are the layer's checkpoint tensors (changed in place: those of norms, biases and dense linears); `statistics`
-    those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizers` the step that follows, by
+    those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizers` the step that stores each, by
     path.
     Every rank of `mesh` has the same and makes the same changes.
     """
@@ -55,7 +55,7 @@ class LayerWeights:
         tensors: dict[str, Tensor],
         statistics: dict[str, dict[str, Tensor]],
         targets: frozenset[str],
-        quantizers: Mapping[str, Quantizer],
+        quantizers: Mapping[str, Step | None],
         mesh: Mesh | None = None,
     ) -> None:
         config = checkpoint.config

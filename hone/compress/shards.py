@@ -19,7 +19,8 @@ from hone.base.durable import NO_SPACE, sync, write_atomic
 from hone.base.errors import ArtifactError, FitError
 from hone.base.ranks import Mesh
 from hone.compress.layer import original
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.matrix import Matrix
+from hone.compress.quantizers.base import Quantizer
 from hone.compress.targets import EMBEDDING, HEAD, Linear
 from hone.cost.compress import balanced
 from hone.model.context import Context
@@ -130,11 +131,11 @@ def quantized_embedding(
     name = f"{EMBEDDING}.weight"
     stored = checkpoint.tensor(name)
     weight = checkpoint.converted(name, stored, device, torch.promote_types(stored.dtype, torch.float32))
-    matrix = Matrix(EMBEDDING, weight, checkpoint.dtype, modules=(len(weight),), quantizer=quantizer)
+    matrix = Matrix(EMBEDDING, weight, checkpoint.dtype, modules=(len(weight),))
     quantizer.apply(matrix)
     assert matrix.stored is not None, f"{quantizer.kind} stored nothing"
-    part = layouts.write(matrix.stored)
-    return {f"{EMBEDDING}.{suffix}": one.cpu() for suffix, one in part.items()}, matrix.row([EMBEDDING], [quantizer])
+    row = matrix.row([EMBEDDING], [quantizer.kind])
+    return {f"{EMBEDDING}.{suffix}": one.cpu() for suffix, one in layouts.write(matrix.stored).items()}, row
 
 
 def given_weights(checkpoint: ModelSource, targets: Iterable[Iterable[Linear]], device: str) -> Iterator[Tensor]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from hone.base.errors import ArtifactError
-from hone.compress.matrix import Assigned, Quantizer
+from hone.compress.quantizers.base import Quantizer
 from hone.compress.shards import shard_bytes
+from hone.compress.step import Assigned
 from hone.compress.targets import HEAD, Linear, has_head
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts

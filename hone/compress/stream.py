@@ -11,9 +11,9 @@ rank 0 alone writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,14 @@ from torch import Tensor, nn
 
 from hone.base.artifact import Draft
 from hone.base.errors import ArtifactError
-from hone.base.ranks import Mesh
 from hone.base.run import Run
-from hone.compress.caches.kv_cache import KVCache
 from hone.compress.capture import Flow
 from hone.compress.check import Check
 from hone.compress.check import read as read_check
+from hone.compress.engine.job import Job
 from hone.compress.layer import LayerWeights
 from hone.compress.low_rank import adapter
-from hone.compress.low_rank.base import Factorization, correction_of
-from hone.compress.matrix import Assigned, Matrix, Quantizer, Step, matrix_name, notes_said, quantizer_of
+from hone.compress.matrix import Matrix, notes_said
 from hone.compress.shards import (
     build_layer,
     finished_layers,
@@ -45,95 +43,9 @@ from hone.compress.shards import (
     write_shard,
 )
 from hone.compress.sizes import stored_rest
-from hone.compress.statistics import RANGES, STATISTICS
-from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
-from hone.compress.transforms.base import Transform
-from hone.cost.compress import spread
+from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head, matrix_name
 from hone.model.decoder import Decoder
-from hone.model.quantized import layouts
 from hone.model.quantized.dense import DenseWeights
-from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
-from hone.model.quantized.low_rank import FACTORS
-from hone.model.quantized.rounded_inputs import RoundedInputs
-from hone.model.weights.model import ModelSource
-
-
-@dataclass(frozen=True)
-class Job:
-    """The engine's job: `steps` on every linear in `targets[layer]`, computing in `dtype`."""
-
-    checkpoint: ModelSource
-    steps: tuple[Step, ...]
-    targets: tuple[tuple[Linear, ...], ...]
-    device: str
-    dtype: torch.dtype
-    rest_dtype: torch.dtype | None = None
-    """Dtype of the stored matrices outside the layers (embedding, head); None keeps theirs."""
-    bits: Mapping[str, int] = field(default_factory=dict)
-    """Bits of each matrix by `matrix_name`, where an allocation chose them."""
-    cache: KVCache | None = None
-    """The step that calibrates scales of the KV cache."""
-    model: dict[str, float] = field(default_factory=dict)
-    """What the first step's `prepare` found."""
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    """Squared gradients of the loss by each matrix's inputs, by `matrix_name`, where an observer reads them."""
-    mesh: Mesh = field(default_factory=Mesh)
-    embedding: Linear | None = None
-    """The embedding, where it is compressed."""
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        """Statistics of the calibration inputs to gather: those of the steps' needs and of the output error."""
-        return frozenset({"hessian"}).union(*(step.needs & STATISTICS.keys() for step in self.steps))
-
-    @property
-    def quantizers(self) -> Assigned:
-        """The quantizer of each matrix."""
-        return Assigned(quantizer_of(self.steps), self.bits)
-
-    @property
-    def ranges(self) -> frozenset[str]:
-        """Statistics for the scales of the linears' inputs."""
-        quantizer = quantizer_of(self.steps)
-        return frozenset() if quantizer is None else quantizer.input_statistics & RANGES.keys()
-
-    @property
-    def transforms(self) -> tuple[Transform, ...]:
-        """The steps that change a whole layer, before those that change a matrix."""
-        return tuple(step for step in self.steps if isinstance(step, Transform) and not step.whole)
-
-    def matrix_steps(self, index: int, linear: Linear) -> tuple[Step, ...]:
-        """The steps of one matrix, its quantizer with the bits that it was allocated."""
-        own = self.quantizers.of(index, linear)
-        steps = (step for step in self.steps if not isinstance(step, Transform))
-        return tuple(own if own is not None and isinstance(step, Quantizer) else step for step in steps)
-
-    def mine(self, index: int) -> frozenset[str]:
-        """The linears of layer `index` that this rank solves."""
-        works = []
-        for linear in self.targets[index]:
-            works.append([step.work(linear.rows, linear.columns) for step in self.matrix_steps(index, linear)])
-        ranks = spread(works, self.mesh.world_size, self.device)
-        return frozenset(
-            linear.path for linear, rank in zip(self.targets[index], ranks, strict=True) if rank == self.mesh.rank
-        )
-
-    @property
-    def num_shards(self) -> int:
-        """One for embedding, final norm and head, one for each layer, one for a head that is compressed."""
-        return len(self.targets) + 1
-
-    def ends(self) -> list[str]:
-        """Names of the tensors outside the decoder layers, without a head or an embedding that is compressed."""
-        without = self.inside(self.checkpoint.config.num_layers) if has_head(self.targets) else []
-        without += [] if self.embedding is None else [f"{EMBEDDING}.weight"]
-        return [one for one in self.checkpoint.names() if not one.startswith("model.layers.") and one not in without]
-
-    def inside(self, index: int) -> list[str]:
-        """Names of the tensors of layer `index`, or of the head."""
-        if index == self.checkpoint.config.num_layers:
-            return [f"{HEAD}.weight"]
-        return [name for name in self.checkpoint.names() if name.startswith(f"model.layers.{index}.")]
 
 
 def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | None = None) -> list[dict[str, Any]]:
@@ -189,7 +101,7 @@ def _write_ends(job: Job, draft: Draft) -> None:
         return
     tensors: dict[str, Tensor] = {}
     if job.embedding is not None:
-        tensors, row = quantized_embedding(job.checkpoint, job.quantizers.of(-1, job.embedding), job.device)
+        tensors, row = quantized_embedding(job.checkpoint, job.storage.of(-1, job.embedding), job.device)
         mark(draft, -1, [row], tensors)
     for name in job.ends():
         tensor = job.checkpoint.tensor(name)
@@ -223,28 +135,6 @@ def _advance(job: Job, flows: list[Flow], draft: Draft, done: int, run: Run) -> 
             for flow in flows:
                 flow.through(layer)
             bar.advance()
-
-
-def _read(job: Job, index: int, linear: Linear, written: dict[str, Tensor]) -> Tensor:
-    """The fused weight [N, K] of a linear as its shard holds it, dequantized on the engine's device."""
-    quantizer = job.quantizers.of(index, linear)
-    wide, parts = torch.promote_types(job.checkpoint.dtype, torch.float32), []
-    for part in _parts(job, linear, written):
-        if quantizer is None:
-            parts.append(part["weight"])
-        else:
-            scheme = quantizer.scheme(linear.columns)
-            parts.append(layouts.read(scheme, part, linear.columns).weight(wide))
-    return torch.cat(parts)
-
-
-def _parts(job: Job, linear: Linear, written: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of each checkpoint module of a linear by suffix, on the engine's device."""
-    found = []
-    for name, _ in linear.modules:
-        given = {key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(f"{name}.")}
-        found.append({suffix: value.to(job.device) for suffix, value in given.items()})
-    return found
 
 
 def _keep(job: Job, draft: Draft, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
@@ -288,8 +178,8 @@ def _compress_layer(
         if job.gradients:
             given = given | {"gradients": job.gradients[matrix_name(index, linear.path)]}
         matrix = _solve(job, index, linear, weight(linear.path), given)
-        found[linear.path] = matrix.row([name for name, _ in linear.modules], job.steps)
-        written = _written(matrix, linear, tensors)
+        found[linear.path] = matrix.row([name for name, _ in linear.modules], (step.kind for step in job.steps))
+        written = _written(job, index, matrix, linear, tensors)
         made.update(written)
         if flow is not None and not head:  # the second pass runs what is written, in its stored precision
             _put(job, index, layer, linear, written, None if matrix.stored is None else matrix.base)
@@ -322,8 +212,8 @@ def _transformed(
 ) -> Callable[[str], Tensor]:
     """Changes a layer, its checkpoint `tensors` and the `statistics` by the transforms; the weights of its linears by path."""
     targets = frozenset(linear.path for linear in job.targets[index])
-    quantizers = {linear.path: job.quantizers.of(index, linear) for linear in job.targets[index]}
-    weights = LayerWeights(job.checkpoint, index, layer, tensors, statistics, targets, quantizers, job.mesh)
+    storage = {linear.path: job.storage.of(index, linear) for linear in job.targets[index]}
+    weights = LayerWeights(job.checkpoint, index, layer, tensors, statistics, targets, storage, job.mesh)
     for transform in job.transforms:
         transform.change(weights)
     if job.transforms:
@@ -338,10 +228,13 @@ def _put_rest(job: Job, draft: Draft, ends: Decoder) -> None:
     """Makes what is written first of the model `ends` as it is on disk: the embedding, and a head that is not compressed."""
     for linear in (ends.embed_tokens, ends.lm_head) if job.rest_dtype is not None else ():
         if linear is not None:
-            _use(linear, "", linear.weight.detach().to(job.rest_dtype).to(job.dtype))
+            stored = linear.weight.detach().to(job.rest_dtype).to(job.dtype)
+            linear.weight = nn.Parameter(stored, requires_grad=False)
     if job.embedding is not None:
         written = read_shard(draft.folder / shard_name(1, job.num_shards), f"{EMBEDDING}.")
-        _use(ends.embed_tokens, "", _read(job, -1, job.embedding, written).to(job.dtype))
+        step = job.storage.of(-1, job.embedding)
+        assert step is not None
+        step.module(ends.embed_tokens, job.parts(-1, job.embedding, written))
 
 
 def _put_ends(job: Job, draft: Draft, ends: Decoder) -> None:
@@ -355,38 +248,11 @@ def _put_ends(job: Job, draft: Draft, ends: Decoder) -> None:
 def _put(
     job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor], weight: Tensor | None = None
 ) -> None:
-    """Puts a finished linear into `layer` as it is `written`; `weight` is its dequantized weight, None to read that from there."""
-    if isinstance(job.steps[-1], Factorization):
-        adapter.put_factors(layer, linear, _parts(job, linear, written))
-    elif _rounds_inputs(job):
-        _use_rounded(job, index, layer, linear, written)
-    else:
-        weight = _read(job, index, linear, written) if weight is None else weight
-        _use(layer, linear.path, weight.to(job.dtype))
-    if correction_of(job.steps) is not None:
-        adapter.put(layer, linear, index, job.checkpoint.config, written, job.device, job.dtype)
-
-
-def _use(module: nn.Module, path: str, weight: Tensor) -> None:
-    """Replaces the weight of the linear or embedding at `path` in `module`."""
-    module.get_submodule(path).weight = nn.Parameter(weight, requires_grad=False)
-
-
-def _rounds_inputs(job: Job) -> bool:
-    """Whether the written model rounds the inputs of its linears."""
-    quantizer = quantizer_of(job.steps)
-    return quantizer is not None and quantizer.rounding is not None
-
-
-def _use_rounded(job: Job, index: int, layer: nn.Module, linear: Linear, written: dict[str, Tensor]) -> None:
-    """Replaces a linear of `layer` by the quantized one that `written` holds, which rounds its inputs, too."""
-    quantizer, dense = job.quantizers.of(index, linear), layer.get_submodule(linear.path)
-    assert quantizer is not None
-    with torch.device("meta"):
-        rounded = RoundedInputs(linear.columns, linear.rows, False, scheme=quantizer.scheme(linear.columns))
-    rounded.load(_parts(job, linear, written))
-    rounded.bias = None if dense.bias is None else dense.bias.detach()
-    layer.set_submodule(linear.path, multiply_inputs(rounded, input_hadamard(dense)))
+    """Puts a finished linear into `layer` as it is `written`; `weight` is what that holds, None to read it from there."""
+    dense = layer.get_submodule(linear.path)
+    module = job.module(dense, job.parts(index, linear, written, weight))
+    if module is not dense:
+        layer.set_submodule(linear.path, module)
 
 
 def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
@@ -399,31 +265,28 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
     modules = tuple(rows for _, rows in linear.modules)
-    quantizer = job.quantizers.of(index, linear)
-    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantizer=quantizer)
+    steps, storage = job.matrix_steps(index, linear), job.storage.of(index, linear)
+    quantize = None if storage is None else storage.apply
+    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantize=quantize)
     matrix.keep_zeros(quantized=isinstance(job.checkpoint.weights, DenseWeights))
-    for step in job.matrix_steps(index, linear):
+    for step in steps:
         step.apply(matrix)
-    if quantizer is not None:
-        quantizer.calibrate_inputs(matrix)
+    for step in steps:
+        step.finish(matrix)
     return matrix
 
 
-def _written(matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint tensors that replace those of the linear's modules in `before`, and an adapter's."""
-    names = [name for name, _ in linear.modules]
-    found = adapter.tensors(names, matrix.factors) if matrix.factors and not matrix.replaced else {}
-    begin = 0
-    for place, (name, count) in enumerate(linear.modules):
+def _written(job: Job, index: int, matrix: Matrix, linear: Linear, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint tensors that replace those of the linear's modules in `before`, and what steps write beside them."""
+    names, storage, begin = [name for name, _ in linear.modules], job.storage.of(index, linear), 0
+    found = {key: tensor for step in job.steps for key, tensor in step.beside(matrix, names).items()}
+    for number, (name, count) in enumerate(linear.modules):
         rows = slice(begin, begin + count)
         begin += count
-        dtype = before[f"{name}.weight"].dtype
-        if matrix.replaced:
-            part = dict(zip(FACTORS, matrix.factors[place], strict=True))
-        elif matrix.stored is None:
-            part = {"weight": matrix.base[rows].to(dtype)}
+        if storage is None:
+            part = {"weight": matrix.base[rows].to(before[f"{name}.weight"].dtype)}
         else:
-            part = layouts.write(matrix.stored.rows(rows))
+            part = storage.tensors_of(matrix, number, rows)
         found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
     return found
 
@@ -442,9 +305,8 @@ def _finish(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
         total += sum(entry["tensors"].values())
         rows += entry["rows"]
     write_index(draft.folder, weight_map, total)
-    correction = correction_of(job.steps)
-    if correction is not None:
-        adapter.finish(draft, count - 1, adapter.spec(correction, job.checkpoint.config, job.targets))
+    for step in job.steps:
+        step.conclude(draft, job.checkpoint.config, job.targets)
     for line in notes_said(rows):
         run.warn(line)
     return rows

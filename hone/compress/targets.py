@@ -120,6 +120,12 @@ def embedding(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]
     return Linear(EMBEDDED, ((EMBEDDING, config.vocab_size),), config.hidden_size, Tokens())
 
 
+def matrix_name(index: int, path: str) -> str:
+    """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv', or 'lm_head' of the head, after the last layer; that of
+    the embedding, whatever the index, is 'embed_tokens'."""
+    return path if path in (HEAD, EMBEDDED) else f"layers.{index}.{path}"
+
+
 def has_head(targets: Sequence[Sequence[Linear]]) -> bool:
     """Whether the head is among what `select` chose."""
     return any(linear.path == HEAD for linear in targets[-1])

@@ -24,8 +24,8 @@ from hone.compress.allocations.base import read_bytes
 from hone.compress.allocations.sensitivity import output_errors
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
+from hone.compress.engine.job import Job
 from hone.compress.quantizers.rtn import RoundToNearest
-from hone.compress.stream import Job
 from hone.compress.targets import select
 from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load

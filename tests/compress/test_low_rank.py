@@ -157,7 +157,7 @@ def loftq(weights: np.ndarray, rank: int, turns: int) -> list[float]:
 
 def corrected(step: dict, quantizer: dict, weights: torch.Tensor, statistics: dict[str, torch.Tensor]) -> Matrix:
     chosen = QUANTIZERS.read(quantizer)
-    matrix = Matrix("w", weights, torch.float32, statistics, quantizer=chosen)
+    matrix = Matrix("w", weights, torch.float32, statistics, quantize=chosen.apply)
     chosen.apply(matrix)
     LOW_RANK.read(step).apply(matrix)
     return matrix

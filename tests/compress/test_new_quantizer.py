@@ -76,7 +76,7 @@ FP8 = '''
     """8-bit floats with one scale a row, as someone new would add them."""
     from hone.base.lazy import lazy
     from hone.ops.rounding.integer_grid import stored
-    from hone.compress.matrix import Quantizer
+    from hone.compress.quantizers.base import Quantizer
     from hone.model.quantized.scheme import Scheme
 
     class FP8(Quantizer):

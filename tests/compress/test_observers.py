@@ -14,11 +14,10 @@ from hone.base.run import Run
 from hone.compress import QUANTIZERS, gradients
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
-from hone.compress.matrix import matrix_name
+from hone.compress.engine.job import Job
 from hone.compress.observers import OBSERVERS
 from hone.compress.statistics import RANGES
-from hone.compress.stream import Job
-from hone.compress.targets import select
+from hone.compress.targets import matrix_name, select
 from hone.model.hf import Checkpoint, load
 from hone.model.quantized.scheme import Activations
 from hone.ops.rounding import ranges

@@ -116,7 +116,7 @@ def test_a_stored_form_is_the_weight_from_then_on() -> None:
 
 HALVE = '''
     """A step that edits the float weight, as someone new would add it."""
-    from hone.compress.matrix import Step
+    from hone.compress.step import Step
 
     class Halve(Step):
         """Halves every weight."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hone.base.errors import ArtifactError
-from hone.compress.matrix import Quantizer
+from hone.compress.quantizers.base import Quantizer
 from hone.model.quantized import config as config_of
 from hone.model.quantized import layouts
 from hone.model.quantized.rounded_inputs import RoundedInputs

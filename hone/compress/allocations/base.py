@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from hone.base.artifact import Draft
     from hone.base.run import Run
     from hone.compress.capture import Flow
-    from hone.compress.matrix import Quantizer
-    from hone.compress.stream import Job
+    from hone.compress.engine.job import Job
+    from hone.compress.quantizers.base import Quantizer
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
 FILE = "allocation.json"
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def read_bytes(value: str) -> int:
@@ -40,6 +41,14 @@ def read_bytes(value: str) -> int:
         raise ValueError(f"'{value}' is no size: write a number and KB, MB, GB, KiB, MiB or GiB, as in 6GB")
     unit = found[2].upper()
     return round(float(found[1]) * UNITS[unit if unit in UNITS else f"{unit}B"])
+
+
+def read_seconds(value: str) -> float:
+    """Seconds of '8ms', '0.01s' or '500us'. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us)\s*", value)
+    if found is None:
+        raise ValueError(f"'{value}' is no time: write a number and s, ms or us, as in 8ms")
+    return float(found[1]) * SECONDS[found[2]]
 
 
 HEADER_BYTES = 512
@@ -174,7 +183,7 @@ class Allocation(Technique):
         return allocated
 
 
-def candidates(template: Quantizer | None, bits: Sequence[int]) -> dict[int, Any]:
+def candidates(template: Quantizer | None, bits: Sequence[int]) -> dict[int, Quantizer]:
     """The quantizer with each of `bits`. Raises SpecError when there is none, or none that has bits to choose."""
     if template is None or "bits" not in type(template).model_fields:
         named = "no step quantizes" if template is None else f"{template.kind} has one width"

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import HEAD_TOKENS, Allocation, candidates
-from hone.compress.matrix import quantizer_of
+from hone.compress.quantizers.base import quantizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hone.base.run import Run
     from hone.compress.capture import Flow
-    from hone.compress.stream import Job
+    from hone.compress.engine.job import Job
     from hone.model.decoder import Decoder
 
 torch = lazy("torch")

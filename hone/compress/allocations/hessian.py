@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import Allocation, candidates
-from hone.compress.matrix import quantizer_of
+from hone.compress.quantizers.base import quantizer_of
 
 if TYPE_CHECKING:
     from hone.base.run import Run
     from hone.compress.capture import Flow
-    from hone.compress.stream import Job
+    from hone.compress.engine.job import Job
 
 sensitivity = lazy("hone.compress.allocations.sensitivity")
 

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from hone.base.figure import Estimate
 from hone.base.lazy import lazy
 from hone.compress.allocations.base import HEAD_TOKENS, Allocation, candidates
-from hone.compress.matrix import matrix_name, quantizer_of
+from hone.compress.quantizers.base import quantizer_of
+from hone.compress.targets import matrix_name
 
 if TYPE_CHECKING:
     from typing import Self
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from hone.base.run import Run
     from hone.compress.capture import Flow
-    from hone.compress.stream import Job
+    from hone.compress.engine.job import Job
 
 torch = lazy("torch")
 compare = lazy("hone.eval.compare")

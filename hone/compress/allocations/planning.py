@@ -11,9 +11,10 @@ import torch
 
 from hone.base.figure import Estimate
 from hone.compress.allocations.base import Allocation, Budget, Candidates, candidates
-from hone.compress.matrix import Assigned, Quantizer, matrix_name
+from hone.compress.quantizers.base import quantizer_of
 from hone.compress.sizes import Entry, matrix_bytes, shard_sizes
-from hone.compress.targets import HEAD, Linear
+from hone.compress.step import Assigned, Step
+from hone.compress.targets import HEAD, Linear, matrix_name
 from hone.cost.compress import Compression, MatrixWork, compress_seconds
 from hone.measure.machine import Machine
 
@@ -45,7 +46,7 @@ def seconds(machine: Machine, work: Compression, allocation: Allocation | None) 
 
 def assigned(
     allocation: Allocation | None,
-    quantizer: Quantizer | None,
+    storage: Step | None,
     before: dict[str, Entry],
     targets: tuple[tuple[Linear, ...], ...],
     rest_dtype: torch.dtype | None,
@@ -58,7 +59,8 @@ def assigned(
     Head and `embedding` keep the quantizer's own bits, outside the budget's choice.
     """
     if allocation is None:
-        return Assigned(quantizer), None
+        return Assigned(storage), None
+    quantizer = quantizer_of(() if storage is None else (storage,))
     options = candidates(quantizer, allocation.bits)
     matrices = tuple(
         Candidates(

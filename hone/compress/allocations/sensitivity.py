@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.compress.capture import Flow
+from hone.compress.engine.job import Job
 from hone.compress.layer import original
-from hone.compress.matrix import matrix_name
 from hone.compress.shards import build_layer
-from hone.compress.stream import Job
+from hone.compress.targets import matrix_name
 
 
 class Sensitivity(NamedTuple):

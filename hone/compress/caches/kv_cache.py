@@ -5,7 +5,6 @@ Shapes: T tokens of a batch without padding, KV key/value heads of Dh channels.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,10 +12,11 @@ from pydantic import Field, model_validator
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.base.table import Choice
-from hone.compress.matrix import RANGE_BYTES, Matrix, Step, Storage
 from hone.compress.observers import OBSERVERS
 from hone.compress.observers.base import Observer
 from hone.compress.observers.min_max import MinMax
+from hone.compress.quantizers.base import RANGE_BYTES
+from hone.compress.step import CacheStep, Entries
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +34,7 @@ rounding = lazy("hone.model.quantized.kv_cache")
 schemes = lazy("hone.model.quantized.scheme")
 
 
-class KVCache(Step):
+class KVCache(CacheStep):
     """Scales of keys (after the rotation) and values for a KV cache of fp8 or int8; checks compute with it. Formats: compressed-tensors' kv_cache_scheme, OCP FP8 (arXiv:2209.05433)."""
 
     paper: ClassVar[str] = "arXiv:2209.05433"
@@ -56,8 +56,7 @@ class KVCache(Step):
         return self
 
     @property
-    def scheme(self) -> CacheScheme:
-        """The rounding of the cache."""
+    def cache_scheme(self) -> CacheScheme:
         return schemes.CacheScheme("int" if self.number == "int8" else "e4m3", self.per)
 
     @property
@@ -66,10 +65,7 @@ class KVCache(Step):
             return ""
         return "vLLM reads scales of fp8 caches alone; hone and transformers with compressed-tensors compute with int8 ones"
 
-    def apply(self, matrix: Matrix) -> None:
-        raise AssertionError(f"{self.kind} changes no matrix")
-
-    def check_model(self, config: ModelConfig, storage: Storage | None, *, calibrated: bool) -> None:
+    def check_cache(self, config: ModelConfig, method: str, *, calibrated: bool) -> None:
         """Raises SpecError where the model's cache has no keys and values, or what is written cannot hold their scales."""
         if not calibrated:
             raise SpecError(
@@ -81,23 +77,21 @@ class KVCache(Step):
                     f"{self.kind}: layer {index} is {layer.mixer.kind}: scales are for the keys and values of attention",
                     fix="leave the step out",
                 )
-        method = "compressed-tensors" if storage is None else storage.method(config.hidden_size)
         if method != "compressed-tensors":
             raise SpecError(
                 f"{self.kind}: scales of a KV cache are stored in the format compressed-tensors, the weights in {method}",
                 fix="take a layout of compressed-tensors, which the quantizers have by default, or leave the step out",
             )
 
-    def tensors(self, config: ModelConfig, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
-        """Dtype and shape of every tensor that the step adds, by checkpoint name."""
+    def cache_entries(self, config: ModelConfig, dtype: Any) -> Entries:
         found = {}
         for index, layer in enumerate(config.layers):
-            shape = rounding.scale_shape(self.scheme, layer.mixer.num_kv_heads)
+            shape = rounding.scale_shape(self.cache_scheme, layer.mixer.num_kv_heads)
             found.update(dict.fromkeys(rounding.scale_names(config, index).values(), (dtype, shape)))
         return found
 
     def range_bytes(self, config: ModelConfig) -> float:
-        """Bytes moved for each calibration token and layer by the statistics of keys and values."""
+        """Of the statistics of keys and values."""
         widest = max((2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in config.layers), default=0)
         return widest * sum(RANGE_BYTES[name] for name in self.observer.needs)
 
@@ -113,22 +107,22 @@ class KVCache(Step):
         names, found = rounding.scale_names(checkpoint.config, index), {}
         for name, parts in zip(names, ranges, strict=True):
             scales = [self._scale(one, index, flow.dtype) for one in parts]
-            shape = rounding.scale_shape(self.scheme, len(scales))
+            shape = rounding.scale_shape(self.cache_scheme, len(scales))
             found[names[name]] = torch.stack(scales).view(shape).to(checkpoint.dtype)
         self.use(layer, checkpoint.config, index, found)
         return found
 
     def use(self, layer: nn.Module, config: ModelConfig, index: int, stored: dict[str, Tensor]) -> None:
         """Lets `layer` round its keys and values with the scales in `stored`, by checkpoint name."""
-        rounding.add_rounding(layer, self.scheme)
+        rounding.add_rounding(layer, self.cache_scheme)
         device = next(layer.parameters()).device
         for name, tensor in rounding.scale_names(config, index).items():
             setattr(layer.mixer.kv_rounding, name, stored[tensor].to(device))
 
     def _scale(self, statistics: dict[str, Tensor], index: int, dtype: Any) -> Tensor:
         """The scale, float32 [], of the values that `statistics` are of."""
-        ends = self.observer.range(statistics, self.scheme.rounding)
-        scale = activations_of.static_tensors(self.scheme.rounding, *ends)["input_scale"][0]
+        ends = self.observer.range(statistics, self.cache_scheme.rounding)
+        scale = activations_of.static_tensors(self.cache_scheme.rounding, *ends)["input_scale"][0]
         extremes = statistics.get("extremes")
         if not bool(scale.isfinite()) or (extremes is not None and not bool(extremes.isfinite().all())):
             raise ArtifactError(
@@ -136,11 +130,3 @@ class KVCache(Step):
                 fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
             )
         return scale
-
-
-def kv_cache_of(steps: Collection[Step]) -> KVCache | None:
-    """The step that calibrates the KV cache; None without one. Raises ValueError for several."""
-    found = [step for step in steps if isinstance(step, KVCache)]
-    if len(found) > 1:
-        raise ValueError("kv_cache is given twice: a cache has one set of scales")
-    return found[0] if found else None

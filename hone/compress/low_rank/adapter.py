@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hone.base.durable import write_atomic
-from hone.compress.low_rank.base import Correction
+from hone.compress.matrix import Parts
 from hone.compress.shards import read_shard, shard_bytes, write_shard
-from hone.compress.targets import Linear
+from hone.compress.step import Targets
 from hone.model.adapters import ADAPTERS, peft
 from hone.model.folder import ADAPTER
 from hone.model.quantized.low_rank import FACTORS, LowRank
@@ -24,29 +24,19 @@ if TYPE_CHECKING:
     from hone.model.adapters.lora import LoRA
     from hone.model.config import ModelConfig
 
-Targets = tuple[tuple[Linear, ...], ...]
+CONFIG = {peft.KEY: ADAPTER}
+"""What config.json says of the folder."""
 
 
-def spec(correction: Correction, config: ModelConfig, targets: Targets) -> LoRA:
+def spec(rank: int, config: ModelConfig, targets: Targets) -> LoRA:
     """The adapter of the linears in `targets`: its alpha is its rank, so that B A is added as it is."""
     chosen = (name for linears in targets for linear in linears for name, _ in linear.modules)
     names = peft.target_modules(config, chosen)
-    options = {"rank": correction.rank, "alpha": float(correction.rank), "target_modules": names}
-    return ADAPTERS.read({"kind": "lora", **options})
+    return ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": float(rank), "target_modules": names})
 
 
-def planned(
-    correction: Correction | None, config: ModelConfig, targets: Targets, dtype: torch.dtype
-) -> tuple[ModelConfig, int]:
-    """`config` with the adapter that `correction` will write, and the bytes of its file; as it is and 0 for None."""
-    if correction is None:
-        return config, 0
-    return peft.adapted(config, spec(correction, config, targets)), file_bytes(correction, targets, dtype)
-
-
-def file_bytes(correction: Correction, targets: Targets, dtype: torch.dtype) -> int:
-    """Bytes of its adapter_model.safetensors, for a checkpoint of `dtype`."""
-    stored, rank = correction.stored_dtype(dtype), correction.rank
+def file_bytes(rank: int, targets: Targets, stored: torch.dtype) -> int:
+    """Bytes of its adapter_model.safetensors, with factors of dtype `stored`."""
     return shard_bytes(
         (peft.key(name, part), stored, shape)
         for linears in targets
@@ -96,40 +86,30 @@ def finish(draft: Draft, num_layers: int, adapter: LoRA) -> None:
     write_atomic(folder / peft.CONFIG, (json.dumps(peft.config_values(adapter), indent=2) + "\n").encode())
 
 
-def put(
-    layer: nn.Module,
-    linear: Linear,
-    index: int,
-    config: ModelConfig,
-    added: dict[str, Tensor],
-    device: str,
-    dtype: torch.dtype,
-) -> None:
-    """Puts the adapter's factors in `added` around a linear of layer `index`, as in a model that is loaded."""
-    inner, names = layer.get_submodule(linear.path), [name for name, _ in linear.modules]
-    down = added[peft.key(names[0], "lora_A")]
-    options = {"rank": len(down), "alpha": float(len(down)), "target_modules": names}
-    adapter = ADAPTERS.read({"kind": "lora", **options})
+def corrected(inner: nn.Module, parts: Parts) -> nn.Module:
+    """The factors in `parts` around the linear `inner`, as in a model that is loaded."""
+    names, config, path = [name for name, _ in parts.linear.modules], parts.config, parts.linear.path
+    rank = len(parts.tensors[peft.key(names[0], "lora_A")])
+    adapter = ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": float(rank), "target_modules": names})
     around = config.model_copy(update={"adapters": (adapter,)})
-    spec = config.linears(index)[linear.path]
-    ((_, pieces),) = around.wrappers(index, linear.path, spec)
+    linear = config.linears(parts.index)[path]
+    ((_, pieces),) = around.wrappers(parts.index, path, linear)
     with torch.device("meta"):
-        wrapped = adapter.wrap(inner, spec, pieces)
+        wrapped = adapter.wrap(inner, linear, pieces)
     for name, piece in zip(names, pieces, strict=True):
         for part in ("lora_A", "lora_B"):
-            value = added[peft.key(name, part)].to(device, dtype)
+            value = parts.tensors[peft.key(name, part)].to(parts.device, parts.dtype)
             setattr(wrapped, f"{part}_{piece.name}", nn.Parameter(value, requires_grad=False))
-    layer.set_submodule(linear.path, wrapped)
+    return wrapped
 
 
-def put_factors(layer: nn.Module, linear: Linear, parts: list[dict[str, Tensor]]) -> None:
-    """Replaces a linear of `layer` by the factors of its modules."""
-    dense = layer.get_submodule(linear.path)
+def factored(dense: nn.Module, parts: Parts) -> nn.Module:
+    """A linear of the factors of all modules in place of `dense`."""
     with torch.device("meta"):
-        factored = LowRank(linear.columns, linear.rows, False)
-    factored.load([{name: part[name].to(dense.weight) for name in FACTORS} for part in parts])
-    factored.bias = dense.bias
-    layer.set_submodule(linear.path, factored.requires_grad_(False))
+        made = LowRank(parts.linear.columns, parts.linear.rows, False)
+    made.load([{name: part[name].to(dense.weight) for name in FACTORS} for part in parts.modules()])
+    made.bias = dense.bias
+    return made.requires_grad_(False)
 
 
 def _file(draft: Draft, index: int) -> Path:

@@ -6,27 +6,25 @@ Shapes: N rows of a checkpoint module, K input features, r rank; A [r, K], B [N,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Step, Storage, quantizer_of
-from hone.compress.pruners.base import Sparse
+from hone.compress.step import Entries, Step, Targets
 from hone.compress.targets import HEAD
-from hone.compress.transforms.rotation import Rotation
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
+    from hone.base.artifact import Draft
+    from hone.compress.matrix import Matrix, Parts
     from hone.compress.targets import Linear
-
-torch = lazy("torch")
-factors = lazy("hone.solvers.factors")
+    from hone.model.config import ModelConfig
 
 EIGH, GPU_EIGH = 30.0, 800.0
 """Operations of an eigendecomposition in float64 divided by n^3, at the rate of float32 products: one of two Xeon cores
@@ -54,6 +52,28 @@ class LowRank(Step):
                 fix=f"use a rank from 1 to {most}, or leave it unchanged: ignore=['lm_head', '{name.rpartition('.')[2]}']",
             )
 
+    def check_place(self, before: Sequence[Step], after: Sequence[Step]) -> None:
+        before, after = ([one for one in part if one.targeted] for part in (before, after))
+        if any(one.multiplies_inputs for one in before):
+            raise ValueError(f"{self.kind} reads the inputs that the model computes, before rotation r4: use r4: false")
+        if after:
+            raise ValueError(f"{self.kind} comes before {after[0].kind}: it is the last step")
+        self.check_lossy([one for one in before if one.prunes or one.stores])
+
+    def check_lossy(self, before: Sequence[Step]) -> None:
+        """Raises ValueError where it cannot work on what the steps `before` left of a weight: zeros and rounded values."""
+        raise NotImplementedError
+
+    def check_linear(self, name: str, linear: Linear) -> None:
+        super().check_linear(name, linear)
+        if linear.path == HEAD:
+            raise SpecError(
+                f"{self.kind} makes factors for the linears of layers, not for {HEAD}",
+                fix="leave it unchanged: ignore=['lm_head']",
+            )
+        for module, rows in linear.modules:
+            self.check_module(module, rows, linear.columns)
+
     @property
     def calibrated(self) -> bool:
         """Whether errors are weighted by the calibration inputs."""
@@ -61,6 +81,8 @@ class LowRank(Step):
 
     def factorize(self, matrix: Matrix, wanted: Tensor, dtype: Any) -> list[tuple[Tensor, Tensor]]:
         """(A, B) in `dtype` of each module of `wanted` [N of all modules, K]."""
+        from hone.solvers import factors
+
         hessian = matrix.statistics["hessian"] if self.calibrated else None
         parts = wanted.split(list(matrix.modules)) if matrix.modules else (wanted,)
         found = []
@@ -71,6 +93,8 @@ class LowRank(Step):
 
     def work(self, rows: int, columns: int) -> Work:
         """An eigendecomposition or a subspace iteration, of all modules as if they were one."""
+        from hone.solvers import factors
+
         rank = min(self.rank_of(rows, columns), min(rows, columns))
         passes = 1 if factors.is_exact(rows, columns, rank) else factors.ITERATIONS
         cpu, gpu = (
@@ -85,9 +109,10 @@ class LowRank(Step):
         return replace(cpu, on_gpu=gpu)
 
 
-class Factorization(LowRank, Storage):
+class Factorization(LowRank):
     """A step that stores two factors in place of a weight: such folders load in hone alone."""
 
+    stores: ClassVar[bool] = True
     gives: ClassVar[frozenset[str]] = frozenset({"weights:low_rank"})
     takes: ClassVar[frozenset[str]] = frozenset({"weights:float"})
 
@@ -117,12 +142,32 @@ class Factorization(LowRank, Storage):
         matrix.factors = self.factorize(matrix, matrix.current, matrix.stored_dtype)
         matrix.replaced = True
 
-    def entries(self, rows: int, columns: int, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    def check_lossy(self, before: Sequence[Step]) -> None:
+        if before:
+            raise ValueError(
+                f"{self.kind} stores factors of the weight and loses what {before[0].kind} did to it: use one of them"
+            )
+
+    def entries(self, rows: int, columns: int, dtype: Any) -> Entries:
         rank = self.rank_of(rows, columns)
         return {"factor_a": (dtype, (rank, columns)), "factor_b": (dtype, (rows, rank))}
 
     def method(self, columns: int) -> str:
         return "low_rank"
+
+    def tensors_of(self, matrix: Matrix, number: int, rows: slice) -> dict[str, Tensor]:
+        return dict(zip(("factor_a", "factor_b"), matrix.factors[number], strict=True))
+
+    def module(self, dense: nn.Module, parts: Parts) -> nn.Module:
+        """A linear of the factors of all modules."""
+        from hone.compress.low_rank import adapter
+
+        return adapter.factored(dense, parts)
+
+    def quantization(self, unchanged: Sequence[str]) -> dict[str, Any]:
+        from hone.model.quantized import low_rank
+
+        return low_rank.config(list(unchanged))
 
 
 class Correction(LowRank):
@@ -155,16 +200,18 @@ class Correction(LowRank):
     @staticmethod
     def stored_dtype(checkpoint_dtype: Any) -> Any:
         """The dtype of the factors: the checkpoint's, or float16 for one of float32."""
+        import torch
+
         return torch.float16 if checkpoint_dtype in (torch.float32, torch.float64) else checkpoint_dtype
 
     def apply(self, matrix: Matrix) -> None:
         chosen: tuple[float, Any, Any, Any] | None = None
         for turn in range(self.iterations):
             if turn:
-                assert matrix.quantizer is not None
+                assert matrix.quantize is not None
                 added = matrix.product()
                 matrix.factors, matrix.stored, matrix.current = [], None, matrix.original - added
-                matrix.quantizer.apply(matrix)
+                matrix.quantize(matrix)
             error = matrix.original - matrix.base
             matrix.factors = self.factorize(matrix, error, self.stored_dtype(matrix.stored_dtype))
             left = error - matrix.product()
@@ -190,44 +237,39 @@ class Correction(LowRank):
         )
         return replace(cpu, on_gpu=gpu)
 
-
-def correction_of(steps: Iterable[Any]) -> Correction | None:
-    """The step that adds an adapter; None without one."""
-    return next((step for step in steps if isinstance(step, Correction)), None)
-
-
-def check_modules(steps: Iterable[Step], linear: Linear) -> None:
-    """Raises SpecError when a low-rank step cannot work on a checkpoint module of `linear`."""
-    for step in steps:
-        if isinstance(step, LowRank):
-            if linear.path == HEAD:
-                raise SpecError(
-                    f"{step.kind} makes factors for the linears of layers, not for {HEAD}",
-                    fix="leave it unchanged: ignore=['lm_head']",
-                )
-            for name, rows in linear.modules:
-                step.check_module(name, rows, linear.columns)
-
-
-def low_rank_last(steps: Iterable[Step]) -> None:
-    """Raises ValueError when a low-rank step is not the last one, or has nothing to do there."""
-    steps = tuple(steps)
-    for place, step in enumerate(steps):
-        if not isinstance(step, LowRank):
-            continue
-        before = steps[:place]
-        if any(isinstance(one, Rotation) and one.r4 for one in before):
-            raise ValueError(f"{step.kind} reads the inputs that the model computes, before rotation r4: use r4: false")
-        if place + 1 < len(steps):
-            raise ValueError(f"{step.kind} comes before {steps[place + 1].kind}: it is the last step")
-        lossy = [one.kind for one in before if isinstance(one, Sparse | Storage)]
-        if isinstance(step, Factorization) and lossy:
+    def check_lossy(self, before: Sequence[Step]) -> None:
+        if not before:
+            raise ValueError(f"{self.kind} corrects the error of a quantizer or pruner: put one before it")
+        if self.iterations > 1 and not any("weights:quantized" in one.gives for one in before):
             raise ValueError(
-                f"{step.kind} stores factors of the weight and loses what {lossy[0]} did to it: use one of them"
+                f"{self.kind} with iterations {self.iterations} quantizes again: put a quantizer before it"
             )
-        if isinstance(step, Correction) and not lossy:
-            raise ValueError(f"{step.kind} corrects the error of a quantizer or pruner: put one before it")
-        if isinstance(step, Correction) and step.iterations > 1 and quantizer_of(before) is None:
-            raise ValueError(
-                f"{step.kind} with iterations {step.iterations} quantizes again: put a quantizer before it"
-            )
+
+    def module(self, dense: nn.Module, parts: Parts) -> nn.Module:
+        """`dense` with the factors around it, as in a model that is loaded."""
+        from hone.compress.low_rank import adapter
+
+        return adapter.corrected(dense, parts)
+
+    def beside(self, matrix: Matrix, names: Sequence[str]) -> dict[str, Tensor]:
+        from hone.compress.low_rank import adapter
+
+        return adapter.tensors(names, matrix.factors)
+
+    def planned(self, config: ModelConfig, targets: Targets, dtype: torch.dtype) -> tuple[ModelConfig, int]:
+        from hone.compress.low_rank import adapter
+        from hone.model.adapters.peft import adapted
+
+        size = adapter.file_bytes(self.rank, targets, self.stored_dtype(dtype))
+        return adapted(config, adapter.spec(self.rank, config, targets)), size
+
+    def conclude(self, draft: Draft, config: ModelConfig, targets: Targets) -> None:
+        """Writes the adapter's folder, of all linears in `targets`."""
+        from hone.compress.low_rank import adapter
+
+        adapter.finish(draft, len(targets), adapter.spec(self.rank, config, targets))
+
+    def config_values(self) -> dict[str, Any]:
+        from hone.compress.low_rank import adapter
+
+        return adapter.CONFIG

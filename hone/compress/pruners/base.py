@@ -11,17 +11,12 @@ from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
-from hone.base.lazy import lazy
-from hone.compress.matrix import Step
+from hone.compress.step import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.ops.rounding.selection import Pattern
-
-torch = lazy("torch")
-selection = lazy("hone.ops.rounding.selection")
-
 
 NofM = Literal["none", "2:4", "4:8"]
 
@@ -42,9 +37,15 @@ class Sparse(Step):
         return self
 
     @property
+    def prunes(self) -> bool:
+        return self.sparsity > 0
+
+    @property
     def groups(self) -> Pattern | None:
         """The pattern as two numbers."""
-        return None if self.pattern == "none" else selection.Pattern(int(self.pattern[0]), int(self.pattern[-1]))
+        from hone.ops.rounding.selection import Pattern
+
+        return None if self.pattern == "none" else Pattern(int(self.pattern[0]), int(self.pattern[-1]))
 
     def check(self, name: str, rows: int, columns: int) -> None:
         if self.pattern != "none" and columns % int(self.pattern[-1]):
@@ -67,4 +68,6 @@ class Pruner(Sparse):
         """Bool [N, K]: the N largest scores of every M neighbours."""
         assert self.groups is not None
         stay, group = self.groups
-        return selection.largest(scores.reshape(-1, group), group - stay).view(scores.shape)
+        from hone.ops.rounding.selection import largest
+
+        return largest(scores.reshape(-1, group), group - stay).view(scores.shape)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix
 from hone.compress.pruners.base import Pruner
 from hone.cost.compress import Work
 
-torch = lazy("torch")
-selection = lazy("hone.ops.rounding.selection")
+if TYPE_CHECKING:
+    from hone.compress.matrix import Matrix
 
 
 class RandomPruning(Pruner):
@@ -24,11 +22,15 @@ class RandomPruning(Pruner):
     seed: int = Field(0, ge=0, description="Seed of the draw; every matrix has its own, which depends on its name too.")
 
     def apply(self, matrix: Matrix) -> None:
+        import torch
+
+        from hone.ops.rounding.selection import largest
+
         digest = hashlib.sha256(f"{self.seed}/{matrix.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scores = torch.rand(matrix.original.shape, generator=generator, dtype=torch.float64)
         if self.pattern == "none":
-            keep = selection.largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
+            keep = largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
         else:
             keep = self.pattern_of(scores)
         matrix.prune(keep.to(matrix.original.device))

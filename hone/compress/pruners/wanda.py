@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix
 from hone.compress.pruners.base import Pruner
 from hone.cost.compress import Work
 
-selection = lazy("hone.ops.rounding.selection")
+if TYPE_CHECKING:
+    from hone.compress.matrix import Matrix
 
 SELECT_BYTES = 400.0
 """Bytes a weight, at the rate of a large copy, to select from its row and write the mask: 27 ns (one of two Intel Xeon cores)."""
@@ -22,10 +21,12 @@ class Wanda(Pruner):
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "meansquare"})
 
     def apply(self, matrix: Matrix) -> None:
+        from hone.ops.rounding.selection import largest
+
         scores = matrix.weight.abs() * matrix.statistics["meansquare"].sqrt()
         plain = self.pattern == "none"
         count = round(self.sparsity * scores.shape[1])
-        matrix.prune(selection.largest(scores, count) if plain else self.pattern_of(scores))
+        matrix.prune(largest(scores, count) if plain else self.pattern_of(scores))
 
     def work(self, rows: int, columns: int) -> Work:
         """A selection from each row, and the mask."""

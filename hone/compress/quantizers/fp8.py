@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import INPUTS_SAID, Inputs, Matrix, Quantizer
+from hone.compress.quantizers.base import INPUTS_SAID, Inputs, Quantizer
 
 if TYPE_CHECKING:
+    from hone.compress.matrix import Matrix
     from hone.model.quantized.scheme import Scheme
     from hone.ops.rounding.inputs import Activations
 
-torch = lazy("torch")
-activations_of = lazy("hone.ops.rounding.inputs")
-grid = lazy("hone.ops.rounding.integer_grid")
-formats = lazy("hone.ops.formats")
-schemes = lazy("hone.model.quantized.scheme")
 
 BLOCK = (128, 128)
 """Rows and columns of a block in DeepSeek-V3 and in the kernels of vLLM and transformers."""
@@ -63,18 +58,20 @@ class FP8(Quantizer):
             return super().rounding
         if self.stored_layout == "fp8":
             return None
-        return activations_of.ACTIVATIONS["fp8_group" if self.strategy == "block" else "fp8_token"]
+        from hone.ops.rounding.inputs import ACTIVATIONS
+
+        return ACTIVATIONS["fp8_group" if self.strategy == "block" else "fp8_token"]
 
     def scheme(self, columns: int) -> Scheme:
+        from hone.model.quantized.scheme import Scheme
+
         block = BLOCK if self.strategy == "block" else None
         shared = self.strategy == "tensor"
         rounding = self.rounding if self.stored_layout == "float-quantized" else None
-        return schemes.Scheme(
-            8, layout=self.stored_layout, number="e4m3", block=block, per_tensor=shared, activations=rounding
-        )
+        return Scheme(8, layout=self.stored_layout, number="e4m3", block=block, per_tensor=shared, activations=rounding)
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        return torch.float32 if self.stored_layout == "fp8" else super().stored_scale_dtype(checkpoint_dtype)
+        return self.as_dtype("float32") if self.stored_layout == "fp8" else super().stored_scale_dtype(checkpoint_dtype)
 
     def check(self, name: str, rows: int, columns: int) -> None:
         if self.stored_layout == "fp8" and self.strategy != "block":
@@ -89,10 +86,15 @@ class FP8(Quantizer):
         super().check(name, rows, columns)
 
     def apply(self, matrix: Matrix) -> None:
+        import torch
+
+        from hone.ops.formats import LARGEST
+        from hone.ops.rounding.integer_grid import stored
+
         weights = matrix.weight
         scheme = self.scheme(weights.shape[1])
         (high, wide), (down, across) = scheme.extent(*weights.shape), scheme.grid(*weights.shape)
         padded = torch.nn.functional.pad(weights.abs(), (0, -weights.shape[1] % wide, 0, -len(weights) % high))
-        largest = padded.view(down, high, across, wide).amax((1, 3)) / formats.LARGEST[torch.float8_e4m3fn]
-        scales = grid.stored(largest, self.scale_dtype_of(matrix, lambda: largest))
+        largest = padded.view(down, high, across, wide).amax((1, 3)) / LARGEST[torch.float8_e4m3fn]
+        scales = stored(largest, self.scale_dtype_of(matrix, lambda: largest))
         matrix.stored = scheme.quantize(weights, scales)

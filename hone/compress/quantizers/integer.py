@@ -12,23 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
 from hone.base.spec import Quiet
-from hone.compress.matrix import Matrix, Quantizer
 from hone.compress.quantizers import rules as ruled
+from hone.compress.quantizers.base import Quantizer
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.compress.matrix import Matrix
     from hone.compress.targets import Linear
     from hone.model.quantized.scheme import Scheme
     from hone.ops.rounding.integer_grid import Grid
 
-torch = lazy("torch")
-grid = lazy("hone.ops.rounding.integer_grid")
-layouts = lazy("hone.model.quantized.layouts")
-schemes = lazy("hone.model.quantized.scheme")
 
 _FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
 """Layouts whose scales are float16 whatever the checkpoint's dtype is."""
@@ -98,16 +94,19 @@ class IntegerQuantizer(Quantizer):
 
     def nearest(self, weights: Tensor) -> Tensor:
         """As the base; scales are not searched."""
+        from hone.ops.rounding.integer_grid import find_grid
+
         how = self.scale if self.scale != "search" else "signed" if self.symmetric else "absmax"
         scheme = self.scheme(weights.shape[1])
-        found = grid.find_grid(weights, self.bits, scheme.group_size, how, torch.float32, symmetric=self.symmetric)
+        dtype = self.as_dtype("float32")
+        found = find_grid(weights, self.bits, scheme.group_size, how, dtype, symmetric=self.symmetric)
         return scheme.quantize(weights, *found).weight(weights.dtype)
 
     def scheme(self, columns: int) -> Scheme:
+        from hone.model.quantized.scheme import Scheme
+
         groups = self.groups_of(columns)
-        return schemes.Scheme(
-            self.bits, groups, self.stored_layout, symmetric=self.symmetric, activations=self.rounding
-        )
+        return Scheme(self.bits, groups, self.stored_layout, symmetric=self.symmetric, activations=self.rounding)
 
     def apply(self, matrix: Matrix) -> None:
         """Rounds every weight to the nearest point of its group's grid; a solver does better."""
@@ -116,18 +115,14 @@ class IntegerQuantizer(Quantizer):
 
     def find_grid(self, matrix: Matrix, weights: Tensor | None = None) -> Grid:
         """The grid of `weights` (None: the current ones), as the option `scale` says; a search heeds H's diagonal if known."""
+        from hone.ops.rounding.integer_grid import find_grid, find_scales
+
         hessian, size = matrix.statistics.get("hessian"), self.groups_of(matrix.original.shape[1])
-        return grid.find_grid(
-            matrix.weight if weights is None else weights,
-            self.bits,
-            size,
-            self.scale,
-            self.scale_dtype_of(
-                matrix, lambda: grid.find_scales(matrix.original, self.bits, size, "absmax", torch.float32)
-            ),
-            None if hessian is None else hessian.diagonal(),
-            symmetric=self.symmetric,
-        )
+        wide = self.as_dtype("float32")
+        dtype = self.scale_dtype_of(matrix, lambda: find_scales(matrix.original, self.bits, size, "absmax", wide))
+        weights = matrix.weight if weights is None else weights
+        importance = None if hessian is None else hessian.diagonal()
+        return find_grid(weights, self.bits, size, self.scale, dtype, importance, symmetric=self.symmetric)
 
     def groups_of(self, columns: int) -> int:
         """The group size used for a matrix of `columns` input features."""
@@ -137,7 +132,9 @@ class IntegerQuantizer(Quantizer):
         return min(divisors, key=lambda size: abs(math.log(size / self.group_size)), default=0)
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        return torch.float16 if self.layout in _FLOAT16_SCALES else super().stored_scale_dtype(checkpoint_dtype)
+        return (
+            self.as_dtype("float16") if self.layout in _FLOAT16_SCALES else super().stored_scale_dtype(checkpoint_dtype)
+        )
 
     @property
     def stored_layout(self) -> str:
@@ -154,7 +151,7 @@ class IntegerQuantizer(Quantizer):
                 f"with group_size {self.group_size}",
                 fix="set bits=8 and group_size=0, or layout=pack-quantized",
             )
-        problem = layouts.problem(self.scheme(columns))
+        problem = self.problem(columns)
         if self.layout in _FLOAT16_SCALES and problem is not None:
             raise SpecError(
                 f"{self.kind} asks for {problem}, at {name}",

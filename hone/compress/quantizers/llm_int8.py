@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.quantizers.base import Quantizer
 
 if TYPE_CHECKING:
+    from hone.compress.matrix import Matrix
     from hone.model.quantized.scheme import Scheme
-
-torch = lazy("torch")
-schemes = lazy("hone.model.quantized.scheme")
 
 
 class LLMInt8(Quantizer):
@@ -32,10 +29,12 @@ class LLMInt8(Quantizer):
     )
 
     def scheme(self, columns: int) -> Scheme:
-        return schemes.Scheme(8, layout="llm-int8")
+        from hone.model.quantized.scheme import Scheme
+
+        return Scheme(8, layout="llm-int8")
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        return torch.float32
+        return self.as_dtype("float32")
 
     def config_options(self, dtype: str) -> dict[str, Any]:
         return {"llm_int8_threshold": self.threshold}
@@ -48,6 +47,10 @@ class LLMInt8(Quantizer):
         super().check(name, rows, columns)
 
     def apply(self, matrix: Matrix) -> None:
+        import torch
+
+        from hone.model.quantized.scheme import Stored
+
         weights = matrix.weight.float()
         largest = weights.abs().amax(1)
         steps = 127.0 / largest.clamp(min=torch.finfo(torch.float32).tiny)
@@ -57,4 +60,4 @@ class LLMInt8(Quantizer):
             raw[begin] = {"SCB": largest[begin : begin + count].contiguous()}
             begin += count
         scales = (largest / 127).unsqueeze(1)
-        matrix.stored = schemes.Stored(self.scheme(weights.shape[1]), codes, scales, raw=raw)
+        matrix.stored = Stored(self.scheme(weights.shape[1]), codes, scales, raw=raw)

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.quantizers.base import Quantizer
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.compress.matrix import Matrix
     from hone.model.quantized.scheme import Scheme, Stored
 
-float_grid = lazy("hone.ops.rounding.float_grid")
-schemes = lazy("hone.model.quantized.scheme")
 
 ROUNDING_BYTES = {4: 150.0, 8: 60.0}
 """Bytes a weight, at the rate of a large copy, of dividing, rounding and comparing once, by bits."""
@@ -40,7 +38,9 @@ class Microscaling(Quantizer):
     )
 
     def scheme(self, columns: int) -> Scheme:
-        return schemes.Scheme(
+        from hone.model.quantized.scheme import Scheme
+
+        return Scheme(
             self.bits,
             self.group_size,
             self.layout,
@@ -55,7 +55,9 @@ class Microscaling(Quantizer):
 
     def stored(self, weights: Tensor, importance: Tensor | None) -> Stored:
         """Weights [N, K] rounded, with scales weighted by `importance` [K]."""
-        scales = float_grid.find_scales(weights, self.number, self.group_size, self.scale, importance=importance)
+        from hone.ops.rounding.float_grid import find_scales
+
+        scales = find_scales(weights, self.number, self.group_size, self.scale, importance=importance)
         return self.scheme(weights.shape[1]).quantize(weights, scales)
 
     def nearest(self, weights: Tensor) -> Tensor:

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
-from hone.compress.matrix import Matrix, Quantizer
+from hone.compress.quantizers.base import Quantizer
 
 if TYPE_CHECKING:
+    from hone.compress.matrix import Matrix
     from hone.model.quantized.scheme import Scheme
 
-torch = lazy("torch")
-layout = lazy("hone.model.quantized.layouts.bitsandbytes_4bit")
-numbers = lazy("hone.ops.rounding.numbers")
-schemes = lazy("hone.model.quantized.scheme")
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes of bitsandbytes."""
@@ -42,11 +38,13 @@ class NF4(Quantizer):
     )
 
     def scheme(self, columns: int) -> Scheme:
+        from hone.model.quantized.scheme import Scheme
+
         name = f"{self.number}-nested" if self.double_quant else self.number
-        return schemes.Scheme(4, self.block_size, name, number=self.number)
+        return Scheme(4, self.block_size, name, number=self.number)
 
     def stored_scale_dtype(self, checkpoint_dtype: Any) -> Any:
-        return torch.float32
+        return self.as_dtype("float32")
 
     def config_options(self, dtype: str) -> dict[str, Any]:
         return {"bnb_4bit_compute_dtype": dtype}
@@ -65,12 +63,18 @@ class NF4(Quantizer):
         super().check(name, rows, columns)
 
     def apply(self, matrix: Matrix) -> None:
+        import torch
+
+        from hone.model.quantized.layouts import bitsandbytes_4bit as layout
+        from hone.model.quantized.scheme import Stored
+        from hone.ops.rounding.numbers import nearest
+
         weights = matrix.weight.float()
         rows, columns = weights.shape
         blocks = weights.reshape(rows, -1, self.block_size)
         scales = blocks.abs().amax(-1)
         steps = (blocks * (1.0 / scales.clamp(min=SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
-        codes = numbers.nearest(steps, self.number).view(rows, columns)
+        codes = nearest(steps, self.number).view(rows, columns)
         raw: dict[int, dict[str, Any]] = {}
         dtype = torch.float32 if matrix.stored_dtype == torch.float64 else matrix.stored_dtype
         begin = 0
@@ -82,7 +86,7 @@ class NF4(Quantizer):
             described = layout.describe(self.number, (count, columns), dtype, self.block_size, **state)
             raw[begin] = part | described
             begin += count
-        matrix.stored = schemes.Stored(self.scheme(columns), codes, scales, raw=raw)
+        matrix.stored = Stored(self.scheme(columns), codes, scales, raw=raw)
 
 
 class FP4(NF4):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from hone.base.lazy import lazy
 from hone.compress.quantizers.microscaling import Microscaling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.model.quantized.scheme import Stored
-
-float_grid = lazy("hone.ops.rounding.float_grid")
 
 
 class NVFP4(Microscaling):
@@ -28,7 +25,9 @@ class NVFP4(Microscaling):
 
     def stored(self, weights: Tensor, importance: Tensor | None) -> Stored:
         """As `Microscaling.stored`."""
-        divisor = float_grid.global_scale_of(weights)
+        from hone.ops.rounding.float_grid import find_scales, global_scale_of
+
+        divisor = global_scale_of(weights)
         given = {"divisor": divisor, "importance": importance}
-        scales = float_grid.find_scales(weights, self.number, self.group_size, self.scale, **given)
+        scales = find_scales(weights, self.number, self.group_size, self.scale, **given)
         return self.scheme(weights.shape[1]).quantize(weights, scales, None, divisor)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
+from hone.base.lazy import lazy
 from hone.base.run import Run
-from hone.base.table import Technique
-from hone.cost.compress import Passes
+from hone.compress.step import ModelStep, Step, Targets
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hone.compress.capture import Flow
     from hone.compress.structured.cut import Cut
-    from hone.model.config import ModelConfig
     from hone.model.weights.model import ModelSource
+
+cuts = lazy("hone.compress.structured.cut")
 
 ALIGNMENT = 32
 """Sizes computed from a fraction are multiples of it, as tensor cores and groups of quantized weights need."""
@@ -26,29 +30,42 @@ Size = Annotated[int | float, Field(gt=0)]
 """A number of layers, heads or channels; below 1 the fraction of them that stays."""
 
 
-class StructuredPruner(Technique):
-    """A step that removes whole layers, heads or channels; a subclass writes `shrink`, `choose` and `passes`.
+class StructuredPruner(ModelStep):
+    """A step that removes whole layers, heads or channels; a subclass writes `reshape`, `choose` and `passes`.
 
     The result is a dense model with a smaller config. Such steps come first: each works on the model that the one
-    before it leaves, and the steps for matrices on the model that the last one leaves.
+    before it leaves, and the steps for matrices on the model that the last one leaves. Which of several equally large layers
+    stay is not known from `reshape`.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"weights:float"})
+    reshapes: ClassVar[bool] = True
+    targeted: ClassVar[bool] = False
 
-    def shrink(self, config: ModelConfig) -> ModelConfig:
-        """The config of the result; which of several equally large layers stay is not known yet.
+    def too_late(self, other: Step) -> str:
+        return f"{self.kind} changes the shapes of matrices: put it before {other.kind}"
 
-        Raises SpecError when the step cannot make such a model from one of `config`.
-        """
-        raise NotImplementedError
+    @property
+    def reads_inputs(self) -> bool:
+        return True
 
     def choose(self, checkpoint: ModelSource, flow: Flow | None, run: Run) -> tuple[Cut, dict[str, Any]]:
         """What stays of `checkpoint`, and what the artifact says about it. `flow` is None if `passes` is."""
         raise NotImplementedError
 
-    def passes(self, config: ModelConfig) -> Passes | None:
-        """The passes over the calibration inputs by which `choose` measures; None if it needs no such inputs."""
-        raise NotImplementedError
+    def rewrite(
+        self, checkpoint: ModelSource, flow: Flow | None, targets: Targets, state: Path, run: Run
+    ) -> tuple[ModelSource, dict[str, Any]]:
+        """The smaller model.
+
+        What stays is durable as soon as it is measured. A run that is killed while it measures begins the measurement again.
+        """
+        entry = run.mesh.from_leader(lambda: json.loads(state.read_text(encoding="utf8")) if state.exists() else None)
+        if entry is None:
+            made, words = self.choose(checkpoint, flow if self.passes(checkpoint.config) else None, run)
+            entry = {"cut": made.to_json(), "said": words}
+            if run.mesh.leads:
+                write_atomic(state, json.dumps(entry).encode())
+        return cuts.cut_model(checkpoint, cuts.Cut.of_json(entry["cut"])), entry["said"]
 
 
 def size_of(wanted: int | float, given: int, field: str, multiple: int = 1) -> int:
@@ -76,13 +93,3 @@ def largest(scores: list[float], count: int) -> tuple[int, ...]:
     """The places of the `count` largest scores, in order; of equal scores the first stay."""
     order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
     return tuple(sorted(order[:count]))
-
-
-def structured_first(steps: Iterable[Technique]) -> None:
-    """Raises ValueError when a structured pruner follows a step of another kind."""
-    other = ""
-    for step in steps:
-        if not isinstance(step, StructuredPruner):
-            other = step.kind
-        elif other:
-            raise ValueError(f"{step.kind} changes the shapes of matrices: put it before {other}")

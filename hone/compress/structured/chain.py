@@ -1,17 +1,12 @@
-"""The structured pruners of a stage, in order: each measures the model that the one before it leaves, and is done once."""
+"""The steps of the phase "model", in order: each measures the model that the one before it leaves, and is done once."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.base.durable import write_atomic
-from hone.base.lazy import lazy
 from hone.base.run import Run
-from hone.compress.structured.base import StructuredPruner
+from hone.compress.step import ModelStep, Targets
 from hone.cost.compress import Compression, Passes
 
 if TYPE_CHECKING:
@@ -20,18 +15,31 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.weights.model import ModelSource
 
-cuts = lazy("hone.compress.structured.cut")
 
-
-def shrink(config: ModelConfig, steps: Iterable[StructuredPruner]) -> ModelConfig:
+def reshape(config: ModelConfig, steps: Iterable[ModelStep]) -> ModelConfig:
     """The config after all `steps`. Raises SpecError for one that cannot make such a model."""
     for step in steps:
-        config = step.shrink(config)
+        config = step.reshape(config)
     return config
 
 
+def rewrite(
+    checkpoint: ModelSource, steps: Iterable[ModelStep], flow: Flow | None, targets: Targets, draft: Draft, run: Run
+) -> tuple[ModelSource, list[dict[str, Any]]]:
+    """The checkpoint that `steps` leave of `checkpoint`, and what each says of itself."""
+    said = []
+    for number, step in enumerate(steps):
+        state = draft.state / f"cut-{number}.json"
+        known = state.exists()
+        checkpoint, words = step.rewrite(checkpoint, flow, targets, state, run)
+        if run.mesh.leads and state.exists() and not known:
+            draft.keep_time()
+        said.append(words)
+    return checkpoint, said
+
+
 def measured(
-    config: ModelConfig, steps: Iterable[StructuredPruner], num_sequences: int, seq_len: int, **options: Any
+    config: ModelConfig, steps: Iterable[ModelStep], num_sequences: int, seq_len: int, **options: Any
 ) -> tuple[tuple[Compression, Passes], ...]:
     """The passes that measure importances, each with the model on which it runs; `options` are `Compression`'s."""
     found = []
@@ -41,33 +49,5 @@ def measured(
             layers = ((),) * config.num_layers
             sequences = {"num_sequences": num_sequences, "seq_len": seq_len}
             found.append((Compression(config.facts(), layers, (), **sequences, **options), passes))
-        config = step.shrink(config)
+        config = step.reshape(config)
     return tuple(found)
-
-
-def cut(
-    checkpoint: ModelSource, steps: Iterable[StructuredPruner], flow: Flow | None, draft: Draft, run: Run
-) -> tuple[ModelSource, list[dict[str, Any]]]:
-    """The checkpoint that `steps` leave of `checkpoint`, and what each says of itself.
-
-    What stays is durable as soon as a step has measured it: an interrupted stage measures it again only when it was killed
-    while it did, because going back to the middle of a pass would take the pass itself.
-    """
-    said = []
-    for number, step in enumerate(steps):
-        path = draft.state / f"cut-{number}.json"
-        entry = run.mesh.from_leader(partial(_kept, path))
-        if entry is None:
-            made, words = step.choose(checkpoint, flow if step.passes(checkpoint.config) else None, run)
-            entry = {"cut": made.to_json(), "said": words}
-            if run.mesh.leads:
-                write_atomic(path, json.dumps(entry).encode())
-                draft.keep_time()
-        checkpoint = cuts.cut_model(checkpoint, cuts.Cut.of_json(entry["cut"]))
-        said.append(entry["said"])
-    return checkpoint, said
-
-
-def _kept(path: Path) -> dict[str, Any] | None:
-    """What an interrupted run kept at `path`."""
-    return json.loads(path.read_text(encoding="utf8")) if path.exists() else None

@@ -46,7 +46,7 @@ class Depth(StructuredPruner):
             raise ValueError("layers names the layers that stay: drop num_layers and importance")
         return self
 
-    def shrink(self, config: ModelConfig) -> ModelConfig:
+    def reshape(self, config: ModelConfig) -> ModelConfig:
         count = config.num_layers
         if self.layers:
             if self.layers[-1] >= count or len(self.layers) == count:
@@ -69,7 +69,7 @@ class Depth(StructuredPruner):
             return cuts.Cut(self.layers), {"layers": list(self.layers)}
         measure = importances.block_influence if self.importance == "block_influence" else importances.added_losses
         scores = measure(checkpoint, flow, run)
-        stay = largest(scores, self.shrink(checkpoint.config).num_layers)
+        stay = largest(scores, self.reshape(checkpoint.config).num_layers)
         leave = [index for index in range(len(scores)) if index not in stay]
         said = ", ".join(f"{index} ({scores[index]:.3g})" for index in leave)
         run.say(

@@ -45,7 +45,7 @@ class Width(StructuredPruner):
         "to a multiple of 32.",
     )
 
-    def shrink(self, config: ModelConfig) -> ModelConfig:
+    def reshape(self, config: ModelConfig) -> ModelConfig:
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if not given:
             raise SpecError("width names nothing to remove", fix=f"set one of {', '.join(_SIZES)}")

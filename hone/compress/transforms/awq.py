@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.compress.layer import LayerWeights, Source
-    from hone.compress.matrix import Quantizer
+    from hone.compress.quantizers.base import Quantizer
 
 torch = lazy("torch")
 

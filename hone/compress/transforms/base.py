@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from hone.compress.matrix import Matrix, Step, quantizer_of
+from hone.base.errors import SpecError
+from hone.compress.step import Phase, Step, giving
 from hone.cost.compress import Work
 
 if TYPE_CHECKING:
     from hone.compress.layer import LayerWeights
+    from hone.model.config import ModelConfig
 
 
 class Transform(Step):
     """A step that moves the size of weights between a layer's linears and norms; a subclass writes `change`."""
 
+    phase: ClassVar[Phase] = "layer"
     needs_quantizer: ClassVar[str] = ""
     """Why it has nothing to do without the quantizer that follows, as a predicate; empty where it works without one."""
-    whole: ClassVar[bool] = False
-    """Whether it changes the checkpoint that the engine reads, before all other steps, and no layer in the engine."""
-
-    @property
-    def stands_alone(self) -> str:
-        """Why no other transform may follow, as a predicate; empty where one may."""
-        return ""
 
     def change(self, layer: LayerWeights) -> None:
         """Changes the weights of `layer`, whose outputs stay the same; must depend on nothing but `layer`."""
         raise NotImplementedError
 
-    def apply(self, matrix: Matrix) -> None:
-        raise AssertionError(f"{self.kind} changes layers, not single matrices")
+    def check_place(self, before: Sequence[Step], after: Sequence[Step]) -> None:
+        super().check_place(before, after)
+        alone = [one for one in before[-1:] if one.stands_alone]
+        if alone:
+            raise ValueError(f"{alone[0].kind} {alone[0].stands_alone}: leave {self.kind} out")
+        if self.needs_quantizer and giving("weights:quantized", (*before, *after)) is None:
+            raise ValueError(f"{self.kind} {self.needs_quantizer}: add one after it, such as rtn with scale: search")
+
+    def too_late(self, other: Step) -> str:
+        return f"{self.kind} comes after {other.kind}: transforms are the first steps"
+
+    def check_model(self, config: ModelConfig) -> None:
+        for index, layer in enumerate(config.layers):
+            if layer.mixer.reuses_kv:
+                raise SpecError(
+                    f"layer {index} uses the values of another layer, and a transform changes one layer at a time",
+                    fix="compress without transforms",
+                )
 
     def work(self, rows: int, columns: int) -> Work:
         """A few passes over the matrix, and over the sum of x x^T of its inputs."""
         return Work(num_bytes=40.0 * rows * columns + 12.0 * columns * columns, num_ops=30)
-
-
-def transforms_first(steps: Iterable[Step]) -> None:
-    """Raises ValueError when a transform follows another step, or lacks the quantizer that it needs."""
-    steps, other = tuple(steps), ""
-    for place, step in enumerate(steps):
-        if not isinstance(step, Transform):
-            other = step.kind
-        elif other:
-            raise ValueError(f"{step.kind} comes after {other}: transforms are the first steps")
-        elif place and steps[place - 1].stands_alone:
-            raise ValueError(f"{steps[place - 1].kind} {steps[place - 1].stands_alone}: leave {step.kind} out")
-        elif step.whole and place:
-            raise ValueError(f"{step.kind} comes after {steps[place - 1].kind}: it changes the model that others read")
-        elif step.needs_quantizer and quantizer_of(steps) is None:
-            raise ValueError(f"{step.kind} {step.needs_quantizer}: add one after it, such as rtn with scale: search")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from hone.base.lazy import lazy
 from hone.compress.transforms.base import Transform
 
 if TYPE_CHECKING:
     from hone.compress.layer import LayerWeights
-
-torch = lazy("torch")
 
 
 class CrossLayerEqualization(Transform):
@@ -19,6 +16,8 @@ class CrossLayerEqualization(Transform):
     paper: ClassVar[str] = "arXiv:1906.04721"
 
     def change(self, layer: LayerWeights) -> None:
+        import torch
+
         for source in layer.sources():
             if source.linear is None or not layer.targets.issuperset((source.linear, *source.readers)):
                 continue

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hone.base.figure import human_bytes
 from hone.base.run import Run
-from hone.compress.transforms.rotation import Rotation, values_of
+from hone.compress.transforms.turning import Turning, values_of
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import OWN
 from hone.model.hf import config_values
@@ -129,7 +129,7 @@ class RotatedWeights(View):
 
 
 def rotated_model(
-    source: ModelSource, rotation: Rotation, hadamards: dict[str, int], device: str = "cpu"
+    source: ModelSource, rotation: Turning, hadamards: dict[str, int], device: str = "cpu"
 ) -> ModelSource:
     """The model of `source` with rotated weights; its linears in `hadamards` multiply their inputs (R4)."""
     config = rotation.reshape(source.config)
@@ -140,7 +140,7 @@ def rotated_model(
     return ModelSource(source.folder, config, values, weights, hadamards=hadamards)
 
 
-def rotated(source: ModelSource, rotation: Rotation | None, hadamards: dict[str, int], run: Run) -> ModelSource:
+def rotated(source: ModelSource, rotation: Turning | None, hadamards: dict[str, int], run: Run) -> ModelSource:
     """`source` as `rotation` leaves it; unchanged without one. Raises ArtifactError for tensors that its config does not describe."""
     if rotation is None:
         return source
@@ -167,7 +167,7 @@ def random_rotation(size: int, seed: int, name: str) -> Turn:
     return lambda x: (x.unflatten(-1, (-1, size)) @ matrix.to(x.device)).flatten(-2)
 
 
-def _changes(config: ModelConfig, rotation: Rotation, hadamards: dict[str, int]) -> Iterator[tuple[str, Change]]:
+def _changes(config: ModelConfig, rotation: Turning, hadamards: dict[str, int]) -> Iterator[tuple[str, Change]]:
     """Every tensor of the rotated model that differs, and how it is made."""
     stream = random_rotation(config.hidden_size, rotation.seed, "residual") if rotation.r1 else None
     if stream is not None:

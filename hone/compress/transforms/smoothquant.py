@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from hone.base.lazy import lazy
 from hone.compress.transforms.base import Transform
 
 if TYPE_CHECKING:
     from hone.compress.layer import LayerWeights
 
-torch = lazy("torch")
 
 LEAST = 1e-5
 """Largest input or weight of a channel that is told from zero."""
@@ -32,6 +30,8 @@ class SmoothQuant(Transform):
     )
 
     def change(self, layer: LayerWeights) -> None:
+        import torch
+
         for source in layer.sources():
             readers = [path for path in source.readers if path in layer.targets]
             if not readers or (source.norm is None and self.inputs == "norms"):

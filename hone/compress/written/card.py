@@ -15,6 +15,7 @@ from hone.base.durable import write_atomic
 
 if TYPE_CHECKING:
     from hone.base.figure import Figure
+    from hone.compress.spec import CompressSpec
 
 _CACHED = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -34,7 +35,7 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 
 
 def write(
-    folder: Path, given: Path, spec: Any, figures: Mapping[str, Figure], quantization: Mapping[str, Any] | None
+    folder: Path, given: Path, spec: CompressSpec, figures: Mapping[str, Figure], quantization: Mapping[str, Any] | None
 ) -> None:
     """Writes README.md into `folder`, which `spec` made of the model in `given`. The same bytes for the same work."""
     name, about = base_name(given), _front_matter(given)
@@ -92,7 +93,7 @@ def base_name(given: Path) -> str:
     return given.resolve().name
 
 
-def command(name: str, spec: Any) -> str:
+def command(name: str, spec: CompressSpec) -> str:
     """The command line of `spec`, with what differs from the defaults; a calibration text by its name."""
     options = spec.model_dump(mode="json", exclude_defaults=True)
     options.pop("stage", None)

@@ -8,21 +8,18 @@ writes without rounding again. transformers: tests/compress/test_export_loaders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
+from hone.compress.spec import Engine
 from hone.compress.targets import EMBEDDED, HEAD
+from hone.export.gguf import architectures
+from hone.export.gguf import source as sources
+from hone.ops.rounding.inputs import ACTIVATIONS
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.quantized.scheme import CacheScheme, Scheme
-
-activations_of = lazy("hone.ops.rounding.inputs")
-architectures = lazy("hone.export.gguf.architectures")
-sources = lazy("hone.export.gguf.source")
-
-Engine = Literal["any", "hone", "transformers", "vllm", "llama.cpp"]
 
 _IN_VLLM: dict[str, tuple[str, ...]] = {
     "pack-quantized": ("none", "int8_token", "fp8_token"),
@@ -108,9 +105,7 @@ def _transformers(written: Written) -> Iterable[tuple[str, str]]:
 def _vllm(written: Written) -> Iterable[tuple[str, str]]:
     yield from _whole(written)
     for name, scheme, _ in written.schemes:
-        rounding = next(
-            (known for known, one in activations_of.ACTIVATIONS.items() if one == scheme.activations), "none"
-        )
+        rounding = next((known for known, one in ACTIVATIONS.items() if one == scheme.activations), "none")
         what = f"{scheme.described} with activations {rounding}, at {name}"
         able = _IN_VLLM.get(scheme.layout)
         if name == EMBEDDED:

@@ -11,17 +11,14 @@ from hone.base.artifact import Draft
 from hone.base.durable import write_atomic
 from hone.base.run import Run
 from hone.compress import ALLOCATIONS, STEPS
-from hone.compress.caches.kv_cache import KVCache
 from hone.compress.check import Checked
-from hone.compress.low_rank.base import Factorization
-from hone.compress.matrix import Assigned, matrix_name
+from hone.compress.spec import CompressSpec
 from hone.compress.statistics import STATISTICS
-from hone.compress.targets import EMBEDDING_CLASS, HEAD, Linear, has_head, linears
-from hone.model.adapters import peft
+from hone.compress.step import Assigned
+from hone.compress.targets import EMBEDDING_CLASS, HEAD, Linear, has_head, linears, matrix_name
 from hone.model.config import ModelConfig
-from hone.model.folder import ADAPTER, copy_companions, weights_bytes
+from hone.model.folder import copy_companions, weights_bytes
 from hone.model.hf import Checkpoint, config_values
-from hone.model.quantized import low_rank
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization, Scheme
@@ -49,18 +46,17 @@ def quantization_config(
     if assigned.template is None:
         return None if kv_cache is None else to_json(Quantization((), ("lm_head",), kv_cache=kv_cache))
     ignored = [] if has_head(targets) else [HEAD]
-    if isinstance(assigned.template, Factorization):
-        left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
-        return low_rank.config([*ignored, *(name for linear in left for name, _ in linear.modules)])
+    left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
+    own = assigned.template.quantization([*ignored, *(name for linear in left for name, _ in linear.modules)])
+    if own is not None:
+        return own
     modules: dict[Scheme, list[str]] = {}
     multiplied: dict[int, list[str]] = {}
     for index, chosen in enumerate(targets):
         for linear in linears(config, index):
             names = [name for name, _ in linear.modules]
             if linear in chosen:
-                quantizer = assigned.of(index, linear)
-                assert quantizer is not None
-                scheme = quantizer.scheme(linear.columns)
+                scheme = assigned.scheme(index, linear)
                 modules.setdefault(scheme, []).extend(names)
                 size = hadamards.get(matrix_name(index, linear.path))
                 if size is not None:
@@ -76,7 +72,7 @@ def quantization_config(
         head = tuple(name for name in modules[by_count[-1]] if name == HEAD)
         groups.append((("Linear", *head), by_count[-1]))
     if embedding is not None:
-        scheme = assigned.of(-1, embedding).scheme(embedding.columns)
+        scheme = assigned.scheme(-1, embedding)
         # by its class, and before linears: its name has other prefixes in other libraries
         groups.insert(0, ((EMBEDDING_CLASS,), scheme))
     method = layout_of(groups[-1][1]).method
@@ -85,13 +81,13 @@ def quantization_config(
 
 
 def describe(
-    draft: Draft, checkpoint: ModelSource, quantization: dict[str, Any] | None, *, adapted: bool = False
+    draft: Draft, checkpoint: ModelSource, quantization: dict[str, Any] | None, more: Mapping[str, Any]
 ) -> None:
-    """Writes config.json with the quantization and whether there is an adapter, and copies what lies beside the weights."""
+    """Writes config.json with the quantization and what steps add to it, and copies what lies beside the weights."""
     values = checkpoint.values
     if quantization is not None and quantization["quant_method"] == "low_rank":
         values = config_values(checkpoint.config, checkpoint.dtype, quantization)
-    values = values | ({peft.KEY: ADAPTER} if adapted else {})
+    values = values | more
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
@@ -101,21 +97,19 @@ def describe(
 def techniques(
     draft: Draft,
     run: Run,
-    spec: Any,
+    spec: CompressSpec,
     samples: Calibration | None,
     said: list[dict[str, Any]],
     loss: float | None,
 ) -> None:
-    """Writes down what the stage `spec` did: `said` of each structured pruner, every other step, the allocation with the sum of its losses."""
+    """Writes down what the stage `spec` did: every step, with what those of the model `said`, the allocation with the sum of its losses."""
     source = {} if samples is None else {"calibration": samples.source}
-    for step, words in zip(spec.structured, said, strict=True):
-        draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **words, **source})
-    ranges = spec.quantizer is not None and bool(spec.quantizer.input_statistics)
-    for step in spec.calibrated_steps:
-        reads = bool(step.needs & STATISTICS.keys()) or (ranges and step is spec.quantizer) or isinstance(step, KVCache)
+    words = dict(zip(map(id, spec.model_steps), said, strict=True))
+    for step in spec.ordered:
+        given = source if step.needs & STATISTICS.keys() or step.reads_inputs else {}
         note = {"note": step.note} if step.note else {}
-        given = source if reads else {}
-        draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **given, **note})
+        told = words.get(id(step), {})
+        draft.did({"slot": STEPS.slot_of(step.kind), **step.model_dump(mode="json"), **told, **given, **note})
         if step.note:
             run.warn(f"{step.kind}: {step.note}")
     if spec.allocation is not None:
@@ -169,13 +163,13 @@ def record(draft: Draft, folder: Path, checkpoint: ModelSource, rows: list[dict[
     )
 
 
-def record_check(draft: Draft, checked: Checked | None, num_sequences: int, rotated: bool) -> None:
-    """The figures of the comparison with the model that was given, `rotated` or as it is."""
+def record_check(draft: Draft, checked: Checked | None, num_sequences: int, changed: str) -> None:
+    """The figures of the comparison with the model that was given; `changed`: what steps changed in it."""
     if checked is None:
         why = "no calibration inputs, or no other sequences in their text" if num_sequences else "check_sequences is 0"
         draft.record("kl_to_dense", None, "nats/token", note=f"not measured: {why}")
         return
-    given = "the given model, its rotated weights in the dtype of the checkpoint" if rotated else "the given model"
+    given = f"the given model{changed}"
     note = f"against {given}, in the dtype of the calibration, on sequences of its text outside the calibration"
     count = checked.num_tokens
     kl = {"n": count, "spread": checked.kl_spread, "note": f"KL(given || compressed) {note}; spread: 95 % interval"}

@@ -1,0 +1,134 @@
+"""A run of the compress stage: the calibration, the phases in order, and the finished folder with its figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hone.base.artifact import Artifact, Draft
+from hone.base.durable import write_jsonl
+from hone.base.run import Run
+from hone.compress import calibration, capture, fitting, gradients, shards, stream
+from hone.compress import check as checks
+from hone.compress.engine.job import Job
+from hone.compress.planning import CompressPlan, hadamards_of, paired, rest_dtype
+from hone.compress.spec import CompressSpec
+from hone.compress.structured import chain
+from hone.compress.targets import has_head
+from hone.compress.written import card, result
+from hone.measure.warm import warm_up
+from hone.measure.window import Window
+from hone.model import hf
+from hone.model.quantized import dense
+from hone.model.weights.model import ModelSource
+
+
+def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
+    """See `hone.compress.stage.Compress.run`."""
+    mesh = run.mesh
+    if plan.chosen is not None:
+        mesh.from_leader(lambda: fitting.keep(plan.chosen, draft.state))
+    for line in plan.notes:
+        run.say(line)
+    if plan.chosen is not None:
+        plan.chosen.run(plan.model_copy(update={"chosen": None, "notes": ()}), draft, parents, run)
+        return
+    folder = parents["model"].folder
+    checkpoint = _opened(folder, run)
+    samples = mesh.from_leader(lambda: _samples(spec, plan, checkpoint, parents))
+    if samples is not None and -(-len(samples.tokens) // spec.batch_size) < mesh.world_size:
+        run.warn(f"there are fewer batches of {spec.batch_size} sequences than ranks: lower batch_size to use all")
+    if samples is not None:
+        columns = [linear.columns for linears in plan.targets for linear in linears]
+        widest = max(columns, default=0) if spec.fits_hessian else 0
+        for line in (*samples.notes, *calibration.shortage(samples, widest)):
+            run.warn(line)
+    dtype = getattr(torch, plan.compute_dtype)
+    warm_up(run.device)
+    mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
+    with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
+        options = {"paired": paired(spec), "mesh": mesh}
+        flow = None if samples is None else capture.Flow(samples, spec.batch_size, run.device, dtype, **options)
+        checkpoint, said = chain.rewrite(checkpoint, spec.model_steps, flow, plan.targets, draft, run)
+        if checkpoint.config.tie_embeddings and has_head(plan.targets):
+            checkpoint = shards.untied(checkpoint)
+        job = Job(
+            checkpoint,
+            spec.layer_steps,
+            plan.targets,
+            run.device,
+            dtype,
+            rest_dtype(spec),
+            mesh=mesh,
+            cache=spec.cache,
+            embedding=plan.embedding,
+        )
+        if spec.allocation is not None:
+            few = samples.part(slice(spec.allocation.num_sequences))
+            few = capture.Flow(few, spec.batch_size, run.device, dtype, mesh=mesh)
+            allocated = spec.allocation.allocate(plan.budget, job, few, draft, run)
+            job = replace(job, bits=allocated.bits)
+            predicted = spec.allocation.predicted(allocated.loss)
+            if predicted is not None and samples.spare is not None:
+                draft.predict({"kl_to_dense": predicted})
+                run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
+        if spec.gradient_sequences and spec.layer_steps:
+            few = samples.part(slice(spec.gradient_sequences))
+            few = capture.Flow(few, 1, run.device, dtype, mesh=mesh)
+            job = replace(job, gradients=gradients.measured(job, few, draft, run))
+        check = None
+        if samples is not None and samples.spare is not None and not spec.reshapes:
+            check = checks.Check(samples.spare, spec.batch_size, run.device, dtype, mesh)
+        rows = stream.run_job(job, flow if spec.calibrated_steps else None, draft, run, check)
+        if not mesh.leads:
+            return
+        checked = checks.read(draft.state)
+        hadamards = hadamards_of(spec, checkpoint.config, plan.targets)
+        more = (job.storage, plan.facts.dtype, hadamards, job.cache and job.cache.cache_scheme, plan.embedding)
+        quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
+        added = {key: value for step in spec.steps for key, value in step.config_values().items()}
+        result.describe(draft, checkpoint, quantization, added)
+        if spec.layer_steps:
+            write_jsonl(draft.folder / "layers.jsonl", rows)
+    result.techniques(draft, run, spec, samples, said, None if spec.allocation is None else allocated.loss)
+    result.record(draft, folder, checkpoint, rows)
+    result.record_check(draft, checked, spec.check_sequences, "".join(step.checked_against for step in spec.steps))
+    card.write(draft.folder, folder, spec, draft.figures, quantization)
+    if mesh.world_size > 1:
+        note = "time is of all, memory and energy are of rank 0's device"
+        draft.record("num_ranks", mesh.world_size, "processes", note=note)
+    if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
+        run.warn(
+            f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
+            f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
+        )
+
+
+def _opened(folder: Path, run: Run) -> ModelSource:
+    """The checkpoint; of a quantized one its dequantized weights, which is said."""
+    checkpoint = hf.Checkpoint(folder)
+    if checkpoint.quantization is None:
+        return checkpoint
+    method = checkpoint.quantization.get("quant_method")
+    run.warn(
+        f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
+    )
+    return dense.dequantized(checkpoint)
+
+
+def _samples(
+    spec: CompressSpec, plan: CompressPlan, checkpoint: ModelSource, parents: dict[str, Artifact]
+) -> calibration.Calibration | None:
+    """The calibration sequences, or None."""
+    if plan.calibrated is None:
+        return None
+    options = {"num_sequences": spec.num_sequences, "seq_len": plan.calibrated.seq_len, "seed": spec.seed}
+    options["num_spare"] = spec.check_sequences
+    if spec.calibration_text is not None:
+        samples = calibration.from_text(spec.calibration_text, checkpoint.folder, **options)
+    else:
+        samples = calibration.from_data(parents["data"].folder, **options)
+    calibration.check(samples, checkpoint.config.vocab_size)
+    return samples
