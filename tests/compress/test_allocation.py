@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from hone.base.errors import FitError, SpecError
 from hone.base.run import Run
 from hone.compress import ALLOCATIONS, STEPS
-from hone.compress.allocations import fisher
+from hone.compress.allocations import energies
 from hone.compress.allocations.base import read_bytes
 from hone.compress.allocations.sensitivity import output_errors
 from hone.compress.calibration import Calibration
@@ -152,7 +152,7 @@ def test_curvature_is_output_errors_weighted_by_squared_gradients(
     flow = Flow(Calibration(tokens, None, {}), 4, "cpu", torch.float32)
     allocation = ALLOCATIONS.read({"kind": "fisher", "bits_per_weight": 4, "bits": (3, 6), "gradient_sequences": 8})
     labels = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (8, 32)))
-    monkeypatch.setattr(fisher, "_drawn", lambda model, hidden, rows, piece, flow: labels[piece])
+    monkeypatch.setattr(energies, "drawn", lambda model, hidden, rows, piece, flow: labels[piece])
     found = allocation.losses(job, flow, Run(quiet=True))
     for path in ("mixer.qkv", "feed_forward.down"):
         model, ends = load(checkpoint.folder, "cpu", torch.float64), []
@@ -177,7 +177,7 @@ def test_labels_are_drawn_from_the_predictions() -> None:
     ids = np.zeros((2, 2048), np.int32)
     ids[1, 2000:] = -1
     flow = Flow(Calibration(np.ones((2, 2048), np.int64), ids, {}), 2, "cpu", torch.float32)
-    labels = fisher._drawn(model, torch.zeros(2, 2048, 4), torch.zeros(2, 2048), slice(0, 2), flow)
+    labels = energies.drawn(model, torch.zeros(2, 2048, 4), torch.zeros(2, 2048), slice(0, 2), flow)
     assert (labels[1, 2000:] == -100).all() and (labels[1, :2000] >= 0).all()
     kept = labels[labels >= 0]
     found = torch.bincount(kept, minlength=5) / len(kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hone.base.figure import Estimate
-from hone.base.lazy import lazy
 from hone.compress.allocations.base import Allocation, candidates
 from hone.compress.quantizers.base import quantizer_of
 
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from hone.base.run import Run
     from hone.compress.capture import Flow
     from hone.compress.engine.job import Job
-
-sensitivity = lazy("hone.compress.allocations.sensitivity")
-
 
 SHARE = 0.95
 """Divergence of the model over the sum of losses: 0.98, 0.97 and 0.92 at 3.125, 2.625 and 4.125 bits (reference-29m, gptq)."""
@@ -33,6 +29,8 @@ class HessianAllocation(Allocation):
         return Estimate(value=SHARE * loss, unit="nats/token", formula=formula)
 
     def losses(self, job: Job, flow: Flow, run: Run) -> dict[str, dict[int, float]]:
+        from hone.compress.allocations.sensitivity import measure
+
         quantizers = candidates(quantizer_of(job.steps), self.bits)
-        measured = sensitivity.measure(job, flow, quantizers, run)
+        measured = measure(job, flow, quantizers, run)
         return {one.name: {bits: one.share * error for bits, error in one.errors.items()} for one in measured}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.lazy import lazy
 from hone.base.table import Choice
 from hone.compress.observers import OBSERVERS
 from hone.compress.observers.base import Observer
@@ -25,13 +24,6 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.quantized.scheme import CacheScheme
     from hone.model.weights.model import ModelSource
-
-torch = lazy("torch")
-attention = lazy("hone.model.mixers.attention")
-activations_of = lazy("hone.ops.rounding.inputs")
-gathering = lazy("hone.compress.caches.ranges")
-rounding = lazy("hone.model.quantized.kv_cache")
-schemes = lazy("hone.model.quantized.scheme")
 
 
 class KVCache(CacheStep):
@@ -57,7 +49,9 @@ class KVCache(CacheStep):
 
     @property
     def cache_scheme(self) -> CacheScheme:
-        return schemes.CacheScheme("int" if self.number == "int8" else "e4m3", self.per)
+        from hone.model.quantized.scheme import CacheScheme
+
+        return CacheScheme("int" if self.number == "int8" else "e4m3", self.per)
 
     @property
     def note(self) -> str:
@@ -71,8 +65,10 @@ class KVCache(CacheStep):
             raise SpecError(
                 f"{self.kind} needs calibration inputs", fix="add data: NAME OR FOLDER, or set calibration_text=FILE"
             )
+        from hone.model.mixers.attention import Attention
+
         for index, layer in enumerate(config.layers):
-            if not isinstance(layer.mixer, attention.Attention):
+            if not isinstance(layer.mixer, Attention):
                 raise SpecError(
                     f"{self.kind}: layer {index} is {layer.mixer.kind}: scales are for the keys and values of attention",
                     fix="leave the step out",
@@ -84,6 +80,8 @@ class KVCache(CacheStep):
             )
 
     def cache_entries(self, config: ModelConfig, dtype: Any) -> Entries:
+        from hone.model.quantized import kv_cache as rounding
+
         found = {}
         for index, layer in enumerate(config.layers):
             shape = rounding.scale_shape(self.cache_scheme, layer.mixer.num_kv_heads)
@@ -101,9 +99,14 @@ class KVCache(CacheStep):
         The layer has the weights that are written: what it observes is what a served model caches. Raises ArtifactError
         for keys or values that are not finite.
         """
+        import torch
+
+        from hone.compress.caches.ranges import observe
+        from hone.model.quantized import kv_cache as rounding
+
         mixer = checkpoint.config.layers[index].mixer
         heads = (mixer.num_kv_heads, mixer.head_dim)
-        ranges = gathering.observe(layer, heads, flow, self.observer.needs, by_head=self.per == "head")
+        ranges = observe(layer, heads, flow, self.observer.needs, by_head=self.per == "head")
         names, found = rounding.scale_names(checkpoint.config, index), {}
         for name, parts in zip(names, ranges, strict=True):
             scales = [self._scale(one, index, flow.dtype) for one in parts]
@@ -114,6 +117,8 @@ class KVCache(CacheStep):
 
     def use(self, layer: nn.Module, config: ModelConfig, index: int, stored: dict[str, Tensor]) -> None:
         """Lets `layer` round its keys and values with the scales in `stored`, by checkpoint name."""
+        from hone.model.quantized import kv_cache as rounding
+
         rounding.add_rounding(layer, self.cache_scheme)
         device = next(layer.parameters()).device
         for name, tensor in rounding.scale_names(config, index).items():
@@ -121,8 +126,10 @@ class KVCache(CacheStep):
 
     def _scale(self, statistics: dict[str, Tensor], index: int, dtype: Any) -> Tensor:
         """The scale, float32 [], of the values that `statistics` are of."""
+        from hone.ops.rounding.inputs import static_tensors
+
         ends = self.observer.range(statistics, self.cache_scheme.rounding)
-        scale = activations_of.static_tensors(self.cache_scheme.rounding, *ends)["input_scale"][0]
+        scale = static_tensors(self.cache_scheme.rounding, *ends)["input_scale"][0]
         extremes = statistics.get("extremes")
         if not bool(scale.isfinite()) or (extremes is not None and not bool(extremes.isfinite().all())):
             raise ArtifactError(

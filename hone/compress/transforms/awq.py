@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.base.lazy import lazy
 from hone.compress.transforms.base import Transform
 from hone.cost.compress import Work
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
     from hone.compress.layer import LayerWeights, Source
     from hone.compress.quantizers.base import Quantizer
-
-torch = lazy("torch")
 
 ROWS = 2048
 """Rows of a matrix, evenly spaced, whose error is computed for each candidate."""
@@ -55,6 +52,8 @@ class AWQ(Transform):
 
     def _best(self, layer: LayerWeights, source: Source, readers: list[str]) -> Tensor:
         """The candidate [C] with the least squared error of all readers' outputs; ones if none is better than no scale."""
+        import torch
+
         inputs = layer.per_channel(source, layer.statistics[readers[0]]["absmean"])
         weights = {path: _some(layer.weight(path)) for path in readers}
         group_sizes = {path: layer.quantizers[path].scheme(one.shape[1]).group_size for path, one in weights.items()}
