@@ -69,7 +69,7 @@ def gathered(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [kind for kind in TRANSFORMS if not TRANSFORMS[kind].whole])
+@pytest.mark.parametrize("kind", [kind for kind in TRANSFORMS if TRANSFORMS[kind].phase == "layer"])
 def test_the_layer_computes_the_same_and_statistics_follow(kind: str, family: str, family_folder) -> None:
     _, weights, run = opened(family_folder(family))
     before, _ = run()
