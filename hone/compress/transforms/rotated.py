@@ -140,10 +140,8 @@ def rotated_model(
     return ModelSource(source.folder, config, values, weights, hadamards=hadamards)
 
 
-def rotated(source: ModelSource, rotation: Turning | None, hadamards: dict[str, int], run: Run) -> ModelSource:
-    """`source` as `rotation` leaves it; unchanged without one. Raises ArtifactError for tensors that its config does not describe."""
-    if rotation is None:
-        return source
+def rotated(source: ModelSource, rotation: Turning, hadamards: dict[str, int], run: Run) -> ModelSource:
+    """`source` as `rotation` leaves it. Raises ArtifactError for tensors that its config does not describe."""
     source.empty()
     made = rotated_model(source, rotation, hadamards, run.device)
     if source.config.tie_embeddings and not made.config.tie_embeddings:
