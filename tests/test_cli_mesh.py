@@ -13,6 +13,8 @@ from hone.cli.mesh import planned_run
 from hone.cli.options import circumstances
 from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers
 from hone.measure.machine import machine_of
+from hone.parallel.pipeline.simulate import simulate
+from hone.train.pipeline import cost
 from tests.train.conftest import write_data
 
 TRILLION = [
@@ -25,10 +27,12 @@ TRILLION = [
 ]  # fmt: skip
 
 
-def test_a_trillion_parameters_on_1024_gpus(tmp_path, capsys):
+def test_a_trillion_parameters_on_1024_gpus(tmp_path, capsys, monkeypatch):
     """8 data-parallel x 16 pipeline x 8 tensor-parallel ranks: memory, bubble, transfers and MFU of every pipeline rank."""
-    data = write_data(tmp_path / "data")
+    data, played = write_data(tmp_path / "data"), []
+    monkeypatch.setattr(cost, "simulate", lambda *given: played.append(given) or simulate(*given))
     assert main(["train", str(data), "--plan", "--mesh=1024xH200", *TRILLION]) == 0
+    assert len(played) == 1, "one simulation serves estimates, notes and the drawing"
     said = capsys.readouterr().out
     assert "1024 ranks on NVIDIA H200 SXM, 131.3 GiB of memory" in said and "cores" not in said
     # (p - 1) / (v n + p - 1) of arXiv:2104.04473 with p 16, v 2 and n 32, and the ends of the model.

@@ -76,13 +76,17 @@ def stages_of(costs: Sequence[float], num_stages: int, ends: tuple[float, float]
     for _ in range(num_stages):
         now: dict[int, tuple[float, float, int]] = {}
         for end in range(1, len(places)):
-            ways = []
-            for begin, (largest, squares, _) in best[-1].items():
-                if begin < end:
-                    own = before[places[end]] - before[places[begin]]
-                    ways.append((max(largest, own), squares + own**2, begin))
-            if ways:
-                now[end] = min(ways)
+            way = None
+            for begin in range(end - 1, -1, -1):
+                own = before[places[end]] - before[places[begin]]
+                if way is not None and own > way[0]:  # and so for all that begin earlier
+                    break
+                if begin in best[-1]:
+                    largest, squares, _ = best[-1][begin]
+                    one = max(largest, own), squares + own**2, begin
+                    way = one if way is None else min(way, one)
+            if way is not None:
+                now[end] = way
         best.append(now)
     found, end = [], len(places) - 1
     for table in reversed(best[1:]):

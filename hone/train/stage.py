@@ -27,7 +27,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.activation_checkpointing.sizes import fitted, sizes_of
+from hone.train.activation_checkpointing.sizes import fitted, reasons
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
@@ -219,7 +219,7 @@ class Train(Prolonged):
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
         estimates = with_energy(estimate(work, machine), machine) | left(work, machine) | grown.estimates
-        said = (*grown.notes, *kept.notes(config.num_layers, sizes_of(work, machine)), *notes(work, machine))
+        said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)

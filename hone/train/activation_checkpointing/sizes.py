@@ -53,4 +53,10 @@ def sizes_of(work: Work, machine: Machine) -> Sizes:
 
 def fitted(work: Work, policy: ActivationCheckpointing, machine: Machine) -> Work:
     """`work` with the segments that `policy` chooses for it. Raises SpecError or FitError as the policy does."""
-    return replace(work, segments=policy.segments(work.model.num_layers, sizes_of(work, machine)))
+    sizes = None if policy.by_rule else sizes_of(work, machine)  # which take long where stages are simulated
+    return replace(work, segments=policy.segments(work.model.num_layers, sizes))
+
+
+def reasons(work: Work, policy: ActivationCheckpointing, machine: Machine) -> tuple[str, ...]:
+    """Lines for the plan of `work`: what `policy` chose by itself, and why."""
+    return () if policy.by_rule else policy.notes(work.model.num_layers, sizes_of(work, machine))

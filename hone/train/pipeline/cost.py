@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.base.figure import Estimate, human_bytes
@@ -37,6 +37,8 @@ class Pipelined:
     """Whether the layers are divided by their seconds on a calibrated machine, else by operations."""
     copies: bool = False
     """Whether an update is made before it is known to be right."""
+    _simulated: dict[Costs, Played] = field(default_factory=dict, compare=False, repr=False)
+    """The last simulation alone: a plan's estimates, its notes and the drawing ask for the same one in turn."""
 
     @classmethod
     def of(
@@ -78,8 +80,13 @@ class Pipelined:
             first = min(first, both.value / 2)
             forward.append(first + share / 2)
             rest.append((both.value - first + share / 2) / 2)
-        step = self._update_s(machine, dtype) if self.table.steps else 0.0
-        return simulate(self.table, Costs(forward, rest, rest, self._sent_s(machine, tokens, dtype), step))
+        step, sent = self._update_s(machine, dtype) if self.table.steps else 0.0, self._sent_s(machine, tokens, dtype)
+        costs = Costs(tuple(forward), tuple(rest), tuple(rest), sent, step)
+        if costs not in self._simulated:
+            found = simulate(self.table, costs)
+            self._simulated.clear()
+            self._simulated[costs] = found
+        return self._simulated[costs]
 
     def versions(self, rank: int) -> int:
         """The most versions of its weights that `rank` holds at once: 1 in a synchronous schedule."""
@@ -135,15 +142,14 @@ class Pipelined:
 
     def live(self, rank: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory."""
-        own: list[list[Segment]] = []
-        for layers in self.layers:
-            cut = [
-                one._replace(start=max(one.start, layers.start), stop=min(one.stop, layers.stop)) for one in segments
-            ]
-            own.append([one for one in cut if one.start < one.stop])
-        kept = [float(sum(one.stop - one.start for one in part if not one.recompute)) for part in own]
-        dropped = [float(sum(one.recompute for one in part)) for part in own]
-        longest = max((one.stop - one.start for part in own for one in part if one.recompute), default=0)
+        kept, dropped, longest = [0.0] * len(self.layers), [0.0] * len(self.layers), 0
+        for stage, layers in enumerate(self.layers):
+            for one in segments:
+                inside = min(one.stop, layers.stop) - max(one.start, layers.start)
+                if inside > 0 and one.recompute:
+                    dropped[stage], longest = dropped[stage] + 1, max(longest, inside)
+                elif inside > 0:
+                    kept[stage] += inside
         many, inputs = (round(peak(self.table, rank, sizes)) for sizes in (kept, dropped))
         found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
         return (*found, *([Segment(0, longest, True)] if inputs else []))
