@@ -300,10 +300,19 @@ class Pass(NamedTuple):
 
 _PASSES = {"F": "fall kept", "B": "fall lost", "I": "fall lost", "W": "fall whole", "S": "mark"}
 
+PASSES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradients of weights",
+    "S": "optimizer's step",
+}
+"""What the passes of a pipeline are called in legends, in their order."""
+
 
 def passes(rows: Sequence[Sequence[Pass]], name: str, width: float) -> Markup:
     """A pipeline schedule over time, a line a rank: forwards, backwards, weight gradients and steps each in its color, a tooltip a
-    pass; those of a rank's second stage are lighter."""
+    pass; those of a rank's second stage are lighter. Below them a legend of what is there."""
     scale = Scale(0, max(one.end for row in rows for one in row), 24, width - 4)
     drawn = []
     for rank, row in enumerate(rows):
@@ -317,4 +326,26 @@ def passes(rows: Sequence[Sequence[Pass]], name: str, width: float) -> Markup:
             colors = _PASSES.get(one.kind, "mark") + (" far" if one.far else "")
             box = rect(left, top, right - left - 0.5, 20, colors, rx=1)
             drawn.append(group(one.said, box, label if fits else None))
-    return drawing(width, 8 + 24 * len(rows), f"pipeline schedule {name}", *drawn)
+    bottom = 8.0 + 24 * len(rows)
+    legend, height = _legend(rows, bottom + 6, width)
+    return drawing(width, bottom + 6 + height, f"pipeline schedule {name}", *drawn, *legend)
+
+
+def _legend(rows: Sequence[Sequence[Pass]], top: float, width: float) -> tuple[list[Markup], float]:
+    """A colored square and words for each kind of pass in `rows`, in lines from `top` on, and their height."""
+    there = {one.kind for row in rows for one in row}
+    entries = [(_PASSES[kind], f"{kind} {words}") for kind, words in PASSES.items() if kind in there]
+    if any(one.far for row in rows for one in row):
+        entries.append(("fall kept far", "lighter: of the rank's second stage"))
+    entries.append(("", "empty: waiting"))
+    drawn, left, line = [], 24.0, 0
+    for colors, words in entries:
+        wide = text_width(words) + (32 if colors else 16)
+        if left > 24 and left + wide > width:
+            left, line = 24.0, line + 1
+        at = top + 20 * line
+        if colors:
+            drawn.append(rect(left, at + 2, 12, 12, colors, rx=1))
+        drawn.append(text(left + (17 if colors else 0), at + 12, words, "tick"))
+        left += wide
+    return drawn, 20.0 * (line + 1)

@@ -187,11 +187,21 @@ def test_drawing():
     played = simulate(SCHEDULES["1f1b"](2, 2))
     assert draw.text(played).splitlines() == ["  0 F0 F1 ······B0    ···B1    ", "  1 ···F0 B0    F1 B1    ······"]
     picture = bars.passes(draw.rows(played), "1F1B", 720)
-    assert picture.count("<rect") == 8 and "far" not in picture
+    assert picture.count("<title>") == 8 and " far" not in picture
+    assert all(words in picture for words in ("F forward", "B backward", "empty: waiting")) and "W " not in picture
+    assert draw.legend(played) == "F forward, B backward; then the micro-batch; · waiting"
     folded = simulate(SCHEDULES["zb_v"](2, 2))
     first = draw.text(folded).splitlines()[0]
     assert first.startswith("  0 F0 F1 ") and "f0 i0 w0" in first and "W1" in first
-    assert bars.passes(draw.rows(folded), "ZB-V", 720).count(" far") == 2 * 2 * 3
+    picture_v = bars.passes(draw.rows(folded), "ZB-V", 720)
+    assert picture_v.count(" far") == 2 * 2 * 3 + 1, "the passes of second stages and the legend"
+    assert "W gradients of weights" in picture_v and "lighter: of the rank&#39;s second stage" in picture_v
+    assert "small letters: the rank's second stage" in draw.legend(folded)
+    steps = simulate(SCHEDULES["pipedream"](2, 4), Costs(step=1.0))
+    assert "S optimizer's step; then the micro-batch, of S the version" in draw.legend(steps)
+    narrow = bars.passes(draw.rows(folded), "ZB-V", 300)
+    height = lambda drawn: int(drawn.partition('height="')[2].partition('"')[0])  # noqa: E731
+    assert height(narrow) > height(picture_v), "a legend that is too wide goes on in the next line"
     assert "<title>B of stage 1 of microbatch 1</title>" in picture
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.parallel.pipeline.simulate import Played, Span
-from hone.report.bars import Pass
+from hone.report.bars import PASSES, Pass
 
 
 def text(played: Played, width: int = 120) -> str:
@@ -28,6 +28,16 @@ def text(played: Played, width: int = 120) -> str:
             columns[begin:end] = list(label.ljust(end - begin)[: end - begin])
         lines.append(f"{rank:>3} {''.join(columns)}")
     return "\n".join(lines)
+
+
+def legend(played: Played) -> str:
+    """What the letters of `text` mean, of those that are in it."""
+    there = {span.op.kind for row in played.spans for span in row}
+    said = [f"{kind} {words}" for kind, words in PASSES.items() if kind in there]
+    far = ["small letters: the rank's second stage"] if any(map(_far, played.spans)) else []
+    return "; ".join(
+        [", ".join(said), "then the micro-batch" + ", of S the version" * ("S" in there), *far, "· waiting"]
+    )
 
 
 def rows(played: Played) -> list[list[Pass]]:

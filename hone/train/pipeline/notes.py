@@ -74,9 +74,9 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     largest = max(memories, key=lambda one: one.value)
     found.append(f"the most memory that the training adds to a rank: {largest.formula}")
     if len(passes.spans) <= DRAWN and work.pipeline.table.microbatches <= DRAWN:
-        from hone.parallel.pipeline.draw import text
+        from hone.parallel.pipeline.draw import legend, text
 
-        found.append(text(passes))
+        found += [text(passes), legend(passes)]
     return tuple(found)
 
 
