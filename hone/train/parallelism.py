@@ -350,12 +350,19 @@ class Parallelism(Spec):
             local = config.local(self.tensor_parallel_degree)  # its heads
             self.context_parallel.check(local, seq_len, self.context_parallel_degree)
 
-    def said(self) -> str:
-        """What of it is in use, for the note of a figure."""
-        degree = self.context_parallel_degree
-        shared = f", {degree} ranks share each sequence ({self.context_parallel.kind})" if degree > 1 else ""
-        stages = f", {self.pipeline_parallel_degree} pipeline ranks ({self.pipeline_parallel_schedule.kind})"
-        return f"{self.data_parallel.kind}{shared}{stages if self.pipeline_parallel_degree > 1 else ''}"
+    def said(self, num_ranks: int) -> str:
+        """What of it `num_ranks` ranks use, for the note of a figure."""
+        stages, shared, parts = self.pipeline_parallel_degree, self.context_parallel_degree, self.tensor_parallel_degree
+        copies = num_ranks // (
+            stages * parts
+        )  # of which ranks that share sequences are some: they hold the same weights
+        used = {
+            self.data_parallel.kind: copies,
+            f"{shared} ranks share each sequence ({self.context_parallel.kind})": shared,
+            f"{stages} pipeline ranks ({self.pipeline_parallel_schedule.kind})": stages,
+            f"{parts} tensor-parallel ranks": parts,
+        }
+        return ", ".join(words for words, degree in used.items() if degree > 1)
 
 
 def _of_parts(

@@ -287,7 +287,7 @@ class Train(Prolonged):
             {slot: getattr(self, slot) for slot in slots},
             steps=trainer.steps,
             said=early.said and f"of {plan.steps}: {early.said}",
-            ranks=(mesh.world_size, self.parallelism.said()),
+            ranks=(mesh.world_size, self.parallelism.said(mesh.world_size)),
             zeros=zeros,
             largest_bytes=checkpoints.largest_bytes + keeper.largest_bytes,
         )

@@ -334,3 +334,14 @@ def test_the_state_of_a_rank_is_predicted(name):
         config, partial(optimizer.cost, dtype="float32", device="cpu"), 1, 64
     )
     assert shared.update.state_bytes == pytest.approx(held, rel=0.03)
+
+
+def test_a_figure_says_what_its_ranks_are():
+    """No kind of data parallelism where there is one copy of the weights."""
+    assert Parallelism(tensor_parallel_degree=2).said(2) == "2 tensor-parallel ranks"
+    assert Parallelism(tensor_parallel_degree=2).said(4) == "ddp, 2 tensor-parallel ranks"
+    both = Parallelism.read({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel": "zero1"})
+    assert both.said(4) == "2 pipeline ranks (1f1b), 2 tensor-parallel ranks"
+    assert both.said(8) == "zero1, 2 pipeline ranks (1f1b), 2 tensor-parallel ranks"
+    shared = Parallelism.read({"context_parallel_degree": 2, "data_parallel": "zero2"})
+    assert shared.said(2) == "zero2, 2 ranks share each sequence (ring)"
