@@ -8,6 +8,7 @@ import pytest
 
 from hone.base.errors import FitError
 from hone.base.plan import DISK, MEMORY
+from hone.cost.steps import pass_seconds
 from hone.cost.update import adamw
 from hone.measure.machine import describe
 from hone.model.shape import Shape
@@ -17,6 +18,7 @@ from hone.train.estimates.figures import estimate, growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.faults.memory import WAYS
 from hone.train.optimizers.adamw_8bit import AdamW8bit
+from hone.train.pipeline.cost import passes_of
 from hone.train.watch import Watch
 
 CONFIG = Shape(max_seq_len=256).config(2048)
@@ -102,3 +104,21 @@ def test_sqrt_keeps_less_than_every_second_layer_of_a_deep_stack():
     root = growth_bytes(replace(deep, segments=SquareRoot().segments(36)), "cuda").value
     second = growth_bytes(replace(deep, segments=EveryNth(n=2).segments(36)), "cuda").value
     assert root < second
+
+
+def test_the_passes_of_a_stage_are_those_of_both_directions():
+    """The loss computes its gradients with it, so head and loss are in F alone; what is recomputed is in I, for W needs no more."""
+    machine, facts = describe(), CONFIG.facts()
+    sizes = {**work().pass_options("cpu"), "batch_tokens": 512, "recomputed": ()}
+    forward, inputs, weights = passes_of(facts, machine, sizes, 0.0)
+    both = pass_seconds(facts, machine, **sizes).value
+    assert forward + inputs + weights == pytest.approx(both)
+    inner = replace(facts, vocab_size=0)
+    bare = passes_of(inner, machine, sizes, 0.0)
+    assert bare[1:] == (inputs, weights)
+    head = both - pass_seconds(inner, machine, **sizes).value
+    assert forward - bare[0] == pytest.approx(head) and head > 0
+    again = passes_of(facts, machine, {**sizes, "recomputed": (0, 1)}, 0.0)
+    assert again[0] == pytest.approx(forward) and again[1] > inputs and again[2] == weights
+    moved = passes_of(facts, machine, sizes, 1.0)
+    assert moved == pytest.approx((forward + 0.5, inputs + 0.5, weights)), "transfers of layers travel with F and I"

@@ -11,7 +11,7 @@ from hone.cost.cache import BYTES
 from hone.cost.facts import ModelFacts
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.cost.roofline import seconds
-from hone.cost.steps import forward_seconds, pass_seconds
+from hone.cost.steps import forward_seconds, pass_seconds, product_seconds
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.check import alive_versions
@@ -66,22 +66,16 @@ class Pipelined:
     ) -> Played:
         """The passes of a step in simulated time, with `inside` seconds of transfers inside the layers of a pass.
 
-        `options` are those of `pass_seconds`. In fp8 a forward pass takes the share that it has of both passes in their dtype.
+        `options` are those of `pass_seconds`.
         """
-        forward, rest, dtype = [], [], options["dtype"]
+        each, dtype = [], options["dtype"]
         for layers, stage in zip(self.layers, self.stages, strict=True):
             again = [index - layers.start for index in recomputed if index in layers]
-            sizes: dict[str, Any] = {**options, "batch_tokens": tokens, "recomputed": again}
-            both = pass_seconds(stage, machine, **sizes)
-            first = forward_seconds(stage, machine, tokens=tokens, seq_len=sizes["seq_len"], dtype=dtype).value
-            if sizes["fp8"]:
-                first *= both.value / pass_seconds(stage, machine, **{**sizes, "fp8": ()}).value
             share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
-            first = min(first, both.value / 2)
-            forward.append(first + share / 2)
-            rest.append((both.value - first + share / 2) / 2)
+            each.append(passes_of(stage, machine, {**options, "batch_tokens": tokens, "recomputed": again}, share))
+        forward, inputs, weights = map(tuple, zip(*each, strict=True))
         step, sent = self._update_s(machine, dtype) if self.table.steps else 0.0, self._sent_s(machine, tokens, dtype)
-        costs = Costs(tuple(forward), tuple(rest), tuple(rest), sent, step)
+        costs = Costs(forward, inputs, weights, sent, step)
         if costs not in self._simulated:
             found = simulate(self.table, costs)
             self._simulated.clear()
@@ -153,6 +147,28 @@ class Pipelined:
         many, inputs = (round(peak(self.table, rank, sizes)) for sizes in (kept, dropped))
         found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
         return (*found, *([Segment(0, longest, True)] if inputs else []))
+
+
+def passes_of(
+    stage: ModelFacts, machine: Machine, sizes: Mapping[str, Any], inside: float
+) -> tuple[float, float, float]:
+    """Seconds of F, I and W of `stage`, of which `inside` are transfers: half of them in F, half in I.
+
+    The loss computes its gradients in the forward pass, so head and loss are in F as a whole. W has the products of the layers'
+    weight gradients alone; what is recomputed is in I. In fp8 F and W take the share that they have of both passes in their dtype.
+    """
+    tokens, seq_len, dtype = sizes["batch_tokens"], sizes["seq_len"], sizes["dtype"]
+    layers = replace(stage, vocab_size=0)
+    both, whole = pass_seconds(layers, machine, **sizes).value, pass_seconds(stage, machine, **sizes).value
+    first = forward_seconds(layers, machine, tokens=tokens, seq_len=seq_len, dtype=dtype).value
+    shapes = [shape for one in layers.layers for shape in one.matmuls]
+    weights = product_seconds(machine, [((*shape, tokens), "weight_gradient") for shape in shapes], dtype)
+    if sizes["fp8"]:
+        coded = both / pass_seconds(layers, machine, **{**sizes, "fp8": ()}).value
+        first, weights = first * coded, weights * coded
+    first = min(first, both / 2)
+    weights = min(weights, both - first)
+    return first + whole - both + inside / 2, both - first - weights + inside / 2, weights
 
 
 def layer_seconds(facts: ModelFacts, machine: Machine, *, tokens: int, seq_len: int, dtype: str) -> Timed | None:
