@@ -14,9 +14,9 @@ from hone.parallel.pipeline.table import Op, Result, Table, deps, results
 class Costs:
     """Seconds of a pass of one microbatch: one number for all stages or one a stage; `transfer` between two ranks.
 
-    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks. Paired passes begin
-    together and take `pair` of the seconds that they take one after the other; None: they are one after the other, as the
-    executor runs them.
+    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks. None for `pair`: paired
+    passes are one after the other, as the executor runs them, and so all estimates. A number is for what is published of
+    DualPipe: they begin together, when both have their input, and take so much of the seconds of one after the other.
     """
 
     forward: float | Sequence[float] = 1.0

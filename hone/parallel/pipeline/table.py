@@ -13,8 +13,8 @@ class Op(NamedTuple):
     """One pass of a stage over one microbatch.
 
     Kinds: F forward; B the whole backward; I the gradients of inputs alone and W those of weights, which together are B;
-    S the optimizer's step of an asynchronous schedule. `version`: the weights that F, B, I and W read, or S writes. `paired`: it
-    overlaps with the rank's next pass, one a forward and one a backward, and both begin when both have their input.
+    S the optimizer's step of an asynchronous schedule. `version`: the weights that F, B, I and W read, or S writes. `paired`: in
+    what is published it overlaps with the rank's next pass, one a forward and one a backward. The executor runs them in turn.
     """
 
     kind: Kind
