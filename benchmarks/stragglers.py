@@ -15,7 +15,7 @@ def ends(
     """Seconds after the start at which each worker has ended each of its steps, [workers][steps] as `step_s`, its own seconds for them.
 
     Step c (from 0) of a worker begins when its step before has ended, and those of all workers up to step c - 1 - `staleness`
-    (Ho et al. 2013): 0 is bsp and ddp, infinity asp, local_sgd and gossip. After every `sync_every` steps (0: not) all
+    (Ho et al. 2013): 0 is bsp and ddp, infinity asp, local_sgd, gossip and ad_psgd. After every `sync_every` steps (0: not) all
     wait for all. `peers(c, worker)` are the workers whose step c - 1 must have ended before its own step c ends, such as gossip's
     neighbours, whose weights come while it computes.
     """

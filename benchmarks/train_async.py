@@ -60,6 +60,7 @@ CASES = {
     "local_sgd": Case({"kind": "local_sgd"}, math.inf, SEVERAL),
     "diloco": Case({"kind": "diloco"}, math.inf, SEVERAL),
     "gossip": Case({"kind": "gossip"}, math.inf, 0, True),
+    "ad_psgd": Case({"kind": "ad_psgd"}, math.inf),
 }
 STRAGGLERS = ("none", "one", "any")
 

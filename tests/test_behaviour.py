@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/test_lossy.py",
         "train/test_volumes.py",
         "train/test_async_ranks.py",
+        "train/test_ad_psgd.py",
     ),
     "context parallelism": ("train/test_context_parallel.py", "parallel/test_context.py"),
     "pipeline schedule": ("train/test_pipeline.py", "parallel/test_pipeline_schedules.py"),

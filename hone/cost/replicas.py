@@ -66,6 +66,8 @@ class Divided:
     """Whether each rank sends its gradient to the ranks that serve a part of the weights, and gets the weights from them."""
     peers: int = 0
     """Neighbours that get a rank's weights in each step; 0: none."""
+    answered: bool = False
+    """Whether a neighbour sends weights back when it has got them."""
 
     def of(self, name: str) -> int:
         """The number of parts into which `name` is divided."""
@@ -143,15 +145,23 @@ class Divided:
             waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)
 
+    def sent_bytes(self, facts: ModelFacts, width: int, micro_batches: int) -> float:
+        """Bytes that a rank sends in a step, with weights of `width` bytes each: on average, where weights travel every so many steps."""
+        if self.every:
+            groups = self.num_ranks // self.num_shards
+            met = Message("all_gather", groups, groups * 4 * facts.num_params, 1 / self.every)
+            return met.sent_bytes + self.peers * 4 * facts.num_params
+        return sum(one.sent_bytes for one in self.messages(facts, width, micro_batches))
+
     def _meeting_s(self, facts: ModelFacts, times: Transfers) -> float:
         """Seconds a step of the exchanges of all weights, every so many steps."""
         groups = self.num_ranks // self.num_shards
         return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
 
     def _mixed_s(self, facts: ModelFacts, times: Transfers) -> float:
-        """Seconds in which a rank gets the weights of its neighbours."""
-        near = 1 + self.peers
-        return _between_hosts(times).seconds("all_gather", near, near * 4 * facts.num_params)
+        """Seconds in which a rank gets the weights of its neighbours, and they its own before where they answer."""
+        near, turns = 1 + self.peers, 1 + self.answered
+        return turns * _between_hosts(times).seconds("all_gather", near, near * 4 * facts.num_params)
 
     def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""

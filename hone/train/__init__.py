@@ -80,6 +80,7 @@ DATA_PARALLEL = Table(
         "ssp": "hone.train.data_parallel.asynchronous.techniques:SSP",
         "asp": "hone.train.data_parallel.asynchronous.techniques:ASP",
         "gossip": "hone.train.data_parallel.asynchronous.techniques:Gossip",
+        "ad_psgd": "hone.train.data_parallel.asynchronous.techniques:ADPSGD",
     },
 )
 

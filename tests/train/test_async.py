@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from hone.base.plan import facts_of
 from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Transfers
 from hone.measure.machine import describe
 from hone.train import DATA_PARALLEL
+from hone.train.data_parallel.asynchronous.ad_psgd import Averaged
 from hone.train.data_parallel.asynchronous.shard import Keys, Push, Shard
-from hone.train.data_parallel.asynchronous.topology import exponential, ring
+from hone.train.data_parallel.asynchronous.topology import every_other, exponential, ring, ring_of_two_sides
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
 
@@ -131,6 +133,67 @@ def test_mixing_is_doubly_stochastic_and_mixes(mixed, size):
     np.testing.assert_allclose(product, 1 / size, atol=1e-3)
 
 
+@pytest.mark.parametrize("neighbours", [every_other, ring_of_two_sides])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_pairs_are_of_both_sides_and_reach_all(neighbours, size):
+    """A bipartite connected graph, in which whoever asks is asked by nobody: so that nobody waits for one that waits."""
+    edges = {(rank, peer) for rank in range(size) for peer in neighbours(rank, size)}
+    assert edges == {(peer, rank) for rank, peer in edges}
+    assert all(rank % 2 != peer % 2 for rank, peer in edges)
+    assert all(neighbours(rank, size) for rank in range(size))
+    reached = {0}
+    for _ in range(size):
+        reached |= {peer for rank, peer in edges if rank in reached}
+    assert reached == set(range(size))
+    if neighbours is every_other:
+        assert len(edges) == 2 * (size // 2) * (size - size // 2)
+    else:
+        assert max(len(neighbours(rank, size)) for rank in range(size)) <= 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 7), st.sampled_from([every_other, ring_of_two_sides]), st.integers(0, 10**6))
+def test_an_average_of_two_is_symmetric_and_doubly_stochastic(size, neighbours, seed):
+    """Rank r begins with unit vector r, so that all weights together are the product of the matrices so far."""
+    draw = random.Random(seed)
+    rows = torch.eye(size, dtype=torch.float64)
+    weights = [Averaged(row) for row in rows]
+    for _ in range(60):
+        active = draw.choice(range(0, size, 2))
+        passive, before, came = draw.choice(neighbours(active, size)), rows.clone(), rows[active].clone()
+        weights[passive].average(came)  # what the passive rank does; the active one takes what comes back
+        rows[active] = came
+        assert torch.equal(rows[active], rows[passive])
+        matrix = torch.eye(size, dtype=torch.float64)
+        matrix[[active, active, passive, passive], [active, passive, active, passive]] = 0.5
+        assert torch.equal(rows, matrix @ before)
+        assert torch.equal(matrix, matrix.T)
+        np.testing.assert_allclose([rows.sum(0), rows.sum(1)], 1, rtol=1e-12)
+    many = draw.choices(range(0, size, 2), k=400)
+    for active in many:
+        came = rows[active].clone()
+        weights[draw.choice(neighbours(active, size))].average(came)
+        rows[active] = came
+    np.testing.assert_allclose(rows, 1 / size, atol=0.02)  # every rank's weights reach all
+
+
+def test_an_average_keeps_what_a_step_of_its_own_rank_made():
+    """Averages that come while a rank changes its weights wait, so that none is lost: their sum stays."""
+    own, others = Averaged(torch.zeros(1000)), [torch.full((1000,), float(2**at)) for at in range(8)]
+    threads = [threading.Thread(target=own.average, args=(one,)) for one in others]
+    with own.turn:
+        for one in threads:
+            one.start()
+        seen = own.values.clone()
+        own.values.add_(1024.0)
+        assert not seen.any()
+    for one in threads:
+        one.join(60)
+        assert not one.is_alive()
+    total = own.values + sum(others)
+    assert torch.equal(total, torch.full((1000,), 1024.0 + 255.0)), "halves of small powers of two are exact"
+
+
 def test_servers_have_equal_parts_and_whole_matrices_where_asked():
     shapes = {"a": (300, 7), "b": (5,), "c": (64, 64), "d": (32, 32), "e": (1000,)}
     for whole in ((), ("c", "d"), tuple(shapes)):
@@ -192,6 +255,21 @@ def test_what_travels_and_what_is_kept():
     for topology, rooms in (("ring", 2), ("exponential", 2)):
         one = divided("gossip", topology=topology)
         assert one.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == 4 * (2 + rooms) * params
+    for topology, workers, rooms in (
+        ("ring", 4, 2),
+        ("ring", 2, 1),
+        ("ring", 9, 2),
+        ("complete", 4, 2),
+        ("complete", 9, 5),
+    ):
+        kind = {"kind": "ad_psgd", "topology": topology, "num_workers": workers}
+        one = DATA_PARALLEL.read(kind).divided(workers)
+        more = one.weights_bytes(facts, 4) - DATA_PARALLEL.read("ddp").divided(workers).weights_bytes(facts, 4)
+        assert more == 4 * (2 + rooms) * params, "the common ones, those that are averaged, and of each who asks"
+    for kind, peers in (("local_sgd", 0), ("gossip", 2), ("ad_psgd", 1)):
+        one = divided(kind, sync_every=10)
+        assert one.sent_bytes(facts, 4, 1) == pytest.approx((peers + 3 / 10) * 4 * params), kind
+    assert ddp.sent_bytes(facts, 4, 1) == pytest.approx(2 * 4 * params * 3 / 4)
     seconds = partial(divided("gossip", sync_every=10**6).step_s, facts, "float32", 1, "cpu")
     less = partial(divided("gossip", sync_every=10**6, topology="exponential").step_s, facts, "float32", 1, "cpu")
     often = partial(divided("gossip", sync_every=1).step_s, facts, "float32", 1, "cpu")
@@ -215,6 +293,10 @@ def test_workers_wait_for_their_servers_and_neighbours_send_beside_the_passes():
     )
     mixed = never.step_s(*about, 1, "cuda")
     assert mixed == pytest.approx(MESSAGE_S["cpu"] + 2 * 4 * facts.num_params / LINK_BYTES_PER_S["cpu"], rel=1e-3)
+    answered = DATA_PARALLEL.read({"kind": "ad_psgd", "num_workers": 4, "sync_every": 10**9}).divided(4)
+    turn = MESSAGE_S["cpu"] + 4 * facts.num_params / LINK_BYTES_PER_S["cpu"]
+    assert answered.step_s(*about, 1, "cuda") == pytest.approx(2 * turn, rel=1e-3), "there, and the mean back"
+    assert answered.exposed_s(*about, "cuda", Transfers("cuda")) < turn / 1000, "beside the passes"
     meeting = Transfers("cuda").seconds("all_gather", 4, 4 * 4 * facts.num_params) / 2
     assert often.exposed_s(*about, "cuda", Transfers("cuda")) == pytest.approx(meeting)
     assert often.step_s(*about, 1, "cuda") == pytest.approx(meeting + mixed)
@@ -231,6 +313,10 @@ def test_what_does_not_work_is_said(data_folder):
     with pytest.raises(SpecError, match=r"checkpoint\.interval 20 is no multiple of the 3 steps"):
         read({"kind": "gossip", "sync_every": 3})
     assert read("bsp", validation={"interval": 1}), "with bsp all ranks meet in every step"
+    with pytest.raises(SpecError, match=r"checkpoint\.interval 20 is no multiple of the 3 steps"):
+        read({"kind": "ad_psgd", "sync_every": 3})
+    with pytest.raises(SpecError, match=r"topology"):
+        read({"kind": "ad_psgd", "topology": "star"})
     with pytest.raises(SpecError, match="asp works in bf16, fp32, not in fp16"):
         read("asp", precision="fp16")
     with pytest.raises(SpecError, match="skip_step does not work with data_parallel bsp"):
@@ -248,7 +334,7 @@ def test_what_does_not_work_is_said(data_folder):
     ):
         read({"kind": "asp", "sync_every": 2}, **kept).plan(facts, describe("cpu").model_copy(update={"num_ranks": 2}))
     machine = describe("cpu").model_copy(update={"num_ranks": 4})
-    for kind in (*SERVED, "gossip"):
+    for kind in (*SERVED, "gossip", "ad_psgd"):
         with pytest.raises(SpecError, match=f"{kind} is set to 2 ranks, and 4 started") as caught:
             read(kind).plan(facts, machine)
         assert "set parallelism.data_parallel.num_workers to 4" in caught.value.fix

@@ -41,9 +41,7 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     device, times = machine.device, collectives(machine, work.tensor.degree)
     times_a_step = work.gradient_accumulation_steps
     between = exchange_s(work, device, times)
-    sent = work.updates * sum(
-        one.sent_bytes for one in work.divided.messages(work.part, BYTES[work.dtype], times_a_step)
-    )
+    sent = work.updates * work.divided.sent_bytes(work.part, BYTES[work.dtype], times_a_step)
     of_weights = f"{between:.3g} s of gradients and weights ({human_bytes(sent)} sent)"
     inside = inside_s(work, machine, collectives(machine))
     if work.pipeline is None:

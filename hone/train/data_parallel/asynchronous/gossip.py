@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from hone.base.ranks import Mesh
 from hone.data.load import Batch
+from hone.train.data_parallel.asynchronous.beside import Beside
 from hone.train.data_parallel.asynchronous.connections import Connections
 from hone.train.data_parallel.asynchronous.topology import Mixed
 from hone.train.data_parallel.local import LocalTrainer
@@ -20,26 +20,6 @@ from hone.train.passes import Step
 from hone.train.update import Update
 
 _STEP = struct.Struct("!q")
-
-
-class _Beside:
-    """`work` in a thread, which does not outlive the process; `end` waits for it and raises what it raised."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._do, args=(work,), name="gossips", daemon=True)
-        self._thread.start()
-
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-
-    def end(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 class GossipUpdate(Update):
@@ -52,7 +32,7 @@ class GossipUpdate(Update):
         self._sent = torch.empty(sum(sizes))
         self._parts = self._sent.split(sizes)
         self._came: dict[int, Tensor] = {}
-        self._moving: list[_Beside] = []
+        self._moving: list[Beside] = []
         self._now = Mixed({}, ())
 
     def begin(self, step: int) -> None:
@@ -63,8 +43,8 @@ class GossipUpdate(Update):
             part.copy_(one.detach().view(-1))  # from a GPU, too
         for peer in self._now.sources:
             self._came.setdefault(peer, torch.empty_like(self._sent))
-        send = (_Beside(partial(self._send, peer, step)) for peer in self._now.targets)
-        receive = (_Beside(partial(self._receive, peer, step)) for peer in self._now.sources)
+        send = (Beside(partial(self._send, peer, step)) for peer in self._now.targets)
+        receive = (Beside(partial(self._receive, peer, step)) for peer in self._now.sources)
         self._moving = [*send, *receive]
 
     def _send(self, peer: int, step: int) -> None:

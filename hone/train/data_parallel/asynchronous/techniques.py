@@ -1,4 +1,4 @@
-"""Asynchronous and loosely coupled data parallelism: bulk, stale and not synchronous parameter servers, and gossip."""
+"""Asynchronous and loosely coupled data parallelism: bulk, stale and not synchronous parameter servers, gossip, and averages of pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from hone.cost.replicas import Divided
 from hone.train.data_parallel.base import Lossy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hone.base.artifact import Draft
+    from hone.train.data_parallel.asynchronous.ad_psgd import PairedTrainer
     from hone.train.data_parallel.asynchronous.gossip import GossipTrainer
     from hone.train.data_parallel.asynchronous.worker import ServedTrainer
     from hone.train.loop import Trainer
@@ -94,16 +97,9 @@ class ASP(_Meeting):
         return math.inf
 
 
-class Gossip(Lossy):
-    """Every rank mixes its weights with its neighbours' in each step, with its own optimizer state (D-PSGD). Lian et al. 2017, arXiv:1705.09056."""
-
-    paper: ClassVar[str] = "arXiv:1705.09056"
+class _Neighbours(Lossy):
     alone: ClassVar[bool] = True
 
-    topology: Literal["ring", "exponential"] = Field(
-        "ring",
-        description="Neighbours: ring, both, a third each; exponential, one, 1, 2, 4, ... ranks away in turn, a half.",
-    )
     sync_every: int = Field(
         20,
         ge=1,
@@ -114,6 +110,17 @@ class Gossip(Lossy):
     def meets_every(self) -> int:
         """The steps between two meetings."""
         return self.sync_every
+
+
+class Gossip(_Neighbours):
+    """Every rank mixes its weights with its neighbours' in each step, with its own optimizer state (D-PSGD). Lian et al. 2017, arXiv:1705.09056."""
+
+    paper: ClassVar[str] = "arXiv:1705.09056"
+
+    topology: Literal["ring", "exponential"] = Field(
+        "ring",
+        description="Neighbours: ring, both, a third each; exponential, one, 1, 2, 4, ... ranks away in turn, a half.",
+    )
 
     def trainer(self) -> type[GossipTrainer]:  # type: ignore[override]
         """Steps of one rank that mix."""
@@ -128,3 +135,32 @@ class Gossip(Lossy):
         # In turn they come from several ranks: each has its own room.
         rooms = (num_ranks - 1).bit_length() if self.topology == "exponential" else peers
         return replace(super().divided(num_ranks), every=self.sync_every, peers=peers, kept_bytes=4.0 * (2 + rooms))
+
+
+class ADPSGD(_Neighbours):
+    """Every rank averages its weights with one random neighbour's at a time, beside its passes, and waits for no other rank's passes (AD-PSGD). Lian et al. 2018, arXiv:1710.06952."""
+
+    paper: ClassVar[str] = "arXiv:1710.06952"
+
+    topology: Literal["ring", "complete"] = Field(
+        "ring",
+        description="Neighbours that an even rank, which asks, draws one of: ring, the two beside it; complete, all odd ones.",
+    )
+
+    def trainer(self) -> type[PairedTrainer]:  # type: ignore[override]
+        """Steps of one rank beside averages."""
+        from hone.train.data_parallel.asynchronous.ad_psgd import paired
+
+        return paired(self.sync_every, self._neighbours)
+
+    @property
+    def _neighbours(self) -> Callable[[int, int], tuple[int, ...]]:
+        from hone.train.data_parallel.asynchronous import topology
+
+        return {"ring": topology.ring_of_two_sides, "complete": topology.every_other}[self.topology]
+
+    def divided(self, num_ranks: int) -> Divided:
+        """As `Lossy.divided`: each rank keeps the last common weights and those that are averaged, an odd one room for each neighbour's, in float32."""
+        rooms = max(len(self._neighbours(rank, num_ranks)) for rank in range(1, num_ranks, 2))
+        more = {"every": self.sync_every, "peers": 1, "answered": True, "kept_bytes": 4.0 * (2 + rooms)}
+        return replace(super().divided(num_ranks), **more)

@@ -1,4 +1,4 @@
-"""Who mixes weights with whom in a step of gossip: rows of doubly stochastic matrices, so that the mean of all weights stays."""
+"""Who mixes weights with whom: for gossip rows of doubly stochastic matrices, so that the mean of all weights stays; for pairs bipartite graphs."""
 
 from __future__ import annotations
 
@@ -30,3 +30,13 @@ def exponential(step: int, rank: int, size: int) -> Mixed:
         return Mixed({}, ())
     hop = 1 << step % (size - 1).bit_length()
     return Mixed({(rank - hop) % size: 0.5}, ((rank + hop) % size,))
+
+
+def ring_of_two_sides(rank: int, size: int) -> tuple[int, ...]:
+    """The neighbours of a ring that are on the other side of even and odd ranks; of an odd number of ranks 0 and the last are none."""
+    return tuple(sorted({(rank - 1) % size, (rank + 1) % size} & set(every_other(rank, size))))
+
+
+def every_other(rank: int, size: int) -> tuple[int, ...]:
+    """All ranks of the other side, of even and odd ranks: the complete bipartite graph."""
+    return tuple(range(1 - rank % 2, size, 2))
