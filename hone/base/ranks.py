@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -226,11 +226,8 @@ class Mesh:
             for rank, theirs in enumerate(self._meet(mine)):
                 for name, (dtype, shape) in theirs.items():
                     assert name not in found, f"two ranks have {name}"
-                    own = rank == self.rank
-                    found[name] = (
-                        tensors[name].to(device).contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
-                    )
-                    senders[name] = rank
+                    one = tensors[name] if rank == self.rank else torch.empty(shape, dtype=dtype, device=device)
+                    found[name], senders[name] = one.to(device).contiguous(), rank
             self._meet()  # every rank has the memory
             with self._losing():
                 for name, tensor in found.items():
@@ -272,14 +269,9 @@ class Mesh:
         """The key that a failing rank sets, for ranks that wait in a transfer."""
         return f"hone/broken/{self._works}"
 
-    @contextmanager
-    def transfers(self) -> Iterator[None]:
+    def transfers(self) -> AbstractContextManager[None]:
         """Transfers inside the groups that `group` made: an error of one rank ends them, and all ranks raise it."""
-        if self.world_size == 1:
-            yield
-            return
-        with self._telling():
-            yield
+        return nullcontext() if self.world_size == 1 else self._telling()
 
     def _close(self, *, abort: bool = False) -> None:
         """Ends the groups of GPUs and of some ranks; with `abort` also what is under way between GPUs."""
@@ -335,7 +327,7 @@ class Mesh:
                 store.set_timeout(dist.distributed_c10d.default_pg_timeout)
                 store = dist.PrefixStore(life, store)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-            atexit.register(self._leave)
+            atexit.register(self._leave, _Prepared(dist.destroy_process_group))
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         except (RuntimeError, ValueError, OSError) as error:
             what = f"rank {self.rank} cannot meet the other ranks at {where}: {_line(error)}"
@@ -344,11 +336,11 @@ class Mesh:
         finally:
             late.cancel()
 
-    def _leave(self) -> None:
+    def _leave(self, end: _Prepared) -> None:
         """Ends gloo's threads before the interpreter does: one that frees a tensor afterwards aborts the process."""
         self._group = None
         if dist.is_initialized():
-            _within(_LEAVE_S, dist.destroy_process_group)
+            end.within(_LEAVE_S)
 
     def _meet(self, value: Any = None) -> list[Any]:
         """Waits for all ranks; every rank's `value`. Raises the first rank's error when one brings an error."""
@@ -383,7 +375,7 @@ class Mesh:
         """The error with which all ranks end when this one has `error` before they met; None when the others do not come."""
         if self.world_size == 1:
             return error
-        met = _within(_LATE_S, lambda: self._met(None, error))
+        met = _Prepared(lambda: self._met(None, error)).within(_LATE_S)
         return met and met[1]
 
     @contextmanager
@@ -424,18 +416,24 @@ class Mesh:
             raise
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, in a thread that may stay behind; None when it takes longer or ends in a HoneError."""
-    found: list[Any] = []
+class _Prepared:
+    """`work` for a thread that is there before it is needed, because Python 3.12.0 to 3.12.2 start none when they exit."""
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._needed, self._found = threading.Event(), list[Any]()
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        self._needed.wait()
         with suppress(HoneError):
-            found.append(work())
+            self._found.append(work())
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return next(iter(found), None)
+    def within(self, seconds: float) -> Any:
+        """What the work returns; None when it takes longer, and goes on in its thread, or ends in a HoneError."""
+        self._needed.set()
+        self._thread.join(seconds)
+        return next(iter(self._found), None)
 
 
 def _store() -> Any:

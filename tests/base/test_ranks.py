@@ -89,6 +89,37 @@ def test_a_rank_0_that_is_killed_leaves_no_rank_waiting(tmp_path):
     assert done[1].returncode == 3 and "Lost: rank 1 lost the other ranks" in done[1].stdout
 
 
+LEAVING = """
+import atexit, os, threading
+import torch.distributed as dist
+from hone.base.ranks import Mesh
+
+end = dist.destroy_process_group
+
+def ended():
+    end()
+    os.write(1, b"ended\\n")
+
+def refused(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+dist.destroy_process_group = ended
+os.environ["RANK"] = str(int(os.fork() == 0))
+assert sum(Mesh.from_environment().gather(int(os.environ["RANK"]))) == 1
+atexit.register(setattr, threading.Thread, "start", refused)  # what is registered last runs first
+"""
+
+
+def test_ranks_end_where_python_starts_no_thread_at_its_exit():
+    """As 3.12.0 to 3.12.2: gloo's threads end all the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    environment = {**os.environ, **where, "GLOO_SOCKET_IFNAME": "lo"}
+    one = subprocess.run([sys.executable, "-c", LEAVING], env=environment, capture_output=True, text=True, timeout=120)
+    assert one.returncode == 0 and one.stdout.splitlines() == ["ended"] * 2, one.stderr
+
+
 def test_the_mesh_is_what_torchrun_says():
     assert Mesh.from_environment({}) == Mesh(0, 0, 1)
     there = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
