@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hone.base.durable import sha256, sync, write_atomic
+from hone.base.durable import sha256, sync, whole_number, write_atomic
 from hone.base.errors import ArtifactError, did_you_mean
 from hone.base.figure import Estimate, Figure, human_bytes
 from hone.base.identity import (
@@ -168,7 +168,7 @@ class Artifact:
 def parse(content: bytes, where: str, fix: str) -> dict[str, Any]:
     """The manifest in the hone.json at `where`. Raises ArtifactError, with `fix`, when it is broken."""
     try:
-        manifest = json.loads(content)
+        manifest = json.loads(content, parse_int=whole_number)
         known = manifest["format"] == FORMAT
         for name, kind in _FIELDS.items() if known else ():
             if not isinstance(manifest[name], kind):

@@ -48,6 +48,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf8").split("\n") if line]
 
 
+def whole_number(text: str) -> int:
+    """An integer of a JSON text, for the `parse_int` of `json.loads`. Raises ValueError where it has more than 308 digits:
+    hone writes none, and a float64 cannot hold it."""
+    digits = len(text.removeprefix("-"))
+    if digits > 308:
+        raise ValueError(f"a whole number of {digits} digits")
+    return int(text)
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Writes rows as JSONL, atomically."""
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hone.base.artifact import MANIFEST, Artifact
+from hone.base.durable import whole_number
 from hone.base.errors import ArtifactError, SpecError, did_you_mean
 from hone.base.figure import Figure
 from hone.base.spec import read_yaml
@@ -181,13 +181,15 @@ def _read_content(path: Path) -> Any:
     """A JSON object, or the objects of a JSONL file. Raises ValueError when it is neither."""
     text = path.read_text(encoding="utf8")
     if path.suffix == ".json":
-        values = json.loads(text)
+        values = json.loads(text, parse_int=whole_number)
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
         return values
     rows = [
-        json.loads(line) for line in text.split("\n") if line.strip()
-    ]  # texts may contain U+2028, a line end for splitlines
+        json.loads(line, parse_int=whole_number)
+        for line in text.split("\n")  # texts may contain U+2028, a line end for splitlines
+        if line.strip()
+    ]
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is not a JSON object")
     return rows
@@ -253,8 +255,8 @@ def mappings(value: Any) -> list[dict[str, Any]]:
 
 
 def sound(value: Any) -> bool:
-    """Whether `value` is a number that can be drawn: finite, and at most 1e30."""
-    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < _ABSURD
+    """Whether `value` is a number that can be drawn: finite, and below 1e30."""
+    return isinstance(value, int | float) and abs(value) < _ABSURD  # which NaN is not, either
 
 
 def finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from hone.parallel.pipeline import draw
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import simulate
 from hone.report import build, picture, sections
-from hone.report.collect import collect
+from hone.report.collect import collect, sound
 from tests.report.markup import Walk
 
 JUNK: list[Any] = [
@@ -24,6 +24,8 @@ JUNK: list[Any] = [
     0,
     -1,
     1e308,
+    10**307,
+    -(10**307),
     float("nan"),
     float("inf"),
     "",
@@ -105,6 +107,28 @@ def test_a_schedule_keeps_the_lines_of_ranks_without_passes(copy: Callable[..., 
     ((row, drawn, said),) = sections.schedules(collect(folder))
     assert row.id == "train-base" and drawn.count("F of stage 0") == 2  # for two widths
     assert drawn.count(">1</text>") == 2 and "of passes in a step as planned" in said
+
+
+@pytest.mark.parametrize("digits", [309, 400, 5000])  # of more than 4300, Python makes no int
+def test_a_number_that_no_float_holds_is_damage_that_one_line_names(digits, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "tiny")
+    steps = tmp_path / "tiny" / "train-base" / "steps.jsonl"
+    manifest = tmp_path / "tiny" / "compress-int4" / "hone.json"
+    first, rest = steps.read_text().split("\n", 1)
+    steps.write_text(json.dumps({**json.loads(first), "tokens": 7}).replace("7", "7" * digits) + "\n" + rest)
+    values = json.loads(manifest.read_text())
+    values["figures"][0]["value"] = "HERE"
+    manifest.write_text(json.dumps(values).replace('"HERE"', "-" + "7" * digits))
+    problems = collect(tmp_path / "tiny").problems
+    said = f"a whole number of {digits} digits"
+    assert ("train-base/steps.jsonl", f"cannot be read: {said}") in problems
+    assert ("compress-int4", f"compress-int4/hone.json is corrupt: ValueError {said}") in problems
+    Walk(build(tmp_path / "tiny", tmp_path / "out").read_text())
+
+
+def test_what_can_be_drawn_is_a_number_of_a_size_that_has_a_place():
+    assert all(sound(value) for value in (0, -1, 1.5, 10**29, True))
+    assert not any(sound(value) for value in (10**31, 10**400, -(10**5000), float("nan"), float("inf"), None, "1", []))
 
 
 @pytest.mark.slow

@@ -79,7 +79,8 @@ def test_a_resumed_training_drops_the_steps_after_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["no json\n", "[1, 2]\n", '{"loss": 1}\n', '{"step": "x"}\n', '{"step": NaN}\n', "\x00\xff\n", "[" * 9999 + "\n", '{"step": true}\n']
+    "line", ["no json\n", "[1, 2]\n", '{"loss": 1}\n', '{"step": "x"}\n', '{"step": NaN}\n', "\x00\xff\n", "[" * 9999 + "\n", '{"step": true}\n',
+             f'{{"step": {10**400}}}\n', f'{{"step": 3, "loss": -{10**400}}}\n']
 )  # fmt: skip
 def test_garbage_is_counted_and_passed_over(line, tmp_path):
     log = RunLog(tmp_path / "x")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hone.base.durable import whole_number
+
 STEPS, TIMING = "steps.jsonl", "log/timing.jsonl"
 MANIFEST = "hone.json"
 BEGUN = "begun.json"
@@ -91,7 +93,7 @@ class Tail:
 
     def _line(self, line: bytes) -> None:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=whole_number)
             step = row["step"]
             if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
                 raise ValueError
