@@ -60,13 +60,13 @@ def take(out: Path) -> Any:
         raise ArtifactError(
             f"another process is making {out}", fix="wait for it, or give this run another folder"
         ) from None
-    if not _is_at(lock, partial / BEGUN):  # released by another process between opening and locking
+    if not is_at(lock, partial / BEGUN):  # released by another process between opening and locking
         lock.close()
         return take(out)
     return lock
 
 
-def _is_at(file: Any, path: Path) -> bool:
+def is_at(file: Any, path: Path) -> bool:
     """Whether the open `file` is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from hone.base.durable import NO_SPACE, sync
 from hone.base.errors import ArtifactError, FitError
 from hone.base.figure import human_bytes
+from hone.base.partial import is_at
 from hone.export.gguf.formats import Format
 
 ALIGNMENT = 32
@@ -62,15 +63,18 @@ def file_bytes(head: bytes, entries: Iterable[Entry]) -> int:
     return len(head) + sum(_padded(entry.num_bytes) for entry in entries)
 
 
-def write(path: Path, head: bytes, entries: Sequence[Entry], contents: Iterator[Iterable[bytes]]) -> None:
+def write(
+    path: Path, head: bytes, entries: Sequence[Entry], contents: Iterator[Iterable[bytes]], *, replace: bool = False
+) -> None:
     """Writes `path` atomically: beside it as PATH.partial, renamed when whole. `contents` are the pieces of each tensor.
 
-    Raises FitError when the disk has or gets too little space, ArtifactError when another process writes the same file.
+    Raises FitError when the disk has or gets too little space, ArtifactError when another process writes the same file, or it
+    exists and is not to be replaced.
     """
     size = file_bytes(head, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _opened(path) as file:
+        with _opened(path, replace) as file:
             free = shutil.disk_usage(path.parent).free
             if free < size:
                 raise FitError(
@@ -96,18 +100,13 @@ def write(path: Path, head: bytes, entries: Sequence[Entry], contents: Iterator[
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path, replace: bool) -> Iterator[BinaryIO]:
     """PATH.partial, empty and locked; renamed to `path` at the end of the block, removed when that fails."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "ab") as file:
+    with _locked(partial, path) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())
-        except BlockingIOError:
-            ours = False
-        if not ours:  # locked; or renamed after it was opened: then it is the file that another process has finished
-            raise ArtifactError(f"another process is writing {path}", fix="wait for it, or give another file")
-        try:
+            if not replace:  # under the lock, for another process may have finished it since the work began
+                need_free(path)
             file.seek(0)
             file.truncate()  # frees the space of what a killed process left
             yield file
@@ -117,6 +116,28 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def _locked(partial: Path, path: Path) -> BinaryIO:
+    """The file `partial`, open at its end and locked. Raises ArtifactError when another process has the lock."""
+    while True:
+        file = open(partial, "ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ArtifactError(f"another process is writing {path}", fix="wait for it, or give another file") from None
+        if is_at(file, partial):
+            return file
+        file.close()  # another process has renamed or removed it since it was opened
+
+
+def need_free(path: Path) -> None:
+    """Raises ArtifactError where `path` exists."""
+    if path.exists():
+        raise ArtifactError(
+            f"{path} exists", fix="give another name, or --redo (in Python Run(redo=True)) to replace it"
+        )
 
 
 def _padded(size: int) -> int:

@@ -98,7 +98,7 @@ def export(
     least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
     of its inputs; it is of no use for codes that stay. In memory are one tensor's codes and a few rows. The file appears when it is whole.
     Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
-    that exists (`run.redo` replaces it), FitError when the disk is too small.
+    that exists (`run.redo` replaces it) or that another process writes, FitError when the disk is too small.
     """
     spec, run = GGUF.read(options), run or Run(quiet=True)
     path = _free(out, run.redo)
@@ -128,7 +128,7 @@ def export(
                 yield sources.pieces(checkpoint, part, run.device, importance or {})
                 bar.advance(part.entry.num_bytes, part.entry.name)
 
-        container.write(path, head, entries, contents())
+        container.write(path, head, entries, contents(), replace=run.redo)
     return Exported(path, size, {entry.name: entry.form.name for entry in entries}, notes)
 
 
@@ -155,10 +155,8 @@ def _free(out: Path | str, redo: bool) -> Path:
         raise SpecError(f"out is {path}, which does not end in .gguf", fix=f"name a file: {path / 'model.gguf'}")
     if path.is_dir():
         raise SpecError(f"{path} is a folder", fix=f"name a file: {path / 'model.gguf'}")
-    if path.exists() and not redo:
-        raise ArtifactError(
-            f"{path} exists", fix="give another name, or --redo (in Python Run(redo=True)) to replace it"
-        )
+    if not redo:
+        container.need_free(path)
     return path
 
 

@@ -117,16 +117,44 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
         assert (tmp_path / "a.gguf.partial").exists(), "the other process's file stays"
 
 
-def test_a_file_that_another_process_finishes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is renamed between this one's opening of its partial file and the lock."""
-    lock = fcntl.flock
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_file_that_another_process_finishes_meanwhile_stays(
+    replace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renamed between this one's opening of its partial file and the lock; with `replace` it is asked for anew."""
+    lock, renamed = fcntl.flock, []
 
     def late(file, how: int) -> None:
-        Path(file.name).write_bytes(b"whole")
-        os.replace(file.name, tmp_path / "a.gguf")
+        if not renamed:
+            Path(file.name).write_bytes(b"whole")
+            os.replace(file.name, tmp_path / "a.gguf")
+        renamed.append(file)
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(ArtifactError, match="another process"):
-        write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter(contents()))
-    assert (tmp_path / "a.gguf").read_bytes() == b"whole"
+    head = header(METADATA, ENTRIES)
+    if replace:
+        write(tmp_path / "a.gguf", head, ENTRIES, iter(contents()), replace=True)
+        assert (tmp_path / "a.gguf").read_bytes().startswith(head)
+    else:
+        with pytest.raises(ArtifactError, match=r"a\.gguf exists"):
+            write(tmp_path / "a.gguf", head, ENTRIES, iter(contents()))
+        assert (tmp_path / "a.gguf").read_bytes() == b"whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def test_a_partial_file_that_another_process_removes_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has failed between this one's opening of its partial file and the lock."""
+    lock, removed = fcntl.flock, []
+
+    def late(file, how: int) -> None:
+        if not removed:
+            os.unlink(file.name)
+        removed.append(file)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write(tmp_path / "a.gguf", header(METADATA, ENTRIES), ENTRIES, iter(contents()))
+    assert len(removed) == 2 and [path.name for path in tmp_path.iterdir()] == ["a.gguf"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import hone
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.cli import main
+from hone.export.gguf import container, source
 from hone.export.gguf.export import Exported, export
 from hone.model.decoder import build
 from hone.model.hf import load
@@ -269,6 +272,48 @@ def test_existing_files_folders_and_foreign_names(family_folder, tmp_path: Path)
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     with pytest.raises(ArtifactError, match="is an adapter"):
         export(adapter, tmp_path / "b.gguf")
+
+
+def test_of_two_exports_into_one_file_the_second_ends_and_the_first_is_whole(
+    family_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out, alone = family_folder("llama"), tmp_path / "model.gguf", tmp_path / "alone.gguf"
+    export(folder, alone, type="q8_0")
+    whole, begun, goes_on, pieces = alone.read_bytes(), Event(), Event(), source.pieces
+
+    def slow(*arguments):
+        begun.set()
+        assert goes_on.wait(100)
+        return pieces(*arguments)
+
+    with ThreadPoolExecutor(1) as first:
+        monkeypatch.setattr(source, "pieces", slow)
+        made = first.submit(export, folder, out, type="q8_0")
+        assert begun.wait(100)
+        for redo in (False, True):
+            with pytest.raises(ArtifactError, match=r"another process is writing .*model\.gguf") as caught:
+                export(folder, out, Run(redo=redo, quiet=True), type="q4_0")
+            assert caught.value.fix == "wait for it, or give another file"
+        goes_on.set()
+        assert made.result(100).path == out
+    assert out.read_bytes() == whole
+
+
+def test_an_export_does_not_replace_what_another_one_has_finished_since_it_began(
+    family_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out, header = family_folder("llama"), tmp_path / "model.gguf", container.header
+
+    def late(*arguments):
+        monkeypatch.setattr(container, "header", header)
+        export(folder, out, type="q8_0")
+        return header(*arguments)
+
+    monkeypatch.setattr(container, "header", late)
+    with pytest.raises(ArtifactError, match=r"model\.gguf exists"):
+        export(folder, out, type="q4_0")
+    assert out.read_bytes() == export(folder, tmp_path / "again.gguf", type="q8_0").path.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"again.gguf", "model.gguf"}
 
 
 def test_weights_that_are_not_finite_or_missing_are_refused(family_folder, tmp_path: Path) -> None:
