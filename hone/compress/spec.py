@@ -55,7 +55,7 @@ class CompressSpec(Stage):
     )
     calibration_text: str | None = Field(
         None,
-        description="Texts to calibrate with, in place of the role data: a text file, JSONL (.gz, .zst, .xz) or Parquet with rows of "
+        description="Texts to calibrate with, in place of the role data: a text file, JSONL (.gz, .zst, .xz), JSON or Parquet with rows of "
         "text or messages, a folder of them, or hf:owner/name.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(

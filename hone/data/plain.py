@@ -1,4 +1,4 @@
-"""Texts as they are: plain text, rows of JSONL and Parquet, folders of them, data sets of the hub, conversations by the model's chat template.
+"""Texts as they are: plain text, rows of JSONL, JSON and Parquet, folders of them, data sets of the hub, conversations by the model's chat template.
 
 The readers of the data stage judge and repair what they read, with kernels that are compiled first. A calibration and an
 evaluation need a few megabytes as they are, so rows are read plainly here, from the same files and streams. `field` is the
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +29,21 @@ if TYPE_CHECKING:
     from hone.model.tokenizer import Tokenizer
 
 listing = lazy("hone.data.readers.listing")
+sniff = lazy("hone.data.readers.formats.sniff")
 streams = lazy("hone.data.readers.streams")
 
 _PLAIN = ("text", "code", "tex", UNKNOWN)
 """Formats that are text as they stand."""
 _ROWS = ("jsonl", "parquet")
+_JSON = "json"
+_BETWEEN = re.compile(r"[\s,\[\]]*")
+"""What stands between the rows of a JSON file: an array's signs, or line ends."""
 _BROKEN = ("LZMAError", "ZstdError", "Unreadable")
 _EXPANSION = 3.0
 """Bytes of text of a byte in a compressed file or a Parquet table, to estimate how much there is."""
+_OTHER_FIELD = (
+    "read it with `hone data FILE --text_field=NAME --tokenizer.path=MODEL --out=DATA`, and give that: --from.data=DATA"
+)
 _WAY = "read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and give that: --from.data=DATA"
 
 
@@ -64,23 +72,37 @@ def files_of(source: str, field: str) -> list[File]:
     if (path / "tokens" / "meta.json").exists():
         raise SpecError(f"{field} {source} is a data set of hone", fix=f"give it as data: --from.data={source}")
     if not is_remote(source) and not path.is_dir() and not any(letter in source for letter in "*?["):
-        kind = kind_of(path.name) or (UNKNOWN, "")  # of an unknown ending the content decides: it is text or not UTF-8
-        if kind[0] not in (*_PLAIN, *_ROWS):
-            raise SpecError(f"{field} {source} is {kind[0]}", fix=f"give text, JSONL or Parquet; else {_WAY}")
         try:
-            status = path.stat()
+            file = _told_by_content(
+                listing.File(path, path.name, path.stat().st_size, *(kind_of(path.name) or (UNKNOWN, "")))
+            )
         except OSError as error:
             raise SpecError(f"{field} {source}: {error.strerror}", fix="name a text file") from None
-        return [listing.File(path, path.name, status.st_size, *kind)]
+        if file.format not in (*_PLAIN, *_ROWS, _JSON):
+            raise SpecError(f"{field} {source} is {file.format}", fix=f"give text, JSONL, JSON or Parquet; else {_WAY}")
+        return [file]
     try:
         found = listing.list_source(source).files
     except SpecError as error:
         raise SpecError(f"{field}: {error.what}", fix=error.fix) from None
     able = [file for file in found if file.format in (*_PLAIN, *_ROWS)]
+    # Beside others a JSON file describes them.
+    able = able or [file for file in found if file.format == _JSON]
     if not able:
         kinds = ", ".join(sorted({file.format for file in found}))
-        raise SpecError(f"{field} {source} holds {kinds} alone", fix=f"give text, JSONL or Parquet; else {_WAY}")
+        raise SpecError(f"{field} {source} holds {kinds} alone", fix=f"give text, JSONL, JSON or Parquet; else {_WAY}")
     return able
+
+
+def _told_by_content(file: File) -> File:
+    """`file`, compressed or as rows where its content is and its name does not say so: caches name files by their hash.
+
+    Of an ending that is not known the content is text otherwise, or not UTF-8. Raises OSError as reading does.
+    """
+    if file.compression or file.format not in (UNKNOWN, "text", "jsonl"):
+        return file
+    found = sniff.sniffed(file) or file
+    return found if found.compression or (file.format == UNKNOWN and found.format in _ROWS) else file
 
 
 def local_files(source: str, field: str) -> dict[str, Path]:
@@ -125,7 +147,7 @@ def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
     if not documents:
         why = "; ".join(problem for problem, _ in problems.most_common(3)) or "it is empty"
         raise SpecError(
-            f"{field} {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_WAY}"
+            f"{field} {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_OTHER_FIELD}"
         )
     if 0 < chats < len(documents):
         raise SpecError(
@@ -149,7 +171,9 @@ def _documents(file: File, field: str, tokenizer: Tokenizer, problems: Counter[s
                 raise
             problems[error.what] += 1
             continue
-        if found is None:
+        if found is None and "text" in row:
+            problems[f"text is {json.dumps(row['text'], default=str)[:40]}, which is no string"] += 1
+        elif found is None:
             problems[f"no field text or messages, but {', '.join(sorted(row)[:6]) or 'nothing'}"] += 1
         elif not _is_unicode(found[0]):
             problems["half a surrogate pair, which no tokenizer takes"] += 1
@@ -191,23 +215,39 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(file: File, field: str, problems: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL or Parquet file."""
+    """The rows of a JSONL, JSON or Parquet file."""
     if file.format == "parquet":
         yield from _table(file, field)
         return
     with _opened(file, field) as stream:
-        for line in stream:
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                problems[f"no JSON: {line[:40].decode('utf8', 'replace').strip()}"] += 1
-                continue
+        for row in _values(stream.read(), problems) if file.format == _JSON else _lines(stream, problems):
             if isinstance(row, dict):
                 yield row
             else:
                 problems["no JSON object"] += 1
+
+
+def _lines(stream: Iterable[bytes], problems: Counter[str]) -> Iterator[Any]:
+    """The values of JSON lines."""
+    for line in stream:
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            problems[f"no JSON: {line[:40].decode('utf8', 'replace').strip()}"] += 1
+
+
+def _values(raw: bytes, problems: Counter[str]) -> Iterator[Any]:
+    """The values of a JSON file: those of an array, or one after the other. After one that is none the next line is tried."""
+    text, decoder, place = raw.decode("utf-8-sig", "replace"), json.JSONDecoder(), 0
+    while (place := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
+        try:
+            value, place = decoder.raw_decode(text, place)
+            yield value
+        except (ValueError, RecursionError):
+            problems[f"no JSON: {text[place : place + 40].strip()}"] += 1
+            place = text.find("\n", place) + 1 or len(text)
 
 
 def _table(file: File, field: str) -> Iterator[dict[str, Any]]:
@@ -229,9 +269,9 @@ def _plain(file: File, field: str) -> str:
     with _opened(file, field) as stream:
         raw = stream.read()
     try:
-        return raw.decode("utf8")
+        return raw.decode("utf-8-sig")  # some editors begin a text with a mark
     except UnicodeDecodeError as error:
-        raise SpecError(f"{field} {file.path} is not UTF-8: {error}", fix="name a text file") from None
+        raise SpecError(f"{field} {file.path} is not UTF-8: {error}", fix=f"give it as UTF-8, or {_WAY}") from None
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class Eval(Stage):
 
     text: str | None = Field(
         None,
-        description="Texts to score on, in place of the role data: a text file, JSONL (.gz, .zst, .xz) or Parquet with rows of text or "
+        description="Texts to score on, in place of the role data: a text file, JSONL (.gz, .zst, .xz), JSON or Parquet with rows of text or "
         "messages, a folder of them, or hf:owner/name.",
     )
     split: str = Field("val", description="Split of the data artifact to score.")

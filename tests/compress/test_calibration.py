@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hone.base.errors import SpecError
+from hone.base.errors import MachineError, SpecError
 from hone.compress.calibration import from_text
 from hone.data import plain
+from hone.data.readers import remote
 from hone.model.tokenizer import load_tokenizer
 from tests.conftest import byte_tokenizer
 
@@ -60,21 +61,31 @@ def test_every_sequence_begins_as_a_served_text_does(begins, model, tmp_path):
 def _written(name: str, folder: Path) -> Path:
     """The stories in a file of this name."""
     path = folder / name
-    if name.endswith(".parquet"):
+    if "parquet" in name:
         import pyarrow as pa
         from pyarrow import parquet
 
         parquet.write_table(pa.table({"text": STORIES, "id": list(range(80))}), path)
         return path
-    raw = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in STORIES).encode()
-    if name.endswith(".zst"):
+    rows = [{"text": text, "id": 1} for text in STORIES]
+    raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if ".json" in path.suffixes and "array" in name:
+        raw = json.dumps(rows, indent=1).encode()
+    if name.endswith((".zst", ".zstd")):
         raw = pytest.importorskip("zstandard").compress(raw)
     packs = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
-    path.write_bytes(packs.get(path.suffix, bytes)(raw))
+    path.write_bytes(packs.get(path.suffix, gzip.compress if "packed" in name else bytes)(raw))
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet"])
+COMPRESSED = ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.jsonl.zst", "a.jsonl.zstd"]
+BY_CONTENT = ["packed", "packed.jsonl", "packed.txt", "5f3c-packed.bin", "parquet"]
+"""Files whose names do not say what is in them, such as those of a cache."""
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", *COMPRESSED, "a.json", "array.json", "array.json.gz", "a.parquet", *BY_CONTENT]
+)
 def test_rows_give_documents_that_attend_to_themselves(name, model, tmp_path):
     served = load_tokenizer(model)
     start = served.start_ids[0]
@@ -153,6 +164,13 @@ def test_conversations_are_written_by_the_models_own_template(row, name, model, 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("page", gzip.compress(b"<!doctype html><p>a story</p>"), "page is html"),
+        ("a.json", b'[{"body": "a story"}, {"body": "b", "id": 2}]', "no field text or messages, but body"),
+        ("a.json", b'{"text": ["a", "b"]}', r'text is \["a", "b"\], which is no string'),
+        ("a.json", b'[1, "text"]', "no JSON object"),
+        ("a.json", b"a story", "no JSON: a story"),
+        ("a.json", b"[]", "it is empty"),
+        ("a.jsonl", b'{"text": null, "id": 1}\n', "text is null, which is no string"),
         ("a.html", b"<p>a story</p>", "a.html is html"),
         ("a.csv", b"text\na story\n", "a.csv is csv"),
         ("a.pdf", b"%PDF", "a.pdf is pdf"),
@@ -177,6 +195,59 @@ def test_what_cannot_calibrate_is_an_error_with_a_way(name, content, message, mo
     with pytest.raises(SpecError, match=message) as caught:
         read(path, model, **({"seq_len": 8} if "of 8 tokens" in message else {}))
     assert caught.value.fix
+
+
+def test_rows_of_json_after_one_that_is_none_are_read(model, tmp_path):
+    lines = [json.dumps({"text": text}) for text in STORIES]
+    (tmp_path / "a.json").write_text("\ufeff" + "\n".join([*lines[:40], '{"text": "cut', *lines[40:]]))
+    tokenizer = load_tokenizer(model)
+    found = plain.read(str(tmp_path / "a.json"), "calibration_text", tokenizer, 1e9)
+    assert found.documents == STORIES and len(found.notes) == 1 and 'no JSON: {"text": "cut' in found.notes[0]
+
+
+def test_json_beside_other_texts_describes_them(model, tmp_path):
+    tokenizer = load_tokenizer(model)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "dataset_info.json").write_text('{"text": "about the set"}')
+    assert plain.read(str(tmp_path / "set"), "calibration_text", tokenizer, 1e9).documents == ["about the set"]
+    _written("set/rows.jsonl.gz", tmp_path)
+    assert plain.read(str(tmp_path / "set"), "calibration_text", tokenizer, 1e9).documents == STORIES
+
+
+def test_a_mark_before_a_text_is_none_of_it(model, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa story")
+    found = plain.read(str(tmp_path / "a.txt"), "calibration_text", load_tokenizer(model), 1e9)
+    assert found.documents == ["a story"]
+
+
+def test_a_data_set_of_hone_goes_by_its_role(model, tmp_path):
+    (tmp_path / "data" / "tokens").mkdir(parents=True)
+    (tmp_path / "data" / "tokens" / "meta.json").write_text("{}")
+    with pytest.raises(SpecError, match="is a data set of hone") as caught:
+        read(tmp_path / "data", model)
+    assert caught.value.fix == f"give it as data: --from.data={tmp_path / 'data'}"
+
+
+def test_a_data_set_of_the_hub_is_read_when_it_is_named(model, tmp_path, monkeypatch):
+    """From a hub in memory; where it cannot be reached, that is one error with a way."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("huggingface_hub")
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pipe("/datasets/me/stories/train.jsonl.gz", _written("rows.jsonl.gz", tmp_path).read_bytes())
+    monkeypatch.setattr(remote, "_system", lambda url: (memory, "/" + url.partition("://")[2].removeprefix("/")))
+    assert plain.num_bytes("hf:me/stories", "calibration_text") > 100
+    found = read("hf:me/stories", model)
+    assert np.array_equal(found.tokens, read(tmp_path / "rows.jsonl.gz", model).tokens)
+
+    def lost(*arguments, **options):
+        raise ConnectionError("the network is unreachable")
+
+    for name in ("info", "find", "ls"):
+        monkeypatch.setattr(memory, name, lost)
+    with pytest.raises(MachineError, match=r"hf:me/stories cannot be reached: .*unreachable") as caught:
+        read("hf:me/stories", model)
+    assert "copy it to a local folder" in caught.value.fix
 
 
 def test_rows_that_are_left_out_are_said(model, tmp_path):
