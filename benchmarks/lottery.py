@@ -27,8 +27,8 @@ from hone.base.artifact import Artifact
 from hone.base.interval import welch
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.data.load import PackedTokens
 from hone.eval.score import score
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder, build
 from hone.model.hf import Checkpoint, load, save

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import ledger
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
 from hone.ops import linear_cross_entropy

@@ -26,8 +26,8 @@ from benchmarks import ledger
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.data.load import PackedTokens
 from hone.eval.score import score
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder
 from hone.model.folder import copy_tokenizer

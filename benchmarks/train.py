@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import ledger
 from hone.cost.update import adamw
-from hone.data.load import IGNORE, Batch
+from hone.feed.load import IGNORE, Batch
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, build

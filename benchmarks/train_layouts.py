@@ -30,7 +30,7 @@ import torch
 from benchmarks.ranks import forget, on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder

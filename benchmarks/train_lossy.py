@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.ranks import on_ranks
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.context import Causal
 from hone.model.decoder import build
 from hone.model.shape import Shape

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks.ranks import forget, on_ranks
 from benchmarks.train import SHAPES, random_batch, random_decoder
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.context import Causal
 from hone.model.decoder import Decoder

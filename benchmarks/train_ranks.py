@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.ranks import Loss, on_ranks, torch_step
 from benchmarks.train import SHAPES
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder, Drawn, build, unmade
 from hone.train import DATA_PARALLEL

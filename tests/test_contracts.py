@@ -21,8 +21,8 @@ from hone.compress.low_rank.base import Correction
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
 from hone.data.expression import evaluate
-from hone.data.load import Batch
 from hone.data.signals import signals
+from hone.feed.load import Batch
 from hone.model.decoder import build
 from hone.model.incremental import Incremental, generate
 from hone.model.mixers import MIXERS

@@ -16,12 +16,14 @@ from hone.base.table import TABLES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hone"
 FLOORS = {
-    "base": 1, "measure": 2, "report": 2, "cost": 3, "ops": 4, "parallel": 5, "solvers": 5, "model": 6, "data": 7,
+    "base": 1, "measure": 2, "report": 2, "cost": 3, "text": 3, "ops": 4, "parallel": 5, "solvers": 5, "model": 6, "feed": 7, "data": 8,
     "eval": 8, "serve": 8, "train": 9, "export": 9, "compress": 10, "plan": 11, "recipe": 12, "cli": 12, "": 13, "__main__": 13,
 }  # fmt: skip
-"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus. Solvers stand on
-ops, whose grids and sweeps they use, and below training. Compression says which folders other programs can read, so it stands
-above export."""
+"""Data stands above model: a quality model may be an encoder of the model room's layers, and no model reads a corpus. Feed stands below
+data, which writes what feed reads. Solvers stand on ops, whose grids and sweeps they use, and below training. Compression says which
+folders other programs can read, so it stands above export."""
+WITHOUT_DATA = {"eval", "serve", "train", "compress", "export", "plan"}
+"""Rooms that read a data artifact or texts by `hone.feed` alone: what makes them meets them on disk."""
 TOP = {"recipe", "cli"}
 """They know each other."""
 REGISTRIES = {
@@ -128,6 +130,21 @@ def test_no_import_runs_up():
     assert broken_floors(graph_of_hone()) == []
 
 
+def test_only_feed_reads_what_data_makes():
+    graph = graph_of_hone()
+    assert [
+        f"{module} -> {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if room(module) in WITHOUT_DATA and room(target) == "data"
+    ] == []
+    assert {room(module) for module, targets in graph.items() if any(room(one) == "feed" for one in targets)} >= {
+        "data",
+        "eval",
+        "train",
+    }
+
+
 def test_no_import_circle():
     assert circle(graph_of_hone()) == []
 
@@ -135,7 +152,7 @@ def test_no_import_circle():
 def test_the_checks_can_fail():
     up = {"hone.base.spec": {"hone.train.loop"}, "hone.train.loop": set()}
     assert broken_floors(up) == ["hone.base.spec -> hone.train.loop"]
-    assert broken_floors({"hone.model.decoder": {"hone.data.load"}}) == ["hone.model.decoder -> hone.data.load"]
+    assert broken_floors({"hone.model.decoder": {"hone.feed.load"}}) == ["hone.model.decoder -> hone.feed.load"]
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     late = 'grid = lazy("hone.ops.rounding.integer_grid")\nROWS = Table("x", {"a": "hone.train.loop:Trainer"})\nSTAGES = ["hone.cli"]'
     assert imports(late, "hone.model.decoder") == {"hone.ops.rounding.integer_grid", "hone.train.loop", "hone.cli"}

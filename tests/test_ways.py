@@ -8,8 +8,8 @@ import pytest
 
 from hone.base.plan import MEMORY
 from hone.compress.stage import Compress
-from hone.data.facts import DataFacts, SplitFacts
 from hone.eval.stage import Eval
+from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.machine import Machine, describe
 from hone.model.facts import CheckpointFacts
 from hone.train.stage import Train

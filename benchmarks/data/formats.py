@@ -29,8 +29,8 @@ from pyarrow import feather
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus
 from hone.data.readers.documents import Batch, Options, settle
-from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_batches
+from hone.feed.files.listing import list_source
 
 _ROUNDS = 3
 _PDFMINER = """

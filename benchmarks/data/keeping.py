@@ -26,8 +26,8 @@ from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
 from hone.data.dedup.semantics.kmeans import assign, centroids_of, prune
 from hone.data.language import Identifier
-from hone.data.readers.listing import list_source
 from hone.data.stage import Data
+from hone.feed.files.listing import list_source
 
 _ROUNDS = 3
 _STAGE = """

@@ -10,13 +10,13 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks.data.clock import best_of
-from hone.data import CURRICULA
-from hone.data.load import PackedTokens
-from hone.data.mix.mixed import MixedTokens, Shares
-from hone.data.mix.regmix import fit, read_runs, spearman
-from hone.data.mix.simplex import fill
-from hone.data.mix.sources import by_column
-from hone.data.mix.utilimax import best_portfolio
+from hone.feed import CURRICULA
+from hone.feed.load import PackedTokens
+from hone.feed.mix.mixed import MixedTokens, Shares
+from hone.feed.mix.regmix import fit, read_runs, spearman
+from hone.feed.mix.simplex import fill
+from hone.feed.mix.sources import by_column
+from hone.feed.mix.utilimax import best_portfolio
 
 
 def rows(data: Path, peers: str | None = None) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ from benchmarks.data.pages import gold
 from hone.data.readers.documents import Batch, Document, Options, settle
 from hone.data.readers.encodings import decode_page
 from hone.data.readers.extractor import Extractor
-from hone.data.readers.listing import File
 from hone.data.readers.read import read_batches, read_file
+from hone.feed.files.listing import File
 
 _ROUNDS = 3
 _PEERS = {

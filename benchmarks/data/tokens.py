@@ -22,8 +22,8 @@ import tokenizers
 
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import grown
-from hone.data.tokens.packing import best_fit_index
 from hone.data.tokens.tokenizer import Encoder, Tokenizer, load, train
+from hone.feed.packing import best_fit_index
 
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -21,7 +21,7 @@ from hone.base.lazy import resolve
 from hone.base.partial import partial_of
 
 FACTS: dict[str, str] = {
-    "data": "hone.data.facts:DataFacts",
+    "data": "hone.feed.facts:DataFacts",
     "model": "hone.model.facts:CheckpointFacts",
 }
 """The classes that read the facts of a folder, imported on use. The first whose `mark` is in the folder is used."""

@@ -105,7 +105,7 @@ def _scored(what: str, inputs: dict[str, str], changes: dict[str, str]) -> None:
     """Takes the second argument of `eval`: a data folder, or a text."""
     from hone.base.errors import SpecError
     from hone.base.spec import parse_scalar
-    from hone.data.facts import DataFacts
+    from hone.feed.facts import DataFacts
 
     given = ["--text"] * ("text" in changes) + ["--from.data"] * ("data" in inputs)
     if given:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.data import plain
-from hone.data.load import PackedTokens
+from hone.feed import plain
+from hone.feed.load import PackedTokens
 from hone.model.tokenizer import load_tokenizer
 
 _TOKENS_PER_FEATURE = 4
@@ -69,7 +69,7 @@ def from_data(folder: Path, *, num_sequences: int, seq_len: int, seed: int, num_
 def from_text(
     source: str | Path, model: Path, *, num_sequences: int, seq_len: int, seed: int, num_spare: int = 0
 ) -> Calibration:
-    """Sequences of `seq_len` tokens of the texts in `source` (see `hone.data.plain`), and `num_spare` others.
+    """Sequences of `seq_len` tokens of the texts in `source` (see `hone.feed.plain`), and `num_spare` others.
 
     A plain file is cut into windows, drawn without overlap; documents of rows and of several files are drawn, cut into windows
     where they are longer, and packed, each attending to itself alone. Each begins with the token that the tokenizer puts before

@@ -27,8 +27,8 @@ from hone.compress.written.result import quantization_config
 from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.energy import with_energy
 from hone.cost.files import beside_bytes
-from hone.data import plain as texts
-from hone.data.facts import DataFacts
+from hone.feed import plain as texts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts

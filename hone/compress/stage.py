@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 planning = lazy("hone.compress.planning")
 running = lazy("hone.compress.engine.running")
-texts = lazy("hone.data.plain")
+texts = lazy("hone.feed.plain")
 
 
 class Compress(CompressSpec):

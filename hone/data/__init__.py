@@ -93,27 +93,3 @@ EXECUTORS = Table(
         "slurm": "hone.data.executors.slurm:Slurm",
     },
 )
-
-MIXTURES = Table(
-    "mixture",
-    {
-        "proportional": "hone.data.mix.proportional:Proportional",
-        "temperature": "hone.data.mix.temperature:Temperature",
-        "unimax": "hone.data.mix.unimax:UniMax",
-        "utilimax": "hone.data.mix.utilimax:UtiliMax",
-        "regmix": "hone.data.mix.regmix:RegMix",
-        "medu": "hone.data.mix.medu:Medu",
-        "fixed": "hone.data.mix.fixed:Fixed",
-    },
-)
-
-CURRICULA = Table(
-    "curriculum",
-    {
-        "random": "hone.data.order.random:Random",
-        "staged": "hone.data.order.staged:Staged",
-        "competence": "hone.data.order.competence:Competence",
-        "warmup_then_random": "hone.data.order.warmup_then_random:WarmupThenRandom",
-        "multi_task": "hone.data.order.multi_task:MultiTask",
-    },
-)

@@ -15,12 +15,12 @@ from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.identifiers.base import Opened as Identified
 from hone.data.language import NO_LANGUAGE
 from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
-from hone.data.readers.listing import File
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
 from hone.data.text.batch import Texts
 from hone.data.text.code import ROW, looks_like_code
+from hone.feed.files.listing import File
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")

@@ -26,12 +26,12 @@ from hone.data.executors.keeping import keep
 from hone.data.executors.task import Task, need_known
 from hone.data.forecasting.plan import DataPlan
 from hone.data.forecasting.plan import plan as make_plan
-from hone.data.load import PackedTokens
-from hone.data.readers.listing import SEEN, Listing, list_source
 from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.data.work import Models, careful, read, read_task, train_scorers
 from hone.data.write import take_or_train, tokenize, write_tables
+from hone.feed.files.listing import SEEN, Listing, list_source
+from hone.feed.load import PackedTokens
 from hone.measure.window import Window
 
 

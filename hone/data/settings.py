@@ -12,10 +12,10 @@ from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, IDENTIFIERS, SCORERS
 from hone.data.exports.spec import Exports
-from hone.data.readers.formats.kinds import NAMES
 from hone.data.signals import DOCUMENT, SIGNALS
-from hone.data.tokens.packing import PackingSpec
 from hone.data.tokens.tokenizer import Tokenizer
+from hone.feed.files.kinds import NAMES
+from hone.feed.packing import PackingSpec
 
 if TYPE_CHECKING:
     from hone.data.readers.documents import Options

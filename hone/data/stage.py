@@ -14,8 +14,8 @@ from hone.base.errors import SpecError
 from hone.base.plan import Facts, Machine
 from hone.base.run import Run
 from hone.base.table import Technique, is_foreign
-from hone.data.readers.listing import PYTHON, SEEN, list_source
 from hone.data.settings import Settings
+from hone.feed.files.listing import PYTHON, SEEN, list_source
 
 if TYPE_CHECKING:
     from hone.data.forecasting.plan import DataPlan

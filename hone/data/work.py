@@ -21,11 +21,11 @@ from hone.data.filters.base import Filter
 from hone.data.identifiers.base import LanguageIdentification
 from hone.data.identifiers.base import Opened as Identified
 from hone.data.readers.documents import Options
-from hone.data.readers.listing import File
 from hone.data.results import write_kept, write_signals
 from hone.data.settings import Settings
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
+from hone.feed.files.listing import File
 
 
 class Scorer(Protocol):

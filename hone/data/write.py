@@ -18,8 +18,8 @@ from hone.data.executors.task import Function, Task, need_known
 from hone.data.exports.write import LINES, export
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.tokens.packing import PackingSpec
 from hone.data.work import column_tasks, encode, encode_tasks, write, write_columns, write_tasks
+from hone.feed.packing import PackingSpec
 
 
 class Place(Protocol):

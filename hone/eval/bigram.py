@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 
 DISCOUNT = 0.75
 """Taken off every count, as is usual."""

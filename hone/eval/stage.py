@@ -21,16 +21,16 @@ from hone.base.stage import Stage
 from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
-from hone.data.facts import DataFacts, SplitFacts
 from hone.eval.bigram import bigram_perplexity
 from hone.eval.windows import LOGITS
+from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
-plain = lazy("hone.data.plain")
+plain = lazy("hone.feed.plain")
 torch = lazy("torch")
 
 DEFAULT_WINDOW = 1024

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.base.errors import SpecError
-from hone.data import plain
-from hone.data.load import PackedTokens
+from hone.feed import plain
+from hone.feed.load import PackedTokens
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 
 _READ = 32
@@ -50,7 +50,7 @@ def read_text(data: Path, model: Path, *, split: str = "val", max_tokens: int = 
 
 
 def read_texts(source: str, model: Path, *, max_tokens: int = 0) -> Text:
-    """The texts of `source` (see `hone.data.plain`) in the tokens of `model`, up to `max_tokens` tokens (0: all).
+    """The texts of `source` (see `hone.feed.plain`) in the tokens of `model`, up to `max_tokens` tokens (0: all).
 
     A plain file is one document, rows and the files of a folder are one each. Raises SpecError when there is nothing to score.
     """

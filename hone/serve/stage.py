@@ -19,7 +19,7 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.energy import with_energy
 from hone.cost.serving import Traffic
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window

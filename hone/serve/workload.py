@@ -48,7 +48,7 @@ def make_workload(
 
     Raises SpecError when the split is shorter than a prompt.
     """
-    from hone.data.load import PackedTokens
+    from hone.feed.load import PackedTokens
 
     tokens = PackedTokens(data, "val")
     text, starts = np.asarray(tokens.tokens), tokens.starts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.model.facts import CheckpointFacts
 from hone.model.growth.base import Growth, grown_config
 from hone.model.shape import Shape

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.data.load import IGNORE, Batch, Feed, PackedTokens
-from hone.data.mix.sources import Joined
+from hone.feed.load import IGNORE, Batch, Feed, PackedTokens
+from hone.feed.mix.sources import Joined
 from hone.measure.compilers import keep_kernels_apart
 from hone.model.context import Context
 from hone.model.decoder import Decoder

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.data.load import IGNORE, Batch
+from hone.feed.load import IGNORE, Batch
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder
 from hone.train.activation_checkpointing import Segment

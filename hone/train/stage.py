@@ -17,9 +17,9 @@ from hone.base.spec import Circumstance, Quiet
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
-from hone.data import CURRICULA, MIXTURES
-from hone.data.order.random import Random
-from hone.data.tokens.epochs import check_batch, epoch_of, repeats, steps_for
+from hone.feed import CURRICULA, MIXTURES
+from hone.feed.epochs import check_batch, epoch_of, repeats, steps_for
+from hone.feed.order.random import Random
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
@@ -57,8 +57,8 @@ from hone.train.start import starting_models
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.data.load import PackedTokens
-    from hone.data.mix.reading import Reading
+    from hone.feed.load import PackedTokens
+    from hone.feed.mix.reading import Reading
     from hone.model.decoder import Decoder
     from hone.train.loop import Trainer
     from hone.train.watch import Watch
@@ -233,7 +233,7 @@ class Train(Prolonged):
 
         Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
-        from hone.data.mix.reading import Reading, data_parents
+        from hone.feed.mix.reading import Reading, data_parents
         from hone.train.result import record, record_how, rounding_of
 
         mesh = run.mesh

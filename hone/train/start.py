@@ -12,7 +12,7 @@ from hone.train.precision import Precision
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from hone.data.load import PackedTokens
+    from hone.feed.load import PackedTokens
     from hone.model.decoder import Decoder
     from hone.model.shape import Shape
     from hone.model.weights.model import ModelSource

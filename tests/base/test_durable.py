@@ -10,12 +10,12 @@ import pytest
 from hone.base.durable import input_file
 from hone.base.errors import HoneError, SpecError
 from hone.data.contamination.evaluation import read_evaluations
-from hone.data.mix.medu import read_examples
-from hone.data.mix.regmix import read_runs
-from hone.data.mix.utilities import read_table
 from hone.data.quality.lexicon import Lexicon
-from hone.data.readers.listing import list_source
 from hone.data.tokens.tokenizer import take
+from hone.feed.files.listing import list_source
+from hone.feed.mix.medu import read_examples
+from hone.feed.mix.regmix import read_runs
+from hone.feed.mix.utilities import read_table
 
 READERS = {
     "source": lambda path, out: list_source(str(path)),

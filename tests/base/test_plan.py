@@ -15,7 +15,7 @@ from hone.base.figure import Estimate
 from hone.base.plan import DISK, MEMORY, Facts, Plan, capacity, check_order, facts_of, need
 from hone.base.run import Run
 from hone.base.stage import Stage
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 

@@ -14,8 +14,8 @@ import tokenizers
 
 from hone.base.errors import MachineError, SpecError
 from hone.compress.calibration import from_text
-from hone.data import plain
-from hone.data.readers import remote
+from hone.feed import plain
+from hone.feed.files import remote
 from hone.model.tokenizer import load_tokenizer
 from tests.conftest import byte_tokenizer
 

@@ -12,7 +12,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.plan import DISK, MEMORY
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 

@@ -7,7 +7,7 @@ from typing import Any
 from hone.base.plan import MEMORY
 from hone.cost.facts import Attending, LayerFacts, ModelFacts
 from hone.cost.roofline import data_sheets
-from hone.data.facts import DataFacts, SplitFacts
+from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, KernelRate, MatmulRate
 from hone.measure.machine import Gpu, Machine
 from hone.train.stage import Train

@@ -13,12 +13,12 @@ from hone.base.run import Run
 from hone.data.annotate import annotate, tasks
 from hone.data.corpus import Corpus
 from hone.data.language import Identifier
-from hone.data.load import PackedTokens
 from hone.data.readers.documents import Options
-from hone.data.readers.listing import File, list_source
 from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
 from hone.data.text.batch import Texts
+from hone.feed.files.listing import File, list_source
+from hone.feed.load import PackedTokens
 
 
 def rows_file(folder: Path, texts: list[str]) -> Path:

@@ -12,7 +12,7 @@ from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
 from hone.data.language import Identifier
 from hone.data.readers.documents import Options
-from hone.data.readers.listing import list_source
+from hone.feed.files.listing import list_source
 
 
 def corpus_of(tmp_path, texts: list[str], name: str = "in") -> Corpus:

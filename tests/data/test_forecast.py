@@ -21,8 +21,8 @@ from hone.data.forecasting import trial
 from hone.data.forecasting.duplicates import left
 from hone.data.forecasting.sample import RANGE_BYTES, Sample, units_of
 from hone.data.readers.documents import Options
-from hone.data.readers.listing import list_source
 from hone.data.stage import Data
+from hone.feed.files.listing import list_source
 from tests.data.stories import story
 
 SOUND = {"filters": ["length"], "dedups": [], "tokenizer": {"vocab_size": 400}}

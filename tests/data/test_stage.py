@@ -19,9 +19,9 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import ArtifactError, DriftError, FitError, MissingExtra, SpecError
 from hone.base.run import Run
-from hone.data.load import PackedTokens
 from hone.data.stage import Data
 from hone.data.tokens.tokenizer import load
+from hone.feed.load import PackedTokens
 from tests.data.stories import WORDS, story
 from tests.forking import forking
 

@@ -13,7 +13,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model import hf
 from hone.model.adapters import ADAPTERS
 from hone.model.config import ModelConfig

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train.checkpoint import Checkpoints
 from hone.train.data_parallel.asynchronous.ad_psgd import Averaged, PairedTrainer, PairedUpdate
 from hone.train.data_parallel.asynchronous.shard import Push, Shard

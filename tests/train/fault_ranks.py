@@ -203,7 +203,7 @@ def _nan(spec: Any, parents: Any, run: Run) -> Any:
 
 def _data_gone(spec: Any, parents: Any, run: Run) -> Any:
     """The tokens are not there on this machine, though the folder is known."""
-    from hone.data.mix import reading
+    from hone.feed.mix import reading
 
     def missing(*_: Any) -> Any:
         raise ArtifactError("tokens/train.bin is missing", fix="copy the data to all machines")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train.loop import Trainer
 from tests.train.ranks import batch, trainer
 

@@ -18,7 +18,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.base.run import Run
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.config import ModelConfig
 from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
@@ -47,7 +47,7 @@ for _table, _names in (
 ):
     for _name in _names:
         _table[_name]
-for _module in ("hone.data.mix.reading", "hone.train.result", "hone.train.student", "torch.utils.tensorboard"):
+for _module in ("hone.feed.mix.reading", "hone.train.result", "hone.train.student", "torch.utils.tensorboard"):
     importlib.import_module(_module)
 
 COMPILE, FUSES = torch.compile, AdamWRule.fuses

@@ -11,7 +11,7 @@ import torch
 from hone.base.errors import FitError, SpecError
 from hone.cost.activations.segments import keep_all, layer_bytes, live_bytes, recomputed_layers
 from hone.cost.update import adamw
-from hone.data.load import Batch, PackedTokens
+from hone.feed.load import Batch, PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.shape import Shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train.data_parallel.asynchronous.topology import ring_of_two_sides
 from tests.train.async_ranks import worked
 from tests.train.conftest import SHAPE

@@ -15,7 +15,7 @@ from torch import Tensor
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train import DATA_PARALLEL
 from hone.train.data_parallel.asynchronous.shard import Keys
 from hone.train.data_parallel.asynchronous.topology import exponential, ring

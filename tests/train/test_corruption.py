@@ -13,7 +13,7 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.parallel.pipeline.weight_gradients import WeightGradients
 from hone.train.faults.rerun import Guard, check_replicas, recording

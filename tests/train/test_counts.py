@@ -13,7 +13,7 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
 from hone.base.run import Run
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.train.stage import Train
 from tests.conftest import byte_tokenizer

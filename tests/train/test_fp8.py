@@ -17,7 +17,7 @@ from hone.base.plan import facts_of
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.cost.activations.segments import layer_bytes
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.linear import Dense

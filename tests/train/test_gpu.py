@@ -9,7 +9,7 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.cost.update import adamw
-from hone.data.load import Batch, PackedTokens
+from hone.feed.load import Batch, PackedTokens
 from hone.measure.window import Window
 from hone.model.decoder import build
 from hone.model.shape import Shape

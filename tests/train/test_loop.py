@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hone.base.errors import HoneError
-from hone.data.load import Batch, PackedTokens
+from hone.feed.load import Batch, PackedTokens
 from hone.model.decoder import build
 from hone.model.hf import load, save
 from hone.train.activation_checkpointing import EveryNth

@@ -13,7 +13,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.train.stage import Train
 from tests.ranked import together

@@ -10,8 +10,8 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.cost.update import adamw
-from hone.data.facts import DataFacts
-from hone.data.load import PackedTokens
+from hone.feed.facts import DataFacts
+from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
 from hone.model.adapters import ADAPTERS
 from hone.model.adapters.peft import adapted

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train import OFFLOADS, OPTIMIZERS, update
 from hone.train.checkpoint import Checkpoints

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train import ACTIVATION_CHECKPOINTINGS, OPTIMIZERS
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import validate

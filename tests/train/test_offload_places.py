@@ -19,7 +19,7 @@ from hone.base.errors import FitError, HoneError, MachineError, SpecError
 from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.cost.offload import link_rate
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.measure.machine import Gpu, describe
 from hone.model.shape import Shape
 from hone.train import OFFLOADS, OPTIMIZERS

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 import torch
 
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.model.shape import Shape
 from hone.train import OPTIMIZERS

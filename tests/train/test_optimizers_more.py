@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import validate

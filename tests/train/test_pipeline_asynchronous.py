@@ -12,7 +12,7 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
-from hone.data.load import Batch, PackedTokens
+from hone.feed.load import Batch, PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.train.objectives.next_token import NextToken

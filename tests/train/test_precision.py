@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.base.errors import FitError
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train.loop import Trainer
 from hone.train.precision import INITIAL_SCALE, LossScaler

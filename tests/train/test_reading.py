@@ -13,12 +13,12 @@ import pytest
 from hone.base.artifact import Artifact, start
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data import CURRICULA
-from hone.data.load import PackedTokens
-from hone.data.mix.reading import Reading
-from hone.data.mix.sources import Sources
+from hone.feed import CURRICULA
+from hone.feed.load import PackedTokens
+from hone.feed.mix.reading import Reading
+from hone.feed.mix.sources import Sources
 from hone.train.stage import Train
-from tests.data.mix.test_medu import Fake
+from tests.feed.mix.test_medu import Fake
 from tests.train.conftest import SHAPE, content_after_kills, write_data
 
 SPEC = {

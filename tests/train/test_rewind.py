@@ -13,7 +13,7 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import HoneError, SpecError
 from hone.base.run import Run
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.hf import load
 from hone.train.loop import Trainer
 from hone.train.schedules.cosine import Cosine

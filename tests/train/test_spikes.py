@@ -13,7 +13,7 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import HoneError, SpecError
 from hone.base.run import Run
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train import loop
 from hone.train.loop import Trainer

@@ -16,7 +16,7 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
 from hone.base.run import Run
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import describe
 from hone.train import loop
 from hone.train.intervals import EarlyStopping, Validation

@@ -12,7 +12,7 @@ from hone.base.errors import SpecError
 from hone.base.ranks import Mesh
 from hone.cost.facts import ModelFacts
 from hone.cost.replicas import Divided
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train import DATA_PARALLEL
 from hone.train.parallelism import Parallelism
 from tests.train.ranks import BATCH, SEQ, trainer

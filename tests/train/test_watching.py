@@ -20,7 +20,7 @@ from hone.base.ranks import Mesh, Waits
 from hone.base.run import Bar, Run
 from hone.cli import main
 from hone.cost.facts import ModelFacts
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train.curves.wandb import WandbCurves
 from hone.train.live import screen

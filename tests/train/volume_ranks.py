@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.data.load import PackedTokens
+from hone.feed.load import PackedTokens
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.travel import Travel
 from hone.train.parallelism import Parallelism

@@ -17,7 +17,7 @@ from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.shards import build_layer
-from hone.data.load import IGNORE
+from hone.feed.load import IGNORE
 from hone.model.decoder import DecoderLayer
 from hone.model.linear_spec import column_axis
 from hone.model.weights.model import ModelSource

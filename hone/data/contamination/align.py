@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.contamination.match import _key, _longest, _mixed, _power
-from hone.data.text.compiled import entry
 from hone.data.text.units import next_word, unit_table
+from hone.text.compiled import entry
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
 _SHIFT = np.uint64(32)

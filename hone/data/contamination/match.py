@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry
 from hone.data.text.units import next_word, unit_table
+from hone.text.compiled import entry
 
 __all__ = ["grams_of", "hits_of", "table_of", "unit_table"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.dedup.union_find import link
-from hone.data.text.compiled import entry
+from hone.text.compiled import entry
 
 
 @entry

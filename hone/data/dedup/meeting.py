@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.dedup.union_find import join
-from hone.data.text.compiled import entry, kernel
+from hone.text.compiled import entry, kernel
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio: multiplying by it makes the high bits differ also where only low bits of the numbers do."""

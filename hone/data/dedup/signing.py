@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.shingles import CHUNK, next_shingles
+from hone.text.compiled import entry, kernel
 
 
 @entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry
+from hone.text.compiled import entry
 
 _AHEAD = 64
 """Edges read together before they are joined, so that their memory reads overlap."""

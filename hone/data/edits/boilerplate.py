@@ -6,9 +6,9 @@ import functools
 
 import numpy as np
 
-from hone.data.text.compiled import entry
 from hone.data.text.segment import code_point
 from hone.data.text.tables import COUNTED_THINGS, UPPER_CASE, classes
+from hone.text.compiled import entry
 
 LONG_WORD, PUNCTUATION, FEW_WORDS, JAVASCRIPT, POLICY, CITATION = range(6)
 """C4's rules in the order in which they are tried."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry, kernel
 from hone.data.text.units import POINT, is_joined, unit_of, unit_table
+from hone.text.compiled import entry, kernel
 
 __all__ = ["before", "joined", "size_at", "unit_table"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hone.data.edits.characters import before, joined, size_at
-from hone.data.text.compiled import entry
+from hone.text.compiled import entry
 
 
 @entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry
+from hone.text.compiled import entry
 
 LINES, PARAGRAPHS, SENTENCES = 0, 1, 2
 

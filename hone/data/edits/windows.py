@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry
+from hone.text.compiled import entry
 
 _BASE = np.uint64(0x9FB21C651E98DF25)
 _FINAL = np.uint64(0xD6E8FEB86659FD93)

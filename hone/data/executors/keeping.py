@@ -19,7 +19,7 @@ from hone.base.store import AT_ONCE, Store, at_once
 from hone.data.executors.base import Pool, Rescue
 from hone.data.executors.store import Kept, Read
 from hone.data.executors.task import Function, Task, fetched
-from hone.data.readers.listing import Listing
+from hone.feed.files.listing import Listing
 
 
 class Keeping:

@@ -19,6 +19,7 @@ from hone.base.spec import fingerprint
 from hone.data.executors.store import Kept
 
 DONE = ".done"
+_ROOMS = ("data", "feed", "text")
 Function = Callable[..., dict[str, Any]]
 """`function(folder, *arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
 
@@ -151,15 +152,16 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def code_version() -> str:
-    """Hash of this room's source files: results of other code are not reused."""
-    return _code_version(Path(__file__).parent.parent)
+    """Hash of the source files of the rooms whose code tasks run: results of other code are not reused."""
+    return _code_version(Path(__file__).parent.parent.parent)
 
 
 @functools.cache
-def _code_version(folder: Path) -> str:
+def _code_version(package: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for room in _ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -19,12 +19,12 @@ from hone.base.run import Run
 from hone.base.spec import fingerprint
 from hone.cost.data import TRAIN_POWER, Pace, data_disk, data_memory
 from hone.data.corpus import BATCH_BYTES, need_parquet
-from hone.data.facts import DataFacts, SplitFacts
 from hone.data.forecasting.sample import Sample, Sort, Unit, units_of
 from hone.data.forecasting.trial import Tokens, Trial, attempt
-from hone.data.readers.listing import list_source
 from hone.data.settings import Settings
 from hone.data.work import Models, train_scorers
+from hone.feed.facts import DataFacts, SplitFacts
+from hone.feed.files.listing import list_source
 from hone.model.tokenizer import identity_of
 
 SAMPLE_BYTES = (16 << 20, 64 << 20)

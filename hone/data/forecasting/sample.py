@@ -20,11 +20,11 @@ from hone.base.errors import HoneError
 from hone.data.annotate import part_of
 from hone.data.readers.documents import Batch, Options, poisoned
 from hone.data.readers.formats.containers import unpacked_bytes
-from hone.data.readers.listing import File
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches
 from hone.data.readers.rows import row_group_bytes
-from hone.data.readers.streams import head, open_raw
+from hone.feed.files.listing import File
+from hone.feed.files.streams import head, open_raw
 
 RANGE_BYTES = 64 << 10
 READ_BYTES = 64 << 20

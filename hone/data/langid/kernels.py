@@ -13,7 +13,7 @@ import numpy as np
 
 from hone.data.langid.alphabet import HAN, MARK, NUM_CHARACTERS, OTHER, SCRIPT_SHIFT
 from hone.data.text.batch import Texts
-from hone.data.text.compiled import allocating, entry, kernel
+from hone.text.compiled import allocating, entry, kernel
 
 WHOLE_BYTES = 4096
 """A text of at most so many bytes is read whole."""

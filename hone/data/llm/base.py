@@ -17,7 +17,7 @@ from hone.base.figure import Estimate
 from hone.base.spec import Circumstance
 from hone.base.table import Technique
 from hone.data.llm.journal import Answer, Journal, key_of
-from hone.data.mix.endpoint import Endpoint
+from hone.feed.mix.endpoint import Endpoint
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _CHARS_A_TOKEN = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import entry, inlined
+from hone.text.compiled import entry, inlined
 
 EMAIL, NUMBER, IPV6, IBAN, PREFIX, ASSIGNED = range(6)
 """Kinds of candidates: an '@' between word characters; a run of seven or more digits with what may separate them; colons between

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import BASIS, PRIME, ROLL, code_point, mix, roll_power
+from hone.text.compiled import entry, kernel
 
 _LETTERS = np.uint64(0xD6E8FEB86659FD93)  # separates n-grams of letters from those of words
 _TWO, _THREE = np.uint64(0xA5A3564A00000000), np.uint64(0xC2B2AE3D27D4EB4F)

@@ -14,8 +14,8 @@ from pydantic import Field
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer, area_under_curve
 from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.listing import Listing, list_source
 from hone.data.readers.read import read_file
+from hone.feed.files.listing import Listing, list_source
 
 _LEAST = 10
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.readers.documents import Fault, Noted, Options, Piece, Unreadable, poisoned
+from hone.data.readers.documents import Fault, Noted, Options, Piece, poisoned
 from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
-from hone.data.readers.listing import File
-from hone.data.readers.remote import is_lost
-from hone.data.readers.streams import decompressor, head, open_raw, open_stream, zstandard
+from hone.feed.files.listing import File
+from hone.feed.files.remote import is_lost
+from hone.feed.files.streams import Unreadable, decompressor, head, open_raw, open_stream, zstandard
 
 MAX_RECORD_BYTES = 32 << 20
 """Larger web records are not pages."""

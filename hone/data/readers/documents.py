@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.readers.listing import File
 from hone.data.signals import is_piled, normalize
 from hone.data.text.batch import Texts
+from hone.feed.files.listing import File
 
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01
@@ -129,10 +129,6 @@ class Fault(NamedTuple):
         return Broken(
             self.reason, source, shown, len(shown.encode("utf8")) if self.num_bytes is None else self.num_bytes
         )
-
-
-class Unreadable(Exception):
-    """Ends the reading of one file: (reason, excerpt)."""
 
 
 def poisoned(error: BaseException) -> bool:

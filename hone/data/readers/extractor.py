@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hone.base.table import Technique
-from hone.data.readers.documents import SAMPLE_CHARS, Unreadable
+from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.readers.encodings import decode_page
+from hone.feed.files.streams import Unreadable
 
 MAX_DEPTH = 512
 """Deepest nesting of elements, as in browsers built on Blink. Extractors take time quadratic in the depth: minutes at 100,000."""

@@ -13,14 +13,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hone.base.errors import HoneError
-from hone.data.readers.documents import Options, Unreadable, poisoned
+from hone.data.readers.documents import Options, poisoned
 from hone.data.readers.encodings import marked
 from hone.data.readers.formats.arrow import num_batches
 from hone.data.readers.formats.containers import member_bytes
 from hone.data.readers.formats.json_values import is_lines
-from hone.data.readers.listing import File
 from hone.data.readers.rows import row_group_bytes
-from hone.data.readers.streams import open_raw
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Unreadable, open_raw
 
 PART_BYTES = 64 << 20
 """About the bytes of text of a part; for Parquet the bytes of its columns before compression."""

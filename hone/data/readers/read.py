@@ -12,7 +12,6 @@ from typing import Any
 
 from hone.base.store import unreachable
 from hone.data.readers.archives import read_archive
-from hone.data.readers.code import fault_of, language_of
 from hone.data.readers.docstrings import prose_of
 from hone.data.readers.documents import (
     NUL_REMOVED,
@@ -24,7 +23,6 @@ from hone.data.readers.documents import (
     Noted,
     Options,
     Piece,
-    Unreadable,
     family_of,
     group_of,
     identify,
@@ -40,7 +38,6 @@ from hone.data.readers.formats.containers import read_container
 from hone.data.readers.formats.csv_rows import read_csv
 from hone.data.readers.formats.epub import read_epub
 from hone.data.readers.formats.json_values import read_json
-from hone.data.readers.formats.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.data.readers.formats.mail import read_eml, read_mbox
 from hone.data.readers.formats.notebook import read_notebook
 from hone.data.readers.formats.office import read_docx, read_odt
@@ -48,14 +45,16 @@ from hone.data.readers.formats.pdf import read_pdf
 from hone.data.readers.formats.sniff import sniffed
 from hone.data.readers.formats.tex import read_tex
 from hone.data.readers.formats.xml import read_xml
-from hone.data.readers.listing import File
-from hone.data.readers.remote import is_lost
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
-from hone.data.readers.streams import read_whole
 from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
 from hone.data.readers.texts import read_text
 from hone.data.text.batch import Texts
 from hone.data.text.code import ROW
+from hone.feed.files.code import fault_of, language_of
+from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
+from hone.feed.files.listing import File
+from hone.feed.files.remote import is_lost
+from hone.feed.files.streams import Unreadable, read_whole
 
 
 def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hone.data.readers.documents import NUL_REMOVED, Fault, Noted, settle
 from hone.data.text.batch import Texts
-from hone.data.text.compiled import entry, inlined
+from hone.text.compiled import entry, inlined
 
 FINE, UNTIDY, ODD = 0, 1, 2
 CHANGES, FIRST, SECOND, TAIL, SPACE = 1, 2, 4, 8, 16

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Piece
 from hone.data.readers.encodings import BAD, Decoder, decoder_of
-from hone.data.readers.listing import File
-from hone.data.readers.streams import Salvage, open_stream
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Salvage, open_stream
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents in text files (a common dump format) and ends each one in the packed tokens."""

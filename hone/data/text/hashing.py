@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from hone.data.text.compiled import kernel
+from hone.text.compiled import kernel
 
 BASIS = np.uint64(0xCBF29CE484222325)
 PRIME = np.uint64(0x00000100000001B3)

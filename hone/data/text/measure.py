@@ -11,7 +11,6 @@ from hone.data.text import personal, tables
 from hone.data.text import scan as s
 from hone.data.text import words as w
 from hone.data.text.batch import Texts
-from hone.data.text.compiled import entry, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.languages import languages
 from hone.data.text.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
@@ -19,6 +18,7 @@ from hone.data.text.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, e
 from hone.data.text.segment import find, fold, place_of
 from hone.data.text.units import unit_table
 from hone.data.text.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
+from hone.text.compiled import entry, kernel
 
 (
     DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,

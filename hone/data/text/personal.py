@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import kernel
 from hone.data.text.segment import next_within
+from hone.text.compiled import kernel
 
 DOT, DASH, AT, PLUS, ZERO, NINE = (ord(char) for char in ".-@+09")
 _LOCAL = np.zeros(256, np.bool_)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.segment import find
+from hone.text.compiled import allocating, inlined, kernel
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _EMPTY = np.uint64(0)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.data.text import tables
-from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, word_key
 from hone.data.text.tables import flag
@@ -28,6 +27,7 @@ from hone.data.text.words import (
     is_full,
     look_up,
 )  # fmt: skip
+from hone.text.compiled import allocating, inlined, kernel
 
 (
     WORDS, GAPS, LINES, NEWLINES, MAX_WORD, MAX_LINE, BULLET_LINES, ELLIPSIS_LINES, PUNCTUATED_LINES, SHORT_LINES,

@@ -9,9 +9,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hone.data.text.compiled import inlined, kernel
 from hone.data.text.hashing import mix
 from hone.data.text.tables import LEAD_BYTES, SPACE_BYTES
+from hone.text.compiled import inlined, kernel
 
 _SEED = np.uint64(0x243F6A8885A308D3)
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hone.data.text.compiled import kernel
 from hone.data.text.hashing import ROLL, mix, roll_power
 from hone.data.text.units import next_word
+from hone.text.compiled import kernel
 
 CHUNK = 4096
 """Shingles per call of the caller's loop: they fit the L1 cache, whatever the document's size."""

@@ -16,9 +16,9 @@ import unicodedata
 
 import numpy as np
 
-from hone.data.text.compiled import entry, inlined, kernel
 from hone.data.text.hashing import BASIS, PRIME, TABLE_SIZE, code_point, word_table
 from hone.data.text.segment import next_within
+from hone.text.compiled import entry, inlined, kernel
 
 POINT = np.uint32((1 << 21) - 1)
 """Bits of a code point in `unit_table`; the bits above are its kind."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.data.text import tables
-from hone.data.text.compiled import allocating, inlined, kernel
 from hone.data.text.hashing import PRIME, mix
 from hone.data.text.segment import code_point, place_of, zeros_below
+from hone.text.compiled import allocating, inlined, kernel
 
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,

@@ -13,8 +13,8 @@ import numpy as np
 from hone.base.durable import write_atomic
 from hone.data.corpus import Corpus, publish
 from hone.data.tokens.megatron import write_index
-from hone.data.tokens.packing import PackingSpec, best_fit_index
 from hone.data.tokens.tokenizer import Encoder
+from hone.feed.packing import PackingSpec, best_fit_index
 
 SPLITS = ("train", "val")
 _BATCH_CHARS = 1 << 18

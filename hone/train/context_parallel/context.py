@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.context import Context
 from hone.parallel.axis import Axis
 from hone.parallel.context.layout import Layout

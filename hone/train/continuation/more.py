@@ -97,8 +97,8 @@ def others(spec: Any, begun: Any) -> bool:
 
 def _other_order(spec: Any, longer: float, partial: Path) -> str:
     """Why a training `longer` times as long would have read other sequences than the one in `partial`; '' when it would not."""
-    from hone.data.mix.base import Chosen
-    from hone.data.mix.reading import MIXTURE_FILE
+    from hone.feed.mix.base import Chosen
+    from hone.feed.mix.reading import MIXTURE_FILE
 
     if spec.curriculum.kind != "random":
         return f"curriculum {spec.curriculum.kind} has another order"

@@ -13,7 +13,7 @@ from hone.base.errors import SpecError
 from hone.base.figure import human_bytes
 from hone.base.identity import changed_file
 from hone.base.spec import EARLIER
-from hone.data.order.base import Curriculum
+from hone.feed.order.base import Curriculum
 from hone.model.facts import TRAINING_STATE, CheckpointFacts, Position, Trained
 from hone.train.schedules.base import Schedule, span
 

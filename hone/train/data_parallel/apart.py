@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.train.checkpoint import Stored
 from hone.train.loop import Step, Trainer
 

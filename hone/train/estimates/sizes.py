@@ -21,7 +21,7 @@ from hone.train.offload.techniques import Offload, Resident
 from hone.train.pipeline.cost import Pipelined
 
 if TYPE_CHECKING:
-    from hone.data.load import Packing
+    from hone.feed.load import Packing
 
 
 LOG_BYTES = 750

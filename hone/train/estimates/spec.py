@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import keep_all
 from hone.cost.replicas import Divided
-from hone.data.facts import DataFacts
+from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
 from hone.train.estimates.sizes import Work
@@ -19,7 +19,7 @@ from hone.train.pipeline.cost import layer_seconds
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
 
 if TYPE_CHECKING:
-    from hone.data.load import Packing
+    from hone.feed.load import Packing
     from hone.model.config import ModelConfig
 
 

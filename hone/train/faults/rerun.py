@@ -15,7 +15,7 @@ from hone.train.faults.checksums import of_tensor
 from hone.train.passes import Counts, Sums
 
 if TYPE_CHECKING:
-    from hone.data.load import Batch
+    from hone.feed.load import Batch
     from hone.train.checkpoint import Checkpoints
     from hone.train.update import Update
     from hone.train.watch import Watch

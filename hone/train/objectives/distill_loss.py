@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hone.data.load import IGNORE
+from hone.feed.load import IGNORE
 from hone.ops import linear_cross_entropy
 from hone.ops.loss.reference import Teacher, default_chunk_tokens
 from hone.parallel import vocabulary

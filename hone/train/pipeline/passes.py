@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.loop import Trainer
 from hone.train.passes import Step, shrink

@@ -18,8 +18,8 @@ from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
 from hone.data.dedup.choice import ascending, seconds
 from hone.data.language import Identifier
-from hone.data.readers.listing import list_source
 from hone.data.stage import Data
+from hone.feed.files.listing import list_source
 from tests.data.stories import story
 
 QUIET = Run(quiet=True)

@@ -13,9 +13,9 @@ import zstandard
 
 from hone.data.readers.archives import MAX_RECORD_BYTES
 from hone.data.readers.documents import Broken, Document, Noted, Options
-from hone.data.readers.listing import File
 from hone.data.readers.read import read_file
-from hone.data.readers.streams import head
+from hone.feed.files.listing import File
+from hone.feed.files.streams import head
 
 
 def items(path: Path) -> list[Document | Broken]:

@@ -8,10 +8,10 @@ from benchmarks.data.pages import gold, score
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import EXTRACTORS
 from hone.data.readers.careful import Careful
-from hone.data.readers.documents import Unreadable
 from hone.data.readers.encodings import decode_page, decode_text
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast, tidied
+from hone.feed.files.streams import Unreadable
 
 
 def test_the_metric():

@@ -15,10 +15,10 @@ from hone.base.run import Run
 from hone.data.readers import parts as parts_module
 from hone.data.readers import rows
 from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.listing import File, list_source
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_file
 from hone.data.stage import Data
+from hone.feed.files.listing import File, list_source
 from tests.data.stories import story
 
 SIZES = [1, 2, 7, 40, 41, 97, 500, 1009, 4096, 33_333]

@@ -16,11 +16,11 @@ from pyarrow import parquet
 
 from hone.data.readers import rows
 from hone.data.readers.documents import Batch, Broken, Document, Fault, Noted, Options, settle
-from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
 from hone.data.signals import normalize
 from hone.data.text.batch import Texts
+from hone.feed.files.listing import list_source
 
 STRANGE = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"
 PIECES = st.lists(
@@ -358,7 +358,7 @@ def test_odd_jsonl(tmp_path):
 
 
 def test_a_bomb_is_noticed(tmp_path, monkeypatch):
-    from hone.data.readers import streams
+    from hone.feed.files import streams
 
     monkeypatch.setattr(streams, "FREE_BYTES", 1 << 20)
     import zstandard

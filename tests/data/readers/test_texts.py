@@ -10,8 +10,8 @@ import pytest
 
 from hone.data.readers import texts as texts_module
 from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_file
+from hone.feed.files.listing import list_source
 
 MARK = b"<|endoftext|>"
 HEADER = "The Project Gutenberg eBook of a book. It is for the use of anyone anywhere.\n" * 220  # 17 kB of plain ASCII

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.context import Packed
 from hone.model.decoder import build
 from hone.model.shape import Shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.model.context import Causal
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from hone.base.lazy import lazy
-from hone.data.readers.documents import Fault, Options, Unreadable
-from hone.data.readers.listing import File
-from hone.data.readers.remote import is_lost
+from hone.data.readers.documents import Fault, Options
 from hone.data.readers.rows import BLOCK_BYTES, Rows, batch_rows, need_arrow, text_column
-from hone.data.readers.streams import MAX_EXPANSION, open_raw
+from hone.feed.files.listing import File
+from hone.feed.files.remote import is_lost
+from hone.feed.files.streams import MAX_EXPANSION, Unreadable, open_raw
 
 pa = lazy("pyarrow")
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from hone.data.readers.documents import Fault, Noted, Unreadable
-from hone.data.readers.formats.kinds import CONTAINERS, ending_of, kind_of
-from hone.data.readers.listing import File
-from hone.data.readers.streams import FREE_BYTES, MAX_EXPANSION, open_raw, open_stream
+from hone.data.readers.documents import Fault, Noted
+from hone.feed.files.kinds import CONTAINERS, ending_of, kind_of
+from hone.feed.files.listing import File
+from hone.feed.files.streams import FREE_BYTES, MAX_EXPANSION, Unreadable, open_raw, open_stream
 
 MAX_DEPTH = 3
 """Containers inside of containers."""

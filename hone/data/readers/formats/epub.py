@@ -9,12 +9,13 @@ from urllib.parse import unquote
 from zipfile import ZipFile
 
 from hone.base.errors import MissingExtra
-from hone.data.readers.documents import Options, Piece, Unreadable
+from hone.data.readers.documents import Options, Piece
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.formats.containers import open_zip, unpacked
 from hone.data.readers.formats.xml_events import events
-from hone.data.readers.listing import File
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Unreadable
 
 MAX_CHAPTER_BYTES = 64 << 20
 MAX_BOOK_CHARS = 256 << 20

@@ -8,13 +8,13 @@ from email import message_from_bytes, policy
 from email.message import EmailMessage
 from typing import IO
 
-from hone.data.readers.documents import Fault, Noted, Options, Piece, Unreadable, poisoned
+from hone.data.readers.documents import Fault, Noted, Options, Piece, poisoned
 from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
-from hone.data.readers.formats.kinds import ending_of
-from hone.data.readers.listing import File
-from hone.data.readers.streams import Salvage, open_stream, read_whole
+from hone.feed.files.kinds import ending_of
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Salvage, Unreadable, open_stream, read_whole
 
 MAX_MESSAGE_BYTES = 64 << 20
 _FROM = re.compile(rb"From \S+.*\d\d:\d\d")

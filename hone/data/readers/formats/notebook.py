@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hone.data.readers.documents import Options, Piece, Unreadable
-from hone.data.readers.listing import File
-from hone.data.readers.streams import read_whole
+from hone.data.readers.documents import Options, Piece
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Unreadable, read_whole
 
 
 def read_notebook(file: File, options: Options) -> Iterator[Piece]:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from io import BytesIO
 from zipfile import ZipFile
 
-from hone.data.readers.documents import Options, Piece, Unreadable
+from hone.data.readers.documents import Options, Piece
 from hone.data.readers.formats.containers import open_zip, unpacked
 from hone.data.readers.formats.xml_events import Event, Skip, events
-from hone.data.readers.listing import File
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Unreadable
 
 MAX_PART_BYTES = 256 << 20
 """XML of one part of a document."""

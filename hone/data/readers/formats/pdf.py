@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from hone.base.errors import MissingExtra
-from hone.data.readers.documents import Options, Piece, Unreadable
-from hone.data.readers.listing import File
-from hone.data.readers.streams import read_whole
+from hone.data.readers.documents import Options, Piece
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Unreadable, read_whole
 
 MAX_PDF_BYTES = 512 << 20
 MAX_TEXT_CHARS = 64 << 20

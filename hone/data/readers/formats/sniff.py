@@ -8,8 +8,8 @@ import zlib
 from dataclasses import replace
 
 from hone.data.readers.encodings import marked
-from hone.data.readers.listing import File
-from hone.data.readers.streams import head
+from hone.feed.files.listing import File
+from hone.feed.files.streams import head
 
 _HEAD_BYTES = 1 << 14
 _PACKED = ((b"\x1f\x8b\x08", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"), (b"BZh", ".bz2"), (b"\xfd7zXZ\0", ".xz"))

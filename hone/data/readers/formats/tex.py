@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from hone.data.readers.documents import Options, Piece
 from hone.data.readers.encodings import decode_text
-from hone.data.readers.listing import File
-from hone.data.readers.streams import read_whole
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import read_whole
 
 _BEGIN, _END = re.compile(r"\\begin\s*\{document\}"), re.compile(r"\\end\s*\{document\}")
 _LINE_COMMENT = re.compile(r"^[ \t]*%.*\n?", re.MULTILINE)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hone.data.readers.documents import Fault, Noted, Options, Piece, Unreadable
+from hone.data.readers.documents import Fault, Noted, Options, Piece
 from hone.data.readers.formats.wikitext import cleaned
 from hone.data.readers.formats.xml_events import Event, events
-from hone.data.readers.listing import File
 from hone.data.readers.rows import described
-from hone.data.readers.streams import Salvage, open_stream
 from hone.data.readers.texts import pieces
+from hone.feed.files.listing import File
+from hone.feed.files.streams import Salvage, Unreadable, open_stream
 
 MAX_TEXT_CHARS = 64 << 20
 """Text of one element, or of a document without elements of the wanted name."""

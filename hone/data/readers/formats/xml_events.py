@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 from xml.parsers import expat
 
-from hone.data.readers.documents import SAMPLE_CHARS, Unreadable
+from hone.data.readers.documents import SAMPLE_CHARS
+from hone.feed.files.streams import Unreadable
 
 MAX_DEPTH = 512
 _STEP = 1 << 18

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Lost, Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.train.checkpoint import Stored
 from hone.train.data_parallel.asynchronous.beside import Beside
 from hone.train.data_parallel.asynchronous.connections import Connections

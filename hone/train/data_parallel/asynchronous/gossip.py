@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.train.data_parallel.asynchronous.beside import Beside
 from hone.train.data_parallel.asynchronous.connections import Connections
 from hone.train.data_parallel.asynchronous.topology import Mixed

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hone.base.ranks import Mesh
-from hone.data.load import Batch
+from hone.feed.load import Batch
 from hone.train.checkpoint import Checkpoints, Stored
 from hone.train.data_parallel.apart import ApartTrainer
 from hone.train.data_parallel.asynchronous.connections import Connections

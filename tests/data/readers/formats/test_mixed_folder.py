@@ -20,9 +20,9 @@ from pyarrow import feather, parquet
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data.readers.documents import Broken, Document, Noted, Options
-from hone.data.readers.listing import list_source
 from hone.data.readers.read import read_file
 from hone.data.stage import Data
+from hone.feed.files.listing import list_source
 from tests.data.readers.formats.made import docx, epub, odt, pdf, zipped
 from tests.data.readers.formats.written import put
 

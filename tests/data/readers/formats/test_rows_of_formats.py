@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from pyarrow import feather, parquet
 
-from hone.data.readers.formats.chat import rendered
+from hone.feed.chat import rendered
 from tests.data.readers.formats.written import items, noted, put, reasons, texts
 
 ROWS = [{"text": f'row {n}: "quoted" {{[,]}} \\ and\nline é😀', "n": n} for n in range(5)]
@@ -45,7 +45,7 @@ def test_every_compression(tmp_path, name, ending):
 
 @pytest.mark.parametrize("ending", [".bz2", ".xz"])
 def test_a_bomb_ends(tmp_path, ending, monkeypatch):
-    from hone.data.readers import streams
+    from hone.feed.files import streams
 
     monkeypatch.setattr(streams, "FREE_BYTES", 1 << 20)
     path = put(tmp_path / f"a.txt{ending}", COMPRESS[ending](b"0" * (8 << 20)))

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 from hone.data.readers.documents import Batch, Broken, Document, Noted, Options
-from hone.data.readers.listing import list_source
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
+from hone.feed.files.listing import list_source
 
 Item = Document | Broken | Noted
 
