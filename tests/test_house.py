@@ -145,6 +145,18 @@ def test_only_feed_reads_what_data_makes():
     }
 
 
+def test_kernels_of_text_know_no_specs_and_no_artifacts():
+    """The room is numpy in, numpy out: of the rooms below it takes the compiler's setup and imports on use alone."""
+    allowed = {"hone.base.lazy", "hone.measure.compilers"}
+    assert {
+        target
+        for module, targets in graph_of_hone().items()
+        if room(module) == "text"
+        for target in targets
+        if room(target) != "text"
+    } <= allowed
+
+
 def test_no_import_circle():
     assert circle(graph_of_hone()) == []
 

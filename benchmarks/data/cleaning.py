@@ -28,7 +28,7 @@ from hone.data.edits.c4_lines import C4Lines
 from hone.data.edits.mask import Mask
 from hone.data.edits.refinedweb_lines import RefinedWebLines
 from hone.data.signals import signals_of
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _SEED, _COUNT = 101, 400
 _NOTICES = (

@@ -17,8 +17,8 @@ from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus, english, other
 from hone.data.identifiers.own import Own
 from hone.data.signals import normalize, signals_of
-from hone.data.text.batch import Texts
-from hone.data.text.code import looks_like_code
+from hone.text.batch import Texts
+from hone.text.signals.code import looks_like_code
 
 _LANGUAGES = {"py": "Python", "rs": "Rust", "c": "C", "sh": "shell", "md": "Markdown", "rst": "reStructuredText"}
 _CODE = ("Python", "Rust", "C", "shell")

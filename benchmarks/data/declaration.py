@@ -90,7 +90,7 @@ def unseen(folder: Path, most: int) -> dict[str, list[str]]:
 
 
 def write_rejected(folder: Path, out: Path) -> None:
-    """The third argument of hone.data.langid.train: rows {"lang": file, "text": piece} of `rejected`."""
+    """The third argument of hone.text.langid.train: rows {"lang": file, "text": piece} of `rejected`."""
     with out.open("w", encoding="utf8") as file:
         for name, texts in rejected(folder).items():
             file.writelines(json.dumps({"lang": name, "text": text}, ensure_ascii=False) + "\n" for text in texts)

@@ -25,10 +25,10 @@ import pyarrow.parquet as parquet
 from benchmarks.data.corpus import Grown, grown, jaccard, shingles
 from benchmarks.data.peers_dedup import peak_kilobytes
 from hone.data.corpus import Corpus
-from hone.data.dedup import union_find
 from hone.data.dedup.exact import Exact
 from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
+from hone.text.dedup import union_find
 
 _SHARDS = 8
 _KINDS = {"MinHash": MinHash, "SimHash": SimHash, "Exact": Exact}

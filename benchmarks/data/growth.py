@@ -23,7 +23,7 @@ import pyarrow.parquet as parquet
 from numba import njit
 
 from benchmarks.data import corpus
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 FILE_BYTES = 100_000_000
 """Bytes of text in a file."""

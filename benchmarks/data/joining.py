@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data.clock import best_of
-from hone.data.dedup import union_find
 from hone.data.dedup.base import lowest_ids
 from hone.data.dedup.joining import Equal, Joining, Numbers
-from hone.data.dedup.meeting import join_equal
 from hone.data.executors.task import perform
+from hone.text.dedup import union_find
+from hone.text.dedup.equal_numbers import join_equal
 
 _BANDS = 14
 _SHARD = 19_500

@@ -26,11 +26,11 @@ import numpy as np
 
 from benchmarks.data import declaration
 from benchmarks.data.clock import best_of
-from hone.data.langid import train
 from hone.data.language import MACROLANGUAGES, UNKNOWN, Identifier
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
+from hone.text.langid import train
 
-SAMPLE = Path(__file__).parents[2] / "tests" / "data" / "langid" / "udhr.jsonl.xz"
+SAMPLE = Path(__file__).parents[2] / "tests" / "text" / "langid" / "udhr.jsonl.xz"
 _SURE = 0.65
 _PEERS = ("pycld2", "py3langid", "lingua", "fasttext")
 _SPEED_SENTENCES = 6000

@@ -1,4 +1,4 @@
-"""Statistics of languages for the limits of rules: writes hone/data/text/languages.json.
+"""Statistics of languages for the limits of rules: writes hone/text/signals/languages.json.
 
     python -m benchmarks.data.languages DATA
 
@@ -28,10 +28,10 @@ from pathlib import Path
 import numpy as np
 
 from hone.data.signals import normalize, signals_of
-from hone.data.text import languages
-from hone.data.text.batch import Texts
-from hone.data.text.tables import EDGE_PUNCTUATION, STOP_WORDS
-from hone.data.text.units import words_of
+from hone.text.batch import Texts
+from hone.text.signals import languages
+from hone.text.tables import EDGE_PUNCTUATION, STOP_WORDS
+from hone.text.units import words_of
 
 _SENTENCES = 20
 _LEAST_WORDS, _MOST_WORDS = 8, 64

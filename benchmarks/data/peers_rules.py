@@ -24,7 +24,7 @@ def hone(texts: dict[str, list[str]]) -> dict[str, list[bool]]:
 
     from hone.data import FILTERS
     from hone.data.signals import signals_of
-    from hone.data.text.batch import Texts
+    from hone.text.batch import Texts
 
     filters = [FILTERS.read({"kind": name, **options}) for name, options in RULES.items()]
     result = {}

@@ -26,7 +26,7 @@ def shingles(text: str) -> list[str]:
 def hone(pairs: list[list[str]]) -> list[bool]:
     """The version of this package that is on the path."""
     from hone.data.dedup.minhash import MinHash
-    from hone.data.text.batch import Texts
+    from hone.text.batch import Texts
 
     keys, worded = MinHash().keys(Texts.of([text for pair in pairs for text in pair]))
     return ((keys[:, ::2] == keys[:, 1::2]).any(0) & worded[::2] & worded[1::2]).tolist()

@@ -8,7 +8,7 @@ import random
 import string
 from typing import NamedTuple
 
-from hone.data.personal.checks import IBAN_CHARS
+from hone.text.personal.checks import IBAN_CHARS
 
 _FIRST = (
     "ann",

@@ -29,7 +29,7 @@ from benchmarks.data.corpus import code, corpus, english, other
 from hone.data.quality.base import area_under_curve
 from hone.data.quality.cascade import Cascade
 from hone.data.quality.hashed_logistic import HashedLogistic
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _PASSAGE_CHARS = 1200
 _LEARN, _TEST = 1000, 400

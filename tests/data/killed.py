@@ -10,11 +10,6 @@ import threading
 import time
 from typing import Any
 
-import hone.data.filters
-import hone.data.langid
-import hone.data.tokens.fast
-import hone.data.tokens.tokenizer
-import hone.data.work  # noqa: F401
 from hone.base.run import Run
 from hone.data import annotate
 from hone.data.dedup import joining

@@ -16,9 +16,9 @@ from hone.data.language import Identifier
 from hone.data.readers.documents import Options
 from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
 from hone.feed.files.listing import File, list_source
 from hone.feed.load import PackedTokens
+from hone.text.batch import Texts
 
 
 def rows_file(folder: Path, texts: list[str]) -> Path:

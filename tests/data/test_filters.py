@@ -15,7 +15,7 @@ from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.quality.lexicon import _Opened
 from hone.data.signals import normalize, signals
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 PROSE = (
     "The garden behind the house had been left to itself for many years. Nobody could say who planted the old pear tree.\n"

@@ -18,7 +18,7 @@ from hone.data import IDENTIFIERS
 from hone.data.identifiers.base import code_of
 from hone.data.language import Identifier
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 TEXTS = {
     "en": "The ferry leaves in the morning, and whoever misses it has to wait on the island until the next day.",

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
 from hone.data import FILTERS
-from hone.data.langid.model import SHIPPED, Model
-from hone.data.language import UNKNOWN, Identifier, shipped_languages
+from hone.data.language import UNKNOWN, Identifier
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
+from hone.text.langid.model import Model
+from hone.text.langid.shipped import SHIPPED, shipped_languages
 
-SAMPLE = Path(__file__).parent / "langid" / "udhr.jsonl.xz"
+SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from hone.base.errors import SpecError
 from hone.data import IDENTIFIERS
 from hone.data.language import MACROLANGUAGES, Identifier
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
-from hone.data.text.languages import languages
+from hone.text.batch import Texts
+from hone.text.signals.languages import languages
 
-SAMPLE = Path(__file__).parent / "langid" / "udhr.jsonl.xz"
+SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"
 
 
 def pieces() -> tuple[list[str], np.ndarray]:

@@ -17,9 +17,9 @@ from hone.data import FILTERS, SCORERS
 from hone.data.corpus import schema
 from hone.data.expression import columns_of
 from hone.data.signals import SIGNALS, normalize, signals, signals_of
-from hone.data.text import measure
-from hone.data.text.batch import Texts
-from tests.data.text import oracle
+from hone.text.batch import Texts
+from hone.text.signals import measure
+from tests.text.signals import oracle
 
 LEXICON = ("darn", "bad word", "3 cats", "Straße", "...")
 _MADE = """

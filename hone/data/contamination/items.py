@@ -17,7 +17,7 @@ from hone.data.contamination.evaluation import Example, read_evaluations
 from hone.data.contamination.ngrams import HIT, Index, NGrams, too_short
 from hone.data.corpus import Corpus
 from hone.data.edits.rows import save
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _LONG_SEED, _SHORT_SEED = 6, 4
 _MAX_POSTINGS = 64
@@ -184,10 +184,10 @@ def _kernels(name: str) -> ModuleType:
     """The compiled kernels. Raises MissingExtra without numba."""
     try:
         if name == "align":
-            from hone.data.contamination import align
+            from hone.text.contamination import align
 
             return align
-        from hone.data.contamination import match
+        from hone.text.contamination import match
     except ImportError as error:
         if error.name != "numba":
             raise

@@ -18,7 +18,7 @@ from hone.data.contamination.evaluation import Example, evaluation_files, read_e
 from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts, cut_whole
 from hone.data.edits.rows import ranks, save
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 HIT = np.dtype([("key", np.uint64), ("document", np.int64), ("start", np.int64), ("end", np.int64)])
 _SHOWN_CHARS = 300
@@ -42,7 +42,7 @@ class Index(NamedTuple):
 class NGrams(Decontamination):
     """Finds documents that share a word n-gram with an evaluation example. Brown et al. 2020, arXiv:2005.14165.
 
-    Words are those of hone/data/text/units.py: runs of lower-cased letters and digits, or one character or cluster in
+    Words are those of hone/text/units.py: runs of lower-cased letters and digits, or one character or cluster in
     scripts without spaces. Punctuation is ignored, and each text of an example is searched for on its own. A text shorter than `words` is searched for as a whole if
     it has at least `shortest` words; examples with shorter texts only are not searched for, and counted. The report lists
     the documents that contain examples, and for each example the number of documents that contain it.
@@ -281,7 +281,7 @@ def _figures(examples: list[Example], index: Index, pairs: np.ndarray) -> dict[s
 def _kernels() -> ModuleType:
     """The compiled kernels. Raises MissingExtra without numba."""
     try:
-        from hone.data.contamination import match
+        from hone.text.contamination import match
     except ImportError as error:
         if error.name != "numba":
             raise

@@ -161,7 +161,7 @@ def lowest_ids(groups: np.ndarray, ids: np.ndarray, rank: np.ndarray | None = No
     `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
     as Python orders them; `rank` (uint64 [n]), without which ids alone decide. Of equal ones in a group, the lower index is taken.
     """
-    from hone.data.dedup.union_find import least_members
+    from hone.text.dedup.union_find import least_members
 
     letters = _letters(ids)
     if rank is not None:

@@ -33,7 +33,7 @@ class Clusters:
     """The groups of the documents where `compared` (bool [num_documents]), joined by one deduplication after the other."""
 
     def __init__(self, compared: np.ndarray) -> None:
-        from hone.data.dedup.union_find import singles
+        from hone.text.dedup.union_find import singles
 
         self._compared = compared
         self._stands = singles(len(compared))

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hone.base.spec import fingerprint
-from hone.data.dedup import shards, union_find
-from hone.data.dedup.meeting import by_first_bits, join_equal
+from hone.data.dedup import shards
 from hone.data.executors.task import Function, Task, finished
+from hone.text.dedup import union_find
+from hone.text.dedup.equal_numbers import by_first_bits, join_equal
 
 SORT_KEYS = 1 << 23
 """Keys that a task compares at once: 28 bytes each, 235 MB. A larger table is compared in ranges of its keys."""

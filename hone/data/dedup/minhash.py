@@ -13,7 +13,7 @@ from pydantic import Field
 from hone.data.corpus import Corpus
 from hone.data.dedup.base import Joined, need_numba
 from hone.data.dedup.earlier import Shard, counted, with_keys
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 if TYPE_CHECKING:
     from hone.data.dedup.joining import Joining
@@ -54,21 +54,21 @@ class MinHash(Joined):
 
     def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """A key for each band of each of n texts (uint64 [bands, n]), and which texts have a word (bool [n])."""
-        from hone.data.dedup.signing import band_keys
+        from hone.text.dedup.signing import band_keys
 
         signatures, worded = self.signatures(texts)
         return band_keys(signatures, self.rows), worded
 
     def signatures(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """Signatures (uint32 [n, bands * rows]), the least value of each hash function over a text's shingles; and which texts have shingles."""
-        from hone.data.dedup.signing import signatures
+        from hone.text.dedup.signing import signatures
 
         return signatures(texts.data, texts.offsets, self.shingle_words, *self._family)
 
     @cached_property
     def _family(self) -> tuple[Any, ...]:
         """The table of letters; factors and shifts of the hash functions x -> a x + b mod 2^32, a odd."""
-        from hone.data.text.units import unit_table
+        from hone.text.units import unit_table
 
         random = np.random.RandomState(self.seed)
         factors = random.randint(0, 1 << 31, self.bands * self.rows, np.uint32) * np.uint32(2) + np.uint32(1)

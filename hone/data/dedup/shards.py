@@ -12,7 +12,7 @@ import numpy as np
 from hone.base.durable import sha256, sync
 from hone.data.corpus import Corpus
 from hone.data.executors.task import written
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
 """Maps n texts to numbers (uint64 [width, n]) and whether each text is compared (bool [n])."""

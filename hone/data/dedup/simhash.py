@@ -14,7 +14,7 @@ from pydantic import Field
 from hone.data.corpus import Corpus
 from hone.data.dedup.base import Joined, need_numba
 from hone.data.dedup.earlier import Shard, counted, with_keys
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 if TYPE_CHECKING:
     from hone.data.dedup.joining import Joining
@@ -51,14 +51,14 @@ class SimHash(Joined):
 
     def fingerprints(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
         """Fingerprints of n texts (uint64 [1, n]) and which texts have a word (bool [n])."""
-        from hone.data.dedup.signing import fingerprints
+        from hone.text.dedup.signing import fingerprints
 
         found, worded = fingerprints(texts.data, texts.offsets, self.shingle_words, self._table)
         return found[None], worded
 
     @cached_property
     def _table(self) -> Any:
-        from hone.data.text.units import unit_table
+        from hone.text.units import unit_table
 
         return unit_table()
 
@@ -87,7 +87,7 @@ class Near(NamedTuple):
         return 0
 
     def heads(self, numbers: np.ndarray, table: int) -> np.ndarray:
-        from hone.data.dedup.bits import gather_bits
+        from hone.text.dedup.bits import gather_bits
 
         if not self.masks:
             return numbers
@@ -95,9 +95,9 @@ class Near(NamedTuple):
         return gather_bits(numbers, mask) << np.uint64(64 - len(mask))
 
     def join(self, parents: np.ndarray, numbers: np.ndarray, table: int) -> None:
-        from hone.data.dedup import union_find
-        from hone.data.dedup.bits import join_near
-        from hone.data.dedup.meeting import join_equal
+        from hone.text.dedup import union_find
+        from hone.text.dedup.bits import join_near
+        from hone.text.dedup.equal_numbers import join_equal
 
         same, places = union_find.singles(len(numbers)), union_find.singles(len(numbers))
         join_equal(same, numbers)

@@ -15,7 +15,7 @@ from hone.data.edits.cuts import Cuts, cut_whole, figures
 from hone.data.edits.rows import save
 from hone.data.expression import evaluate, need_sense
 from hone.data.filters.base import COLUMN_KINDS
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 SPACED_LINES = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
 """Where rules about the words of a line apply: prose in languages with spaces between words."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.base.errors import MissingExtra
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _PLACE_BITS = 36
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from hone.base.errors import MissingExtra
 from hone.base.spec import Spec
 from hone.data.edits.by_shard import ByShard, Spans
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 Kind = Literal["phone", "ssn", "card", "ip", "iban", "email", "secret"]
 
@@ -70,7 +70,7 @@ class Mask(ByShard):
 
     def find(self, texts: Texts) -> Spans:
         try:
-            from hone.data.personal.find import find
+            from hone.text.personal.find import find
         except ImportError as error:
             if error.name != "numba":
                 raise

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hone.data.edits.by_shard import SPACED_LINES, ByShard, Spans
 from hone.data.edits.cuts import compiled
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 class RefinedWebLines(ByShard):

@@ -13,7 +13,7 @@ from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.expression import columns_of, evaluate, files_of, need_sense
 from hone.data.signals import DOCUMENT, SIGNALS
-from hone.data.text.languages import UNSPACED, Language, languages
+from hone.text.signals.languages import UNSPACED, Language, languages
 
 COLUMN_KINDS = {name: "text" if kind.endswith("string") else "number" for name, kind in {**DOCUMENT, **SIGNALS}.items()}
 """Kind of each column that every document has; scorers add more."""
@@ -144,7 +144,7 @@ class LanguageFilter(Filter):
     per_language: bool = Field(
         True,
         description="A limit that counts words and is at its default is, in other languages than English, moved to where their own "
-        "text has it (hone/data/text/languages.json). A limit with another value holds for every language; with false, all do.",
+        "text has it (hone/text/signals/languages.json). A limit with another value holds for every language; with false, all do.",
     )
 
     def own(self, field: str, value: float | tuple[float, ...]) -> bool:

@@ -7,13 +7,13 @@ from typing import ClassVar
 from pydantic import Field
 
 from hone.data.filters.base import LanguageFilter, Rule
-from hone.data.text.languages import UNSPACED, languages
+from hone.text.signals.languages import UNSPACED, languages
 
 
 class GopherQuality(LanguageFilter):
     """Keeps text with the counts of prose: words, symbols, bullets, stop words. Rae et al. 2021, arXiv:2112.11446, appendix A.1.
 
-    Words are separated by white space; characters or clusters in scripts without spaces (hone/data/text/units.py). datatrove counts spaCy's tokens, so each full stop is a word without a letter and
+    Words are separated by white space; characters or clusters in scripts without spaces (hone/text/units.py). datatrove counts spaCy's tokens, so each full stop is a word without a letter and
     the rule on letters is stricter than the paper's: on 763 natural English texts 93.4 % of the decisions are equal, and 49
     of the 50 others are texts that only this rule of datatrove drops. The last one differs because datatrove counts
     blank lines.

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from hone.data.filters.base import LanguageFilter, Rule
-from hone.data.text.languages import languages
+from hone.text.signals.languages import languages
 
 
 class GopherRepetition(LanguageFilter):

@@ -11,7 +11,7 @@ import numpy as np
 
 from hone.base.table import Technique
 from hone.data.language import UNKNOWN
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _SHORTER = {
     "afr": "af", "ara": "ar", "arb": "ar", "aze": "az", "azj": "az", "bel": "be", "bul": "bg", "ben": "bn", "bos": "bs", "cat": "ca",

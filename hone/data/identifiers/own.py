@@ -9,7 +9,8 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.data.identifiers.base import LanguageIdentification
-from hone.data.language import MACROLANGUAGES, Identifier, answers, need_known, shipped_languages
+from hone.data.language import MACROLANGUAGES, Identifier, answers, need_known
+from hone.text.langid.shipped import shipped_languages
 
 
 class Own(LanguageIdentification):

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from hone.base.table import Technique
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 class Opened(Protocol):

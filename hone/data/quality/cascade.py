@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from hone.base.table import Choice, Table, Technique
 from hone.data.quality.base import Opened, Scorer
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _PART = Choice(
     Table(  # all scorers except this one

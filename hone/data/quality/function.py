@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.data.quality.base import Scorer
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 class Function(Scorer):

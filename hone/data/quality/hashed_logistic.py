@@ -14,7 +14,7 @@ from pydantic import Field
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, MissingExtra
 from hone.data.quality.seeds import Examples, Known, Seeded
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 class HashedLogistic(Seeded):
@@ -130,8 +130,8 @@ class _Opened(NamedTuple):
 def _kernels():
     """(the module of kernels, the table of letters); imported on use, since specs must load without numba."""
     try:
-        from hone.data.quality import features
-        from hone.data.text.hashing import word_table
+        from hone.text import features
+        from hone.text.hashing import word_table
     except ImportError:
         raise MissingExtra.of("hashed_logistic", "numba", "data") from None
     return features, word_table()

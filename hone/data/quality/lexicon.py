@@ -12,7 +12,7 @@ from pydantic import Field
 from hone.base.durable import input_file, write_atomic
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 _SCRIPTS = (
     "\u3041-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff", "\u0e01-\u0e7f", "\u0e80-\u0eff", "\u1780-\u17ff", "\u1000-\u109f",
@@ -26,7 +26,7 @@ class Lexicon(Scorer):
 
     An entry is a word or a phrase. Case and the punctuation around words are ignored; words are separated by white space. Entries
     in scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) are found anywhere in a text, from two characters
-    on, also inside longer words, and every such character or cluster is a word (hone/data/text/units.py). Texts mostly in such a script have no value (NaN)
+    on, also inside longer words, and every such character or cluster is a word (hone/text/units.py). Texts mostly in such a script have no value (NaN)
     when no entry is in that script: they were not measured. The package has no list. Costs a second pass over the text.
     """
 
@@ -63,7 +63,7 @@ class _Opened(NamedTuple):
 
     def columns(self, texts: Texts) -> dict[str, np.ndarray]:
         """Hits per word, float64 [num_texts]; NaN for texts mostly in a script without spaces that has no entry."""
-        from hone.data.text import measure
+        from hone.text.signals import measure
 
         unspaced = [entry.lower() for entry in self.entries if _UNSPACED.search(entry)]
         counts, _ = measure.counts_of(texts, [entry for entry in self.entries if not _UNSPACED.search(entry)])

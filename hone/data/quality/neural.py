@@ -12,8 +12,8 @@ from pydantic import Field, field_validator
 from hone.base.durable import sha256, write_atomic
 from hone.base.errors import ArtifactError, MissingExtra, SpecError
 from hone.data.quality.seeds import Examples, Known, Seeded
-from hone.data.text.batch import Texts
 from hone.data.tokens import tokenizer as tokenizers
+from hone.text.batch import Texts
 
 _WEIGHTS, _TOKENIZER, _ABOUT = "model.safetensors", "tokenizer.json", "about.json"
 _CHARS_A_TOKEN = 4

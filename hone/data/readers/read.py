@@ -48,13 +48,13 @@ from hone.data.readers.formats.xml import read_xml
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
 from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
 from hone.data.readers.texts import read_text
-from hone.data.text.batch import Texts
-from hone.data.text.code import ROW
 from hone.feed.files.code import fault_of, language_of
 from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
 from hone.feed.files.streams import Unreadable, read_whole
+from hone.text.batch import Texts
+from hone.text.signals.code import ROW
 
 
 def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:

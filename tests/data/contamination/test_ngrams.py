@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hone.base.errors import SpecError
 from hone.data.contamination.evaluation import read_evaluations
 from hone.data.contamination.ngrams import NGrams
-from tests.data.dedup.oracles import words
 from tests.data.edits.memory import Memory
 from tests.data.edits.test_lines import english
+from tests.text.dedup.oracles import words
 
 
 def grams(text: str, size: int = 13, shortest: int = 8) -> set[tuple[str, ...]]:

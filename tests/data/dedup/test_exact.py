@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from hone.data.dedup.exact import Exact
-from tests.data.dedup import oracles
+from tests.text.dedup import oracles
 
 
 def test_removals_do_not_depend_on_order_or_shards(tmp_path):

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError
 from hone.data import EXECUTORS
-from hone.data.dedup import joining, meeting, shards, union_find
+from hone.data.dedup import joining, shards
 from hone.data.dedup.exact import Exact
 from hone.data.dedup.joining import Equal, Joining, Numbers
 from hone.data.dedup.simhash import Near
 from hone.data.executors.task import Task, perform
-from tests.data.dedup import oracles
+from hone.text.dedup import equal_numbers, union_find
+from tests.text.dedup import oracles
 
 SPLITS = [(10**6, 10**6), (10**6, 400), (700, 1), (150, 1), (40, 1)]
 """SORT_KEYS and TASK_KEYS, from all in one task to ranges of a few numbers."""
@@ -47,7 +48,7 @@ def by_dictionary(rows: np.ndarray) -> list[tuple[int, int]]:
 )
 def test_equal_numbers_are_joined_and_no_others(numbers, kind):
     parents = union_find.singles(len(numbers)).astype(kind)
-    meeting.join_equal(parents, np.array(numbers, np.uint64))
+    equal_numbers.join_equal(parents, np.array(numbers, np.uint64))
     union_find.flatten(parents)
     assert parents.tolist() == oracles.components(len(numbers), by_dictionary(np.array([numbers], np.uint64)))
 
@@ -60,7 +61,7 @@ def test_equal_numbers_in_many_buckets(spread):
     )  # in some buckets only, in high bits only
     numbers[draw.choice(len(numbers), 30_000, replace=False)] = numbers[7]
     parents = union_find.singles(len(numbers))
-    meeting.join_equal(parents, numbers)
+    equal_numbers.join_equal(parents, numbers)
     union_find.flatten(parents)
     _, first, group = np.unique(numbers, return_index=True, return_inverse=True)
     assert np.array_equal(parents, first[group])

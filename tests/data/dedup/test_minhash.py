@@ -15,12 +15,13 @@ import pytest
 
 from benchmarks.data.corpus import altered
 from hone.data.corpus import Corpus
-from hone.data.dedup import joining, shards, union_find
-from hone.data.dedup.meeting import join_equal
+from hone.data.dedup import joining, shards
 from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
-from hone.data.text.batch import Texts
-from tests.data.dedup import oracles
+from hone.text.batch import Texts
+from hone.text.dedup import union_find
+from hone.text.dedup.equal_numbers import join_equal
+from tests.text.dedup import oracles
 
 HEADING = re.compile(
     r"(?m)^\s*(?:(?:CHAPTER|Chapter|LETTER|Letter)\s+[IVXLC\d]+\b.*|(?:ADVENTURE )?[IVX\d]+\. [A-Z' -]+)$"

@@ -11,8 +11,8 @@ from benchmarks.data import peers_scripts
 from benchmarks.data.scripts import copies, grouped, pairs_of
 from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
-from hone.data.text.batch import Texts
-from hone.data.text.units import words_of
+from hone.text.batch import Texts
+from hone.text.units import words_of
 
 LETTERS = {
     "Latin": "abcdefghijklmnoprstuvwzéäß", "Cyrillic": "абвгдежзиклмнопрстуфхцчшыья", "Greek": "αβγδεζηθικλμνξοπρστυφχψω",

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from hone.data.dedup import union_find
 from hone.data.dedup.simhash import Near, SimHash, masks
-from tests.data.dedup import oracles
+from hone.text.dedup import union_find
+from tests.text.dedup import oracles
 
 
 @pytest.mark.parametrize("distance", range(8))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hone.data.edits.cuts import Cuts
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 class Memory:

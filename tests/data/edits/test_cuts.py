@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.edits.cuts import Cuts, apply_cuts, cut_whole, figures, join
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 SPANS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30), st.integers(0, 12)), max_size=12)
 

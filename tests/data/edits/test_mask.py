@@ -12,10 +12,10 @@ from benchmarks.data.personal import PLAIN, generated, luhn
 from hone.base.errors import SpecError
 from hone.data import EDITS
 from hone.data.edits.mask import Placeholders
-from hone.data.personal import checks, secrets
-from hone.data.personal.find import find
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
+from hone.text.personal import checks, secrets
+from hone.text.personal.find import find
 from tests.data.edits.memory import Memory
 
 PLACEHOLDERS = Placeholders().model_dump()

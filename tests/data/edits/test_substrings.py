@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.data.edits.cuts import Cuts, figures
-from hone.data.edits.spans import at_borders
 from hone.data.edits.substrings import Substrings
-from hone.data.text.batch import Texts
-from hone.data.text.units import unit_table
+from hone.text.batch import Texts
+from hone.text.edits.spans import at_borders
+from hone.text.units import unit_table
 from tests.data.edits.memory import Memory
 from tests.data.edits.test_lines import english
 

@@ -22,7 +22,7 @@ from hone.data.quality.cascade import Cascade
 from hone.data.quality.hashed_logistic import HashedLogistic
 from hone.data.quality.neural import Neural
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 RIVER = ["river", "bank", "boat", "flood", "shore", "reeds", "ferry", "current"]
 OVEN = ["oven", "bread", "flour", "crust", "yeast", "loaf", "butter", "salt"]

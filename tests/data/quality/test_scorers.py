@@ -18,7 +18,7 @@ from hone.data.quality.cascade import Cascade, chosen
 from hone.data.quality.function import Function
 from hone.data.quality.hashed_logistic import HashedLogistic
 from hone.data.stage import Data
-from hone.data.text.batch import Texts
+from hone.text.batch import Texts
 
 
 def write(path: Path, texts: list[str]) -> str:

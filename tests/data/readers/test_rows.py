@@ -17,10 +17,11 @@ from pyarrow import parquet
 from hone.data.readers import rows
 from hone.data.readers.documents import Batch, Broken, Document, Fault, Noted, Options, settle
 from hone.data.readers.read import read_batches, read_file
-from hone.data.readers.sound import ODD, _plain, _tables, look, settle_batch
+from hone.data.readers.sound import settle_batch
 from hone.data.signals import normalize
-from hone.data.text.batch import Texts
 from hone.feed.files.listing import list_source
+from hone.text.batch import Texts
+from hone.text.sound import ODD, look, plain_bytes, tables
 
 STRANGE = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"
 PIECES = st.lists(
@@ -84,7 +85,7 @@ def test_marks_in_any_order_are_settled_as_each_text_alone(strings):
 def test_texts_of_75_languages_stand_as_they_are(shared_data):
     with gzip.open(shared_data / "langid" / "lingua-sentences-75x1000.jsonl.gz", "rt", encoding="utf8") as lines:
         sentences = [unicodedata.normalize("NFC", json.loads(line)["text"]).strip() for line in lines]
-    states = look(*Texts.of(sentences), _plain(), *_tables())
+    states = look(*Texts.of(sentences), plain_bytes(), *tables())
     assert (states == ODD).mean() < 0.01
 
 

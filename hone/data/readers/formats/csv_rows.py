@@ -12,9 +12,9 @@ import numpy as np
 from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options
 from hone.data.readers.encodings import decode_text, decoder_of
 from hone.data.readers.rows import BLOCK_BYTES, MAX_ROW_BYTES, Rows, described
-from hone.data.text.batch import Texts
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Salvage, Unreadable, open_stream
+from hone.text.batch import Texts
 
 _SEPARATORS = {"csv": ",;\t|", "tsv": "\t,;|"}
 _STEP = 1 << 20

@@ -57,7 +57,7 @@ class _OneLine:
     """A stream of JSON values, each on one line; `read` like Salvage."""
 
     def __init__(self, stream: Salvage) -> None:
-        from hone.data.text.one_line import one_line  # imports numba
+        from hone.text.one_line import one_line  # imports numba
 
         self._one_line = one_line
         self._stream = stream

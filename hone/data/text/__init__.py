@@ -1,1 +1,0 @@
-"""Text as bytes: batches of documents in one buffer, and the kernels over them."""

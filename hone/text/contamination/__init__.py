@@ -1,0 +1,1 @@
+"""Kernels that find n-grams and items of evaluation sets in texts."""

@@ -1,0 +1,1 @@
+"""Kernels of near-duplicate detection: shingles, signatures, equal and near numbers, and the sets they join."""

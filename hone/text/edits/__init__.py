@@ -1,0 +1,1 @@
+"""Kernels of edits: which spans to cut, and cutting them."""

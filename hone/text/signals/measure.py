@@ -1,0 +1,264 @@
+"""Measure: reads every document of a batch once and writes all its counts to one row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from hone.text import tables
+from hone.text.batch import Texts
+from hone.text.compiled import entry, kernel
+from hone.text.hashing import mix
+from hone.text.segment import find, fold, place_of
+from hone.text.signals import personal
+from hone.text.signals import scan as s
+from hone.text.signals import words as w
+from hone.text.signals.languages import languages
+from hone.text.signals.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
+from hone.text.signals.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
+from hone.text.signals.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
+from hone.text.units import unit_table
+
+(
+    DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
+    TOXIC, OWN_STOPS,
+) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 20))  # fmt: skip
+"""Indices in a document's row, after its totals; NGRAMS is the first of nine."""
+NUM_COLUMNS = OWN_STOPS + 1
+_ROOM_WORDS = 1 << 15
+"""Capacity for distinct words, which stay in the table between documents; less for a batch of few bytes. When it is three
+quarters full the table is emptied: it should fit a core's share of the cache."""
+_LEAST_DIGITS = 4
+_TOXIC_FIRST = tables.flag("toxic_first")
+_STOP = tables.flag("stop_any")
+MOST_STOP_WORDS = 8
+"""Stop words are counted up to this number."""
+_LATEST = (1 << 31) - 1
+
+
+@kernel
+def phrase_hash(words: Words, ids: np.ndarray, first: int, end: int) -> int:
+    """Hash of the bare forms of words first..end of a document; never 0."""
+    hashed = np.uint64(7)
+    for index in range(first, end):
+        hashed = fold(hashed, words.others[ids[index], BARE_HASH])
+    return max(mix(hashed), np.uint64(1))
+
+
+@kernel
+def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarray, longest: int) -> int:
+    """The number of words at which a phrase begins whose hash is in the table `phrases`."""
+    hits = 0
+    for place in range(num_words):
+        if words.records[ids[place], FLAGS] & np.uint64(_TOXIC_FIRST):
+            for size in range(1, min(longest, num_words - place) + 1):
+                key = phrase_hash(words, ids, place, place + size)
+                if phrases[find(phrases, key)] == key:
+                    hits += 1
+                    break
+    return hits
+
+
+@kernel
+def stop_words(
+    words: Words, ids: np.ndarray, num_words: int, alphabet: Alphabet, language: int, seen: np.ndarray
+) -> int:
+    """How many different stop words of the language with this number a document has, at most len(seen); `seen` is scratch."""
+    count = 0
+    for place in range(num_words):
+        if words.records[ids[place], FLAGS] & np.uint64(_STOP) == np.uint64(0):
+            continue
+        number = place_of(words.others[ids[place], BARE_HASH], alphabet.stops)
+        known = alphabet.stops_of[number, language] == 0
+        for index in range(count):
+            known |= seen[index] == number
+        if not known:
+            seen[count] = number
+            count += 1
+            if count == len(seen):
+                break
+    return count
+
+
+@kernel
+def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: np.ndarray, clock: int) -> float:
+    """Writes the counts of repeats to `row`; `filled` entries of `scratch.forms` are used. Returns MTLD."""
+    row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
+    row[DUP_PARAGRAPHS], row[DUP_PARAGRAPH_CHARS] = duplicates(
+        scratch.paragraph_hashes, scratch.paragraph_chars, row[PARAGRAPHS], table
+    )
+    ngrams(scratch.ids, scratch.places, row[WORDS], table, row[NGRAMS:DIFFERENT])
+    # The buffers for n-grams are reused.
+    row[DIFFERENT], mtld = diversity(scratch.forms, filled, last, clock, table.chosen, table.grams)
+    return mtld
+
+
+@entry
+def measure(
+    data: np.ndarray, offsets: np.ndarray, languages: np.ndarray, alphabet: Alphabet, toxic: np.ndarray,
+    phrases: np.ndarray, longest: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents in `languages` (int64 [n], -1 for others)."""
+    num_texts = len(offsets) - 1
+    largest = s.ZERO
+    for index in range(num_texts):
+        largest = max(largest, offsets[index + 1] - offsets[index])
+    scratch, table = empty_scratch(largest), empty_table(largest)
+    room = min(capacity_for(np.int64(offsets[num_texts] - offsets[0]) // 32), _ROOM_WORDS)
+    words = empty_words(room, largest)
+    last, clock = np.zeros(room, np.int32), s.ONE
+    firsts, ends, seen = np.zeros(4, np.int64), np.zeros(4, np.int64), np.zeros(MOST_STOP_WORDS, np.int64)
+    counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
+    for index in range(num_texts):
+        start, end, row = offsets[index], offsets[index + 1], counts[index]
+        if words.used[0] > 3 * (len(words.records) >> 2):
+            words = empty_words(room, largest)
+            last, clock = np.zeros(room, np.int32), s.ONE
+        filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
+        while filled < 0:
+            more = 4 * len(words.records)
+            words = empty_words(more, more + largest)
+            last, clock = np.zeros(more, np.int32), s.ONE
+            filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
+        if longest > 0:
+            row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
+        row[OWN_STOPS] = -1
+        if languages[index] >= 0:
+            row[OWN_STOPS] = stop_words(words, scratch.ids, row[WORDS], alphabet, languages[index], seen)
+        if clock > _LATEST - filled:
+            last[:], clock = 0, s.ONE
+        mtld[index] = repeats(scratch, table, row, filled, last, clock)
+        clock += filled
+        if row[ATS]:
+            row[EMAILS] = personal.emails(data, start, end)
+        if row[DIGITS] >= _LEAST_DIGITS:
+            personal.numbers(data, start, end, row[ADDRESSES : CARDS + 1], firsts, ends)
+    return counts, mtld
+
+
+@entry
+def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray, int]:
+    """(hash of the first word, hash of all words, each [n]; words of the longest) of n phrases; 0 for one without a word."""
+    num_texts = len(offsets) - 1
+    firsts, wholes = np.zeros(num_texts, np.uint64), np.zeros(num_texts, np.uint64)
+    nothing, longest = np.zeros(0, np.uint64), 0
+    total = np.zeros(NUM_TOTALS, np.int64)
+    for index in range(num_texts):
+        num_bytes = offsets[index + 1] - offsets[index]
+        words, scratch = empty_words(capacity_for(num_bytes), num_bytes), empty_scratch(num_bytes)
+        scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
+        if total[WORDS]:
+            firsts[index] = words.others[scratch.ids[0], BARE_HASH]
+            wholes[index] = phrase_hash(words, scratch.ids, s.ZERO, total[WORDS])
+            longest = max(longest, total[WORDS])
+    return firsts, wholes, longest
+
+
+@functools.cache
+def _letters() -> Alphabet:
+    """The tables without stop words."""
+    nothing = np.zeros(0, np.uint64), np.zeros((0, 0), np.uint8), np.zeros(w.STOP_BITS, np.uint64)
+    tabled = tables.spaces(), w.ascii_sums(), tables.classes(), tables.lower_case(), *tables.patterns(), unit_table()
+    return Alphabet(*tabled, *nothing)
+
+
+@functools.cache
+def alphabet() -> Alphabet:
+    """The tables of hone.text.tables, and the stop words of hone.text.signals.languages, as the kernels take them."""
+    lists = [language.stop_words for language in languages().values()]
+    words = sorted({word for row in lists for word in row})
+    texts = Texts.of(words)
+    hashes, _, _ = phrase_hashes(_frozen(texts.data), texts.offsets, _letters())
+    order = np.argsort(hashes)
+    of = np.array([[words[number] in row for row in lists] for number in order], np.uint8)
+    bits = np.zeros(w.STOP_BITS, np.uint64)
+    np.bitwise_or.at(
+        bits, (hashes >> np.uint64(6)).astype(np.int64) % w.STOP_BITS, np.uint64(1) << hashes % np.uint64(64)
+    )
+    return _letters()._replace(stops=hashes[order], stops_of=of, stop_bits=bits)
+
+
+@functools.lru_cache(maxsize=4)
+def phrase_table(lexicon: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+    """(sorted hashes of first words, table of the phrases, words of the longest) of a lexicon."""
+    if not lexicon:  # then the kernel need not be compiled
+        return np.zeros(0, np.uint64), np.zeros(16, np.uint64), 0
+    texts = Texts.of(lexicon)
+    firsts, wholes, longest = phrase_hashes(_frozen(texts.data), texts.offsets, alphabet())
+    table = np.zeros(max(1 << (4 * len(wholes)).bit_length(), 16), np.uint64)
+    for key in np.unique(wholes[wholes != 0]).tolist():
+        slot = key & len(table) - 1
+        while table[slot]:
+            slot = (slot + 1) & len(table) - 1
+        table[slot] = key
+    return np.unique(firsts[firsts != 0]), table, longest
+
+
+def _frozen(data: np.ndarray) -> np.ndarray:
+    """A read-only view of `data`: kernels are compiled for this one array type."""
+    view = np.ascontiguousarray(data).view()
+    view.flags.writeable = False
+    return view
+
+
+def counts_of(
+    texts: Texts, lexicon: Sequence[str] = (), codes: Sequence[str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`, whose languages have the `codes`."""
+    toxic, phrases, longest = phrase_table(tuple(lexicon))
+    offsets = np.array(texts.offsets, np.int64)  # a writable copy, as for every call of the kernel
+    numbers = {code: number for number, code in enumerate(languages())}
+    codes = [""] * texts.num_texts if codes is None else codes
+    own = np.array([numbers.get(code, -1) for code in codes], np.int64)
+    return measure(_frozen(texts.data), offsets, own, alphabet(), toxic, phrases, longest)
+
+
+def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """The signal columns computed from `counts` (int64 [n, NUM_COLUMNS]) of n documents."""
+    get = counts.T
+    chars = get[w.CHARS] + get[s.GAPS] + get[s.NEWLINES]
+    stops = get[s.STOPS]
+    num_words, num_lines, num_chars = np.maximum(get[s.WORDS], 1), np.maximum(get[s.LINES], 1), np.maximum(chars, 1)
+    lettered = np.maximum(get[w.LETTERED], 1)
+    columns = {
+        "text_hash": get[s.TEXT_HASH].view(np.uint64),
+        "chars": chars,
+        "stop_words": sum(stops >> bit & 1 for bit in range(len(tables.STOP_WORDS))),
+        "non_alnum_ratio": (chars - get[w.ALNUMS]) / num_chars,
+        "whitespace_ratio": (get[s.GAPS] + get[s.NEWLINES]) / num_chars,
+        "flesch": np.where(
+            get[w.LETTERED] > 0,
+            206.835 - 1.015 * lettered / np.maximum(get[w.SENTENCES], 1) - 84.6 * get[w.SYLLABLES] / lettered,
+            0.0,
+        ),
+        "dup_paragraphs": get[DUP_PARAGRAPHS] / np.maximum(get[s.PARAGRAPHS], 1),
+    }
+    columns["language_stop_words"] = np.where(get[OWN_STOPS] >= 0, get[OWN_STOPS], columns["stop_words"])
+    plain = {
+        "words": s.WORDS, "lines": s.LINES, "sentences": w.SENTENCES, "max_word_chars": s.MAX_WORD,
+        "max_line_chars": s.MAX_LINE, "lorem_ipsum": s.LOREM_IPSUM, "braces": w.BRACES, "urls": w.URLS,
+        "c4_sentences": s.C4_SENTENCES, "c4_loose_sentences": s.C4_LOOSE_SENTENCES, "long_lines": s.LONG_LINES,
+        "emails": EMAILS, "public_ips": ADDRESSES, "phones": PHONES, "cards": CARDS,
+    }  # fmt: skip
+    of_words = {
+        "mean_word_chars": w.CHARS, "hash_ratio": w.HASHES, "ellipsis_ratio": w.ELLIPSES, "alpha_words": w.LETTERED,
+        "newline_ratio": s.NEWLINES, "unique_words": DIFFERENT, "number_words": w.NUMBERS,
+        "boilerplate_words": s.BOILERPLATE_WORDS, "toxic_words": TOXIC, "unspaced_words": s.UNSPACED,
+    }  # fmt: skip
+    of_lines = {
+        "bullet_lines": s.BULLET_LINES, "ellipsis_lines": s.ELLIPSIS_LINES, "punctuated_lines": s.PUNCTUATED_LINES,
+        "short_lines": s.SHORT_LINES, "javascript_lines": s.JAVASCRIPT_LINES, "policy_lines": s.POLICY_LINES,
+        "upper_lines": s.UPPER_LINES, "c4_lines": s.C4_LINES, "dup_lines": DUP_LINES,
+    }  # fmt: skip
+    of_chars = {
+        "digit_ratio": w.DIGITS, "upper_ratio": w.UPPERS, "paren_ratio": w.PARENS, "url_ratio": w.URL_CHARS,
+        "dup_line_chars": DUP_LINE_CHARS, "dup_paragraph_chars": DUP_PARAGRAPH_CHARS,
+        **{f"top_{n}gram_chars": NGRAMS + n - 2 for n in (2, 3, 4)},
+        **{f"dup_{n}gram_chars": NGRAMS + n - 2 for n in range(5, 11)},
+    }  # fmt: skip
+    for places, divisor in ((plain, None), (of_words, num_words), (of_lines, num_lines), (of_chars, num_chars)):
+        for name, place in places.items():
+            columns[name] = get[place] if divisor is None else get[place] / divisor
+    return columns
