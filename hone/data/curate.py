@@ -204,8 +204,17 @@ def _read(
     full = False
 
     def task(number: int, max_bytes: int | None) -> Task:
-        chosen = spec.identifier, spec.languages, spec.scorers
-        return read_task(state, number, groups[number], options, *chosen, models, max_bytes)
+        return read_task(
+            state,
+            number,
+            groups[number],
+            options=options,
+            identifier=spec.identifier,
+            languages=spec.languages,
+            scorers=spec.scorers,
+            models=models,
+            max_bytes=max_bytes,
+        )
 
     groups = tasks(listing.files, options)
     planned = [task(number, spec.max_bytes) for number in range(len(groups))]
@@ -215,7 +224,7 @@ def _read(
                 results.close()  # `max_bytes` is reached in this task: read it again up to there, and stop
                 planned[number] = task(number, spec.max_bytes - num_bytes)
                 summary = next(pool.map(read, planned[number : number + 1], careful))
-            shards.append(state / planned[number].arguments[0])
+            shards.append(state / planned[number].arguments["shard"])
             bar.advance(sum(file.size for file in groups[number]))
             draft.keep_time()
             num_documents += summary["rows"]

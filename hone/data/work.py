@@ -78,7 +78,7 @@ def decide_tasks(corpus: Corpus, filters: Sequence[Filter], num_samples: int, st
         Task(
             f"filter-{part.number:05d}",
             state,
-            (part, tuple(filters), num_samples),
+            {"part": part, "filters": tuple(filters), "num_samples": num_samples},
             [said, num_samples, part.identity()],
         )
         for part in corpus.parts()
@@ -107,7 +107,8 @@ class Comparing(Protocol):
 
 def read(
     folder: Path,
-    name: str,
+    *,
+    shard: str,
     files: Sequence[File],
     options: Options,
     identifier: LanguageIdentification,
@@ -115,12 +116,12 @@ def read(
     scorers: tuple[Scorer, ...],
     models: Models,
     max_bytes: int | None,
-    care: Care | None,
+    care: Care | None = None,
 ) -> dict[str, Any]:
-    """Reads `files` into shard `name` of `folder`, with all columns; returns the summary of `annotate`."""
+    """Reads `files` into the file `shard` of `folder`, with all columns; returns the summary of `annotate`."""
     return annotate(
         files,
-        folder / name,
+        folder / shard,
         options=options,
         identifier=_identifier(identifier, languages),
         scorers=opened(scorers, models),
@@ -145,12 +146,13 @@ def read_task(
     state: Path,
     number: int,
     files: Sequence[File],
+    *,
     options: Options,
     identifier: LanguageIdentification,
-    languages: tuple[str, ...],
-    scorers: tuple[Scorer, ...],
     models: Models,
-    max_bytes: int | None,
+    languages: tuple[str, ...] = (),
+    scorers: tuple[Scorer, ...] = (),
+    max_bytes: int | None = None,
 ) -> Task:
     """The task that reads `files` into shard `number` of `state`."""
     name = f"documents-{number:05d}"
@@ -163,23 +165,31 @@ def read_task(
         "models": models.files,
         "max_bytes": max_bytes,
     }
-    shard = f"{name}.parquet"
     reads = (*(models.folder / file for file, _ in models.files), *identifier.files().values())
-    arguments = (shard, files, options, identifier, languages, scorers, models, max_bytes, None)
+    arguments = {
+        "shard": f"{name}.parquet",
+        "files": files,
+        "options": options,
+        "identifier": identifier,
+        "languages": languages,
+        "scorers": scorers,
+        "models": models,
+        "max_bytes": max_bytes,
+    }
     return Task(name, state, arguments, identity, reads)
 
 
 def careful(task: Task) -> Task | None:
     """The task to try instead of a reading task that killed its worker: document by document, skipping the one that killed it once known."""
-    *arguments, care = task.arguments
+    care = task.arguments.get("care")
     note = task.folder / f".{task.name}.note"
     if care is None:
         note.unlink(missing_ok=True)
-        return task._replace(arguments=(*arguments, Care(note)))
+        return task.given(care=Care(note))
     line = note.read_text(encoding="utf8") if note.exists() else ""
     if not line or line in care.skip:
         return None
-    return task._replace(arguments=(*arguments, Care(note, (*care.skip, line))))
+    return task.given(care=Care(note, (*care.skip, line)))
 
 
 def prepare(folder: Path, technique: Preparing, part: Part, chosen: np.ndarray) -> dict[str, Any]:
@@ -204,7 +214,7 @@ def prepare_tasks(technique: Technique, corpus: Corpus, kept: np.ndarray, state:
         Task(
             f"shard-{part.number:05d}",
             state,
-            (technique, part, chosen[part.first : part.first + size]),
+            {"technique": technique, "part": part, "chosen": chosen[part.first : part.first + size]},
             [technique.model_dump(mode="json"), part.identity(), digest(chosen[part.first : part.first + size])],
         )
         for part, size in zip(corpus.parts(), corpus.sizes)
@@ -241,7 +251,8 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
     for part, size in zip(corpus.parts(), corpus.sizes):
         chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
         identity = [which, part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
-        made.append(Task(f"tokens-{part.number:05d}", state, (part, chosen, tokenizer, which), identity, reads))
+        arguments = {"part": part, "chosen": chosen, "tokenizer": tokenizer, "which": which}
+        made.append(Task(f"tokens-{part.number:05d}", state, arguments, identity, reads))
     return made
 
 
@@ -258,7 +269,8 @@ def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], clusters: Named |
         if any(here.any() for here in chosen.values()):
             near = _clusters_of(clusters, part.first, size)
             identity = [part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
-            made.append(Task(f"{part.number:05d}", state, (part, chosen, near), [*identity, near and digest(*near)]))
+            arguments = {"part": part, "chosen": chosen, "clusters": near}
+            made.append(Task(f"{part.number:05d}", state, arguments, [*identity, near and digest(*near)]))
     return made
 
 
@@ -288,5 +300,6 @@ def column_tasks(
             here = dropped_by[part.first : part.first + size]
             near = _clusters_of(clusters, part.first, size)
             identity = [part.identity(), digest(here), causes, near and digest(*near)]
-            made.append(Task(f"{part.number:05d}", state, (part, here, tuple(causes), near), identity))
+            arguments = {"part": part, "dropped_by": here, "causes": tuple(causes), "clusters": near}
+            made.append(Task(f"{part.number:05d}", state, arguments, identity))
     return made

@@ -47,11 +47,18 @@ def corpus(tmp_path, monkeypatch) -> Corpus:
         rows_file(folder, texts[number::4])
         listed = annotate_module.tasks(_listed(folder, f"{number}.jsonl"), Options())
         tasks.append(
-            read_task(state, number, listed[0], Options(), IDENTIFIER, (), (), Models.of(tmp_path / "no"), None)
+            read_task(
+                state,
+                number,
+                listed[0],
+                options=Options(),
+                identifier=IDENTIFIER,
+                models=Models.of(tmp_path / "no"),
+            )
         )
     with EXECUTORS.read({"kind": "serial"}).open() as pool:
         list(pool.map(read, tasks))
-    return Corpus([state / task.arguments[0] for task in tasks])
+    return Corpus([state / task.arguments["shard"] for task in tasks])
 
 
 def _listed(folder: Path, name: str) -> list[File]:

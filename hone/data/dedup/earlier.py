@@ -58,7 +58,12 @@ def sign_tasks(technique: Technique, shards: Sequence[Shard], state: Path) -> li
         return []
     said = technique.model_dump(mode="json", exclude={"against", "keep", "column", "sources"})
     return [
-        Task(path.stem, state, (technique, shard.path, path.name), [said, shard.path.name, shard.rows, shard.record])
+        Task(
+            path.stem,
+            state,
+            {"technique": technique, "shard": shard.path, "name": path.name},
+            [said, shard.path.name, shard.rows, shard.record],
+        )
         for shard, path in zip(shards, keys_of(shards, state))
     ]
 

@@ -94,8 +94,9 @@ class Joining:
         identity = [repr(rule), fingerprint(content), kind.__name__]
         if total <= SORT_KEYS:
             for begin, end in _shared(rule.num_tables, total):
-                name, given = f"join-{begin:03d}", (source, rule, begin, end, kind)
-                self._join.append(Task(name, state, (f"{name}.npy", *given), [*identity, begin, end]))
+                name, span = f"join-{begin:03d}", {"begin": begin, "end": end}
+                given = {"name": f"{name}.npy", "source": source, "rule": rule, **span, "kind": kind}
+                self._join.append(Task(name, state, given, [*identity, begin, end]))
             return
         bits = (-(-total // SORT_KEYS) - 1).bit_length()
         groups = list(_groups(source.sizes))
@@ -104,13 +105,14 @@ class Joining:
             for number, (begin, end) in enumerate(groups):
                 name = f"spread-{table:03d}-{number:05d}"
                 files.append(state / f"{name}.bin")
-                given = (files[-1].name, source.part(begin, end), rule, table, bits, kind)
+                given = {"name": files[-1].name, "source": source.part(begin, end), "rule": rule, "table": table}
                 told = [repr(rule), fingerprint(content[begin:end]), kind.__name__, table, bits]
-                self._spread.append(Task(name, state, given, told))
+                self._spread.append(Task(name, state, {**given, "bits": bits, "kind": kind}, told))
             for part in range(1 << bits):
                 name = f"join-{table:03d}-{part:05d}"
-                given = (f"{name}.npy", tuple(files), rule, table, part, bits, kind)
-                self._join.append(Task(name, state, given, [*identity, table, part, bits]))
+                given = {"name": f"{name}.npy", "files": tuple(files), "rule": rule, "table": table, "part": part}
+                told = [*identity, table, part, bits]
+                self._join.append(Task(name, state, {**given, "bits": bits, "kind": kind}, told))
 
     def rounds(self) -> Iterator[tuple[Function, list[Task]]]:
         """(function, tasks) of each round; tasks of the second round read what those of the first have written."""
@@ -121,13 +123,13 @@ class Joining:
             yield join, self._join
         for task in self._spread:  # no longer read; the manifest is removed first, because it lists the file
             task.manifest.unlink(missing_ok=True)
-            (self._state / task.arguments[0]).unlink(missing_ok=True)
+            (self._state / task.arguments["name"]).unlink(missing_ok=True)
 
     def groups(self) -> np.ndarray:
         """For each document (int [num_documents]) the lowest index of its group, once all tasks are done."""
         parents = union_find.singles(self._num_documents)
         for task in self._join:
-            pairs = np.load(self._state / task.arguments[0])
+            pairs = np.load(self._state / task.arguments["name"])
             union_find.join(parents, pairs[0], pairs[1])
         union_find.flatten(parents)
         return parents

@@ -91,7 +91,12 @@ class Substrings(Edit):
         """A task for each shard that has spans in the files `spans`."""
         told = [self.model_dump(mode="json"), contents(spans)]
         return [
-            Task(f"{name}-{part.number:05d}", state, (self, part, spans), [*told, part.identity()])
+            Task(
+                f"{name}-{part.number:05d}",
+                state,
+                {"technique": self, "part": part, "spans": spans},
+                [*told, part.identity()],
+            )
             for part in corpus.parts()
         ]
 
@@ -205,19 +210,19 @@ class Substrings(Edit):
         return Cuts.plain(*np.load(path))
 
 
-def hash_windows(folder: Path, technique: Substrings, part: Part, asked: tuple[Path, ...]) -> dict[str, Any]:
-    """Writes the hashes of the windows of one shard that are listed in the files `asked`."""
+def hash_windows(folder: Path, technique: Substrings, part: Part, spans: tuple[Path, ...]) -> dict[str, Any]:
+    """Writes the hashes of the windows of one shard that are listed in the files `spans`."""
     corpus = Corpus.of(part)
     for span in corpus.spans():
-        technique._hash(corpus, span, asked, folder)
+        technique._hash(corpus, span, spans, folder)
     return {"rows": len(corpus)}
 
 
-def cut_repeats(folder: Path, technique: Substrings, part: Part, gone: tuple[Path, ...]) -> dict[str, Any]:
-    """Writes the cuts of one shard, whose repeats are listed in the files `gone`."""
+def cut_repeats(folder: Path, technique: Substrings, part: Part, spans: tuple[Path, ...]) -> dict[str, Any]:
+    """Writes the cuts of one shard, whose repeats are listed in the files `spans`."""
     corpus = Corpus.of(part)
     for span in corpus.spans():
-        technique._shard_cuts(corpus, span, gone, folder)
+        technique._shard_cuts(corpus, span, spans, folder)
     return {"rows": len(corpus)}
 
 

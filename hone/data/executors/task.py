@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from hone.data.executors.store import Kept
 DONE = ".done"
 _ROOMS = ("data", "feed", "text")
 Function = Callable[..., dict[str, Any]]
-"""`function(folder, *arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
+"""`function(folder, **arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
 
 It is defined at the top level of a module, so that another process can import it; its files depend on its arguments alone.
 """
@@ -30,13 +30,14 @@ It is defined at the top level of a module, so that another process can import i
 class Task(NamedTuple):
     """One unit of work. Its files appear in `folder` under the names that the function gives them, then `<name>.done`.
 
-    `identity` (JSON) is what the result depends on: parameters, and names and sizes of the inputs. `reads` are the files of
-    the stage that it reads, apart from those among its arguments. `kept`: the store of its inputs and results.
+    `arguments` are those of the function after the folder, by name. `identity` (JSON) is what the result depends on:
+    parameters, and names and sizes of the inputs. `reads` are the files of the stage that it reads, apart from those among
+    its arguments. `kept`: the store of its inputs and results.
     """
 
     name: str
     folder: Path
-    arguments: tuple
+    arguments: Mapping[str, Any]
     identity: Any
     reads: tuple[Path, ...] = ()
     kept: Kept | None = None
@@ -44,6 +45,10 @@ class Task(NamedTuple):
     @property
     def manifest(self) -> Path:
         return self.folder / f"{self.name}{DONE}"
+
+    def given(self, **changed: Any) -> Task:
+        """The same task with other values of some arguments."""
+        return self._replace(arguments={**self.arguments, **changed})
 
     def key(self, function: Function) -> str:
         """Hash of the code, the function's name and `identity`: a result with another key is not reused."""
@@ -106,7 +111,7 @@ def perform(function: Function, task: Task) -> dict[str, Any]:
     own = task.folder / f".{task.name}-{os.getpid()}-{secrets.token_hex(4)}"
     own.mkdir(parents=True)
     try:
-        summary = function(own, *task.arguments)
+        summary = function(own, **task.arguments)
         files = {}
         for path in sorted(own.iterdir()):
             sync(path)

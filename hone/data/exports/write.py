@@ -50,12 +50,17 @@ def export(
 
 def _line_task(path: Path, state: Path) -> Task:
     name = f"{path.stem}.jsonl.zst"
-    return Task(path.stem, state, (path, name), [path.name, path.stat().st_size])
+    return Task(path.stem, state, {"documents": path, "name": name}, [path.name, path.stat().st_size])
 
 
 def _split_task(path: Path, split: str, state: Path) -> Task:
     name = f"{SPLITS[split]}-{path.stem}"
-    return Task(name, state, (path, split, f"{name}.parquet"), [path.name, path.stat().st_size, split])
+    return Task(
+        name,
+        state,
+        {"documents": path, "split": split, "name": f"{name}.parquet"},
+        [path.name, path.stat().st_size, split],
+    )
 
 
 def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: Path) -> list[Task]:
@@ -71,7 +76,14 @@ def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: 
             bare = Part(
                 part.number, part.shard, part.first, Corpus([part.shard]).cuts[0]
             )  # the texts as they were read
-            made.append(Task(f"{part.number:05d}", state, (bare, gone, tuple(chain.causes), filters, near), identity))
+            arguments = {
+                "part": bare,
+                "dropped_by": gone,
+                "causes": tuple(chain.causes),
+                "filters": filters,
+                "clusters": near,
+            }
+            made.append(Task(f"{part.number:05d}", state, arguments, identity))
     return made
 
 

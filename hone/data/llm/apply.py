@@ -83,7 +83,7 @@ class _Shard:
     def of(cls, spec: Asking, part: Part, chosen: np.ndarray, state: Path) -> _Shard:
         """Of the documents where `chosen` (bool [documents of the shard])."""
         identity = [spec.identity(), part.identity(), digest(chosen)]
-        task = Task(part.shard.stem, state, (spec, part, {}, chosen), identity)
+        task = Task(part.shard.stem, state, {"spec": spec, "part": part, "chosen": chosen}, identity)
         return cls(part, chosen, task, finished(rewrite, task))
 
     @property
@@ -102,8 +102,7 @@ class _Shard:
 
     def write(self, spec: Asking) -> None:
         """Writes the shard with the answers."""
-        arguments = (spec, self.part, self.values, self.chosen)
-        self.summary = perform(rewrite, self.task._replace(arguments=arguments))
+        self.summary = perform(rewrite, self.task.given(values=self.values))
         self.values = {}
 
 

@@ -121,7 +121,8 @@ def test_a_table_is_split_as_it_needs_and_no_further(keys, tmp_path, monkeypatch
     assert found == [[1], [3], [3 * 2, 3 * 2], [3 * 4, 3 * 8], [3 * 4, 3 * 32]]
     monkeypatch.setattr(joining, "SORT_KEYS", 10**6)
     monkeypatch.setattr(joining, "TASK_KEYS", 8000)
-    spans = [task.arguments[3:5] for _, tasks in Joining(source, Equal(14), tmp_path, 1200).rounds() for task in tasks]
+    planned = [task.arguments for _, tasks in Joining(source, Equal(14), tmp_path, 1200).rounds() for task in tasks]
+    spans = [(given["begin"], given["end"]) for given in planned]
     assert spans == [(0, 7), (7, 14)], "fourteen tables of which eight fit a task are two tasks of seven"
 
 
@@ -248,7 +249,7 @@ def test_other_numbers_of_the_same_size_and_time_are_compared_again(keys, tmp_pa
 
 def test_a_manifest_says_what_a_file_holds_without_reading_it(tmp_path):
     path = tmp_path / "keys-00000.u64"
-    task = Task("shard-00000", tmp_path, (path.name, b"some numbers"), 1)
+    task = Task("shard-00000", tmp_path, {"name": path.name, "raw": b"some numbers"}, 1)
     perform(_write, task)
     [told] = shards.contents([path])
     task.manifest.unlink()

@@ -90,9 +90,9 @@ class Deadly:
         return {"score": np.full(texts.num_texts, 0.5)}
 
 
-def tasks(folder: Path, count: int, *more) -> list[Task]:
+def tasks(folder: Path, count: int, **more) -> list[Task]:
     folder.mkdir(exist_ok=True)
-    return [Task(f"task-{number}", folder, (number, *more), [number]) for number in range(count)]
+    return [Task(f"task-{number}", folder, {"number": number, **more}, [number]) for number in range(count)]
 
 
 @pytest.mark.slow
@@ -117,11 +117,11 @@ def test_a_task_is_tried_again_when_its_worker_dies_and_given_up_at_last(tmp_pat
     notes = tmp_path / "notes"
     notes.mkdir()
     with opened(executor) as pool:
-        made = tasks(tmp_path / "once", 4, notes, 1)
+        made = tasks(tmp_path / "once", 4, notes=notes, times=1)
         assert [row["rows"] for row in pool.map(die, made)] == list(range(4))
         need_known(tmp_path / "once", made)
         with pytest.raises(MachineError, match="task task-0 killed its worker 2 times"):
-            list(pool.map(die, [task._replace(arguments=(9, notes, 99)) for task in tasks(tmp_path / "ever", 1)]))
+            list(pool.map(die, [task.given(number=9, notes=notes, times=99) for task in tasks(tmp_path / "ever", 1)]))
 
 
 @pytest.mark.slow
@@ -139,12 +139,10 @@ def test_the_document_that_kills_is_set_aside_alone(tmp_path, executor):
         state,
         0,
         list_source(str(tmp_path / "in")).files,
-        Options(),
-        IDENTIFIER,
-        (),
-        (Deadly(),),
-        Models.of(tmp_path / "models"),
-        None,
+        options=Options(),
+        identifier=IDENTIFIER,
+        scorers=(Deadly(),),
+        models=Models.of(tmp_path / "models"),
     )
     with opened(executor) as pool:
         (summary,) = pool.map(read, [made], careful)
@@ -165,7 +163,7 @@ def test_the_file_whose_reader_dies_is_set_aside_alone(tmp_path, executor):
     state = tmp_path / "state"
     state.mkdir()
     files, options = list_source(str(tmp_path / "in")).files, Options(extractor=DeadlyExtractor())
-    made = read_task(state, 0, files, options, IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
+    made = read_task(state, 0, files, options=options, identifier=IDENTIFIER, models=Models.of(tmp_path / "models"))
     with opened(executor) as pool:
         (summary,) = pool.map(read, [made], careful)
     assert summary["rows"] == 2 and summary["broken"] == {"killed_the_reader": {"documents": 1, "bytes": 18}}
@@ -186,15 +184,16 @@ def test_a_reader_that_dies_inside_a_part_costs_the_rest_of_that_part(tmp_path, 
     state.mkdir()
     texts, broken = [], []
     for number, group in enumerate(groups):
-        task = read_task(state, number, group, Options(), IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
+        models = Models.of(tmp_path / "models")
+        task = read_task(state, number, group, options=Options(), identifier=IDENTIFIER, models=models)
         if (
             number == 1
         ):  # as it is tried at last, when two workers have died of the third thing that the reader hands on
             care = Care(tmp_path / "note", ("read rows.jsonl#2",))
-            task = task._replace(arguments=(*task.arguments[:-1], care))
+            task = task.given(care=care)
         summary = perform(read, task)
         broken.append(summary["broken"])
-        texts.append(parquet.read_table(state / task.arguments[0]).column("text").to_pylist())
+        texts.append(parquet.read_table(state / task.arguments["shard"]).column("text").to_pylist())
     assert broken[1] == {"killed_the_reader": {"documents": 1, "bytes": 0}} and not broken[0] and not any(broken[2:])
     assert len(texts[1]) == 2 and len(texts[0]) == 10
     kept = [text for part in texts for text in part]
@@ -208,7 +207,8 @@ def test_no_worker_dies_of_an_answer(tmp_path):
     state = tmp_path / "state"
     state.mkdir()
     files = list_source(str(tmp_path / "rows.jsonl")).files
-    made = read_task(state, 0, files, Options(), IDENTIFIER, (), (), Models.of(tmp_path / "models"), None)
+    models = Models.of(tmp_path / "models")
+    made = read_task(state, 0, files, options=Options(), identifier=IDENTIFIER, models=models)
     with opened({"kind": "processes", "workers": 1}) as pool:
         (before,) = pool.map(os_pid, tasks(tmp_path / "before", 1))
         (summary,) = pool.map(read, [made])

@@ -77,7 +77,10 @@ def square(folder: Path, number: int, how: str) -> dict:
 
 
 def tasks(folder: Path, hows: list[str]) -> list[Task]:
-    return [Task(f"t{number}", folder / "state", (number, how), [number]) for number, how in enumerate(hows)]
+    return [
+        Task(f"t{number}", folder / "state", {"number": number, "how": how}, [number])
+        for number, how in enumerate(hows)
+    ]
 
 
 def slurm(**more):
@@ -109,7 +112,7 @@ def test_errors_are_raised_and_a_task_that_kills_is_given_up_or_replaced(cluster
             list(pool.map(square, tasks(tmp_path / "b", ["dies"])))
 
         def rescue(task: Task) -> Task:
-            return task._replace(arguments=(7, ""))
+            return task.given(number=7, how="")
 
         assert list(pool.map(square, tasks(tmp_path / "c", ["dies", ""]), rescue)) == [{"rows": 49}, {"rows": 1}]
 

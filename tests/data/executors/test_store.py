@@ -82,7 +82,8 @@ def test_workers_apart_find_what_they_read_and_hand_on_what_they_write(tmp_path,
     state = Path("state")
     made = tasks(state, 4)
     (state / "unit.txt").write_text("apples")  # as a tokenizer: written by no task
-    last = Task("total", state, (tuple(state / f"{n}.txt" for n in range(4)), {"unit": state / "unit.txt"}), ["t"])
+    given = {"shards": tuple(state / f"{n}.txt" for n in range(4)), "words": {"unit": state / "unit.txt"}}
+    last = Task("total", state, given, ["t"])
     with EXECUTORS.read({"kind": "processes", "workers": 2}).open() as pool:
         with pytest.raises(FileNotFoundError):  # they really see nothing of one another
             list(pool.map(square, made))
@@ -116,7 +117,7 @@ def test_a_task_is_done_where_its_manifest_is_and_not_before(tmp_path, monkeypat
     state, url = tmp_path / "state", f"memory://kept/{tmp_path.name}"
     notes = tmp_path / "notes"
     notes.mkdir()
-    task = Task("task-0", state, (notes,), [0])
+    task = Task("task-0", state, {"notes": notes}, [0])
     done: list[str] = []
 
     def dying(plain):
@@ -150,7 +151,7 @@ def test_a_task_is_done_where_its_manifest_is_and_not_before(tmp_path, monkeypat
 def test_what_was_done_before_there_was_a_store_is_put_there(tmp_path):
     state, notes = tmp_path / "state", tmp_path / "notes"
     notes.mkdir()
-    task = Task("task-0", state, (notes,), [0])
+    task = Task("task-0", state, {"notes": notes}, [0])
     perform(noting, task)
     with Serial().open() as pool:
         keeping = Keeping(pool, f"file://{tmp_path}/bucket", state)
@@ -166,7 +167,7 @@ def test_other_code_and_other_things_read_are_other_results(tmp_path, monkeypatc
     state.mkdir()
     for name, text in (("0.txt", "1"), ("unit.txt", "pears")):
         (state / name).write_text(text)
-    task = Task("total", state, ((state / "0.txt",), {"unit": state / "unit.txt"}), ["same"])
+    task = Task("total", state, {"shards": (state / "0.txt",), "words": {"unit": state / "unit.txt"}}, ["same"])
 
     def made() -> str:
         with Serial().open() as pool:
@@ -404,7 +405,8 @@ def test_a_document_that_kills_workers_elsewhere_is_set_aside_alone(tmp_path, cl
     state = Path("poisoned")
     state.mkdir()
     files = list_source(str(tmp_path / "a.jsonl")).files
-    made = read_task(state, 0, files, Options(), IDENTIFIER, (), (Deadly(),), Models.of(tmp_path / "models"), None)
+    models = Models.of(tmp_path / "models")
+    made = read_task(state, 0, files, options=Options(), identifier=IDENTIFIER, scorers=(Deadly(),), models=models)
     with EXECUTORS.read(executor).open() as pool:
         (summary,) = Keeping(pool, executor["store"], state).map(read, [made], careful)
     assert summary["rows"] == 18 and summary["broken"] == {"killed_the_worker": {"documents": 2, "bytes": 36}}
