@@ -18,7 +18,6 @@ from hone.base.run import Run
 from hone.data.forecasting import plan as plan_module
 from hone.data.forecasting import sample as sample_module
 from hone.data.forecasting import trial
-from hone.data.forecasting.duplicates import left
 from hone.data.forecasting.sample import RANGE_BYTES, Sample, units_of
 from hone.data.readers.documents import Options
 from hone.data.stage import Data
@@ -149,34 +148,13 @@ def test_broken_and_strange_files_are_no_reason_to_fail(tmp_path):
     assert {text.count("ö") for text in texts} >= {0, 1000} and any(text.startswith("word word") for text in texts)
 
 
-@pytest.mark.parametrize("times", [2, 25])
-@pytest.mark.parametrize("share", [0.1, 0.4])
-def test_copies_outside_of_the_sample(times, share):
-    draw = np.random.default_rng(times)
-    clusters = np.concatenate(
-        [np.arange(10_000), draw.permutation(np.repeat(10_000 + np.arange(10_000 // times), times))]
-    )
-    sampled = draw.random(len(clusters)) < share
-    found = left(clusters[sampled], np.arange(sampled.sum()), share)
-    truth = (10_000 + 10_000 // times) / len(clusters)
-    assert not found.unseen and 0 < found.doubt < 0.05
-    drawn = (truth * (1 - truth) * (1 - share) / sampled.sum()) ** 0.5  # which documents the sample has
-    assert abs(found.weights.mean() - truth) < 3 * (found.doubt**2 + drawn**2) ** 0.5
-
-
-def test_copies_that_lie_together_are_seen_together():
-    clusters, places = np.repeat(np.arange(5000), 4), np.repeat(np.arange(500), 40)
-    found = left(clusters, places, 0.1)
-    assert found.weights.mean() == 0.25 and found.weights.reshape(-1, 4)[:, 0].all()
-
-
-def test_a_sample_of_all_documents_counts_copies_as_they_are():
-    found = left(np.array([0, 1, 1, 1, 4, 4]), np.arange(6), 1.0)
-    assert found.weights.sum() == pytest.approx(3) and found.doubt == 0 and not found.unseen
-
-
-def test_a_sample_too_small_for_duplicates_says_so():
-    assert left(np.arange(100), np.arange(100), 0.01).unseen
+def test_copies_in_a_sample_of_all_documents_are_counted_as_they_are(tmp_path):
+    texts = stories(60, 240)
+    write_rows(tmp_path / "in" / "rows.jsonl", texts + texts[:20])
+    planned = Data.read({**SOUND, "source": str(tmp_path / "in"), "dedups": ["exact"]}).plan({}, None)
+    kept = planned.estimates["kept_bytes"]
+    assert kept.value == sum(len(text.encode()) for text in texts) and not kept.bound
+    assert sum(split.documents for split in planned.facts.splits.values()) == pytest.approx(60, abs=1)
 
 
 def skewed(folder: Path) -> Path:
@@ -217,7 +195,6 @@ def beginning(folder: Path) -> Path:
     [
         (skewed, SOUND),
         (rare, {**SOUND, "filters": [{"kind": "expression", "when": "True", "keep": "words > 200"}]}),
-        (twice, {**SOUND, "dedups": ["exact"]}),
         (beginning, {**SOUND, "max_bytes": 2_000_000}),
     ],
 )
@@ -238,12 +215,16 @@ def test_a_run_ends_within_the_tolerance_of_its_forecast(fill, spec, tmp_path, m
 
 
 @pytest.mark.slow
-def test_what_is_not_foreseen_is_a_bound(tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [{"dedups": ["exact"]}, {"edits": ["lines"]}], ids=["dedups", "edits"])
+def test_what_is_not_foreseen_is_a_bound(steps, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_module, "SAMPLE_BYTES", (1_000_000, 1_000_000))
-    spec = {**SOUND, "source": str(twice(tmp_path / "in")), "edits": ["lines"]}
+    spec = {**SOUND, "source": str(twice(tmp_path / "in")), **steps}
     figure = Data.read(spec).make(tmp_path / "out", run=Run(quiet=True)).figures["kept_bytes"]
     assert figure.estimate.bound and figure.estimate.tolerance is None
-    assert figure.estimate.value > figure.value and "of edits only what the sample repeats" in figure.estimate.formula
+    assert (
+        figure.estimate.value > figure.value
+        and "of copies and edits only what the sample repeats" in figure.estimate.formula
+    )
 
 
 def test_a_filter_that_names_no_column_is_said_before_anything_is_read(tmp_path):

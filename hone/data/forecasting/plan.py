@@ -194,22 +194,19 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
     kept, text = trial.total(trial.kept_bytes) * scale, trial.total(trial.sizes) * scale
     error = _error(trial)
     sample = trial.sample
-    unseen = trial.copies is not None and trial.copies.unseen
     known_before = any(getattr(technique, "against", ()) for technique in spec.dedups)
-    bound = bool(missing) or known_before or sample.beginnings or (not sample.whole and (bool(spec.edits) or unseen))
-    known = bound or (trial.kept > 0).sum() < _LEAST_DOCUMENTS
+    repeats = not sample.whole and bool(spec.dedups or spec.edits)
+    bound = bool(missing) or known_before or sample.beginnings or repeats
+    open_ended = bound or trial.kept.sum() < _LEAST_DOCUMENTS
     said = [_said(sample), f"standard error {100 * error:.1f} %", missing]
     said += ["without comparing earlier artifacts"] * known_before
     if not sample.whole:
-        said += [
-            "copies outside of the sample " + ("not foreseen" if unseen else "by those between its ranges")
-        ] * bool(spec.dedups)
-        said += ["of edits only what the sample repeats"] * bool(spec.edits)
+        said += ["of copies and edits only what the sample repeats"] * repeats
         said += ["the beginning of large files stands for the rest"] * sample.beginnings
     share = f"share kept ({kept / max(text, 1):.3f}, {'; '.join(filter(None, said))})"
 
     def estimate(value: float, unit: str, formula: str, error: float) -> Estimate:
-        tolerance = None if known else max(_SIGMAS * error, _LEAST_TOLERANCE)
+        tolerance = None if open_ended else max(_SIGMAS * error, _LEAST_TOLERANCE)
         return Estimate(value=value, unit=unit, formula=formula, bound=bound, tolerance=tolerance)
 
     made = {"kept_bytes": estimate(kept, "B", f"text bytes x {share}", error)}
@@ -217,11 +214,10 @@ def _yields(spec: Settings, trial: Trial, scale: float, missing: str) -> dict[st
     if tokens is not None:
         train = 1 - spec.validation_fraction
         # Documents are assigned to validation by hash, so its bytes vary by this much.
-        drawn = (1 - train) / train * trial.total(trial.kept_bytes**2 / np.maximum(trial.kept, 1e-9))
+        drawn = (1 - train) / train * trial.total(trial.kept_bytes**2)
         drawn /= max(trial.total(trial.kept_bytes), 1) ** 2 * scale
-        part = 1 - min(tokens.num_bytes / max(kept, 1), 1)
-        token_error = (error**2 + drawn + part * tokens.error**2 + (tokens.gap / 4) ** 2) ** 0.5
-        halves = ": geometric mean of seen and unseen half of the sample" if tokens.gap else ""
+        token_error = (error**2 + drawn + (tokens.apart / 4) ** 2) ** 0.5
+        halves = f": the mean of two halves of the sample, {100 * tokens.apart:.1f} % apart"
         formula = (
             f"(text bytes x {share} / bytes a token ({tokens.rate:.2f}{halves}) + an end a document) x train share; "
         )
@@ -246,7 +242,7 @@ def _asked(spec: Settings, trial: Trial, scale: float) -> dict[str, Estimate]:
 
 
 def _error(trial: Trial) -> float:
-    """Relative standard error of the kept bytes, from differences of neighbouring ranges (Wolter 1984) and from the copies."""
+    """Relative standard error of the kept bytes, from differences of neighbouring ranges (Wolter 1984)."""
     sample = trial.sample
     if sample.whole:
         return 0.0
@@ -258,9 +254,7 @@ def _error(trial: Trial) -> float:
         return 1.0
     apart = np.diff(left - stands_for * left.sum() / stands_for.sum())
     variance = (1 - sample.share()) * count / (2 * (count - 1)) * (apart**2).sum()
-    copies = trial.copies
-    doubt = copies.doubt / max(copies.weights.mean(), 1e-9) if copies is not None else 0.0
-    return float((variance / total**2 + doubt**2) ** 0.5)
+    return float(variance**0.5 / total)
 
 
 def _pace(spec: Settings, trial: Trial, scale: float, before_s: float, started_s: float, missing: str) -> Pace:
@@ -305,17 +299,17 @@ def _memory(spec: Settings, trial: Trial, scale: float) -> Estimate:
 
 def _disk(trial: Trial, scale: float) -> Estimate:
     kept, documents = trial.total(trial.kept_bytes) * scale, trial.total(trial.kept) * scale
-    held = trial.kept_bytes[trial.kept > 0] / trial.kept[trial.kept > 0]
+    held = trial.kept_bytes.sum()
     exported = sum(trial.written.get(name, 0) for name in ("jsonl", "hugging_face"))
     lost = trial.sizes[trial.kept == 0].sum()
     tokens: Tokens | None = trial.tokens
     rates = {
-        "bytes of text": (kept, trial.written.get("documents", 0) / max(held.sum(), 1.0)),
+        "bytes of text": (kept, trial.written.get("documents", 0) / max(held, 1.0)),
         "documents read": (float(trial.weights.sum()) * scale, trial.written.get("signals", 0) / len(trial.sizes)),
         "files beside them": (1.0, _MARGIN_BYTES),
     }
     if exported:
-        rates["bytes of exported text"] = (kept, exported / max(held.sum(), 1.0))
+        rates["bytes of exported text"] = (kept, exported / max(held, 1.0))
     if dropped := trial.written.get("dropped", 0):
         gone = max(trial.total(trial.sizes) * scale - kept, 0.0)
         rates["bytes of dropped text"] = (gone, dropped / max(lost, 1.0))

@@ -17,7 +17,6 @@ from hone.data.chain import Chain, NothingLeft
 from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.serial import Serial
-from hone.data.forecasting.duplicates import Copies, left
 from hone.data.forecasting.sample import Sample
 from hone.data.identifiers.base import Opened
 from hone.data.settings import Settings
@@ -25,9 +24,9 @@ from hone.data.work import Models, opened
 from hone.data.write import take_or_train, tokenize, write_tables
 
 TOKEN_BYTES = 2_000_000
-"""Text to tokenize, ..."""
+"""Bytes of text to tokenize."""
 _LEAST_TEXTS = 64
-"""... of at least so many documents, if there are."""
+"""Documents to tokenize at least, where there are so many."""
 
 
 class Scratch:
@@ -43,16 +42,15 @@ class Scratch:
 
 
 class Tokens(NamedTuple):
-    """`rate` is bytes per token, `error` its relative standard error; `gap` is whether the rate is a mean over seen and unseen text.
+    """`rate` is bytes per token; `apart` is how far apart, relative to it, the rates of two halves of the text are.
 
     Where a vocabulary was trained: the number of distinct `words` in the `num_bytes` of text, which grows with the text to the
     power `more_words` (Heaps 1978).
     """
 
     rate: float
+    apart: float
     num_bytes: float
-    error: float
-    gap: float
     vocab_size: int
     eos_token_id: int
     words: int = 0
@@ -62,8 +60,8 @@ class Tokens(NamedTuple):
 class Trial(NamedTuple):
     """Measurements of a sample; arrays have an entry per document.
 
-    `weights` is the number of documents of the input that one represents, `sizes` its bytes, `kept` the share of it left after all
-    steps and `kept_bytes` the bytes left; `range` its index in the sample's ranges. `seconds` of each step, `written` the bytes of
+    `weights` is the number of documents of the input that one represents, `sizes` its bytes, `kept` 1 where it is left after
+    all steps, else 0, and `kept_bytes` the bytes left; `range` its index in the sample's ranges. `seconds` of each step, `written` the bytes of
     each kind of file.
     """
 
@@ -73,7 +71,6 @@ class Trial(NamedTuple):
     sizes: np.ndarray
     kept: np.ndarray
     kept_bytes: np.ndarray
-    copies: Copies | None
     tokens: Tokens | None
     seconds: dict[str, float]
     written: dict[str, int]
@@ -98,29 +95,21 @@ def attempt(spec: Settings, identifier: Opened, models: Models, sample: Sample, 
     where = np.array([sample.place[ident.decode()] for ident in corpus.columns["id"]])
     weights = sample.weights()[where]
     sizes = corpus.columns["bytes"].astype(float)
-    copies = tokens = None
-    kept = np.zeros(len(corpus))
+    tokens = None
+    # Earlier artifacts are not compared; of copies outside of the sample nothing is known.
+    spec = spec.model_copy(update={"dedups": tuple(technique.alone() for technique in spec.dedups)})
     with Serial().open() as pool:
         chain = Chain(spec, corpus, quiet, pool)
         try:
             with _timed(seconds, "decide"):
                 chain.filter(place)
-                kept = chain.kept.astype(float)
-                if spec.dedups:
-                    there = np.flatnonzero(chain.kept)
-                    clusters = _clusters(spec, corpus, chain.kept, place.state)
-                    copies = left(clusters[there], where[there], sample.share())
-                    kept[there] = copies.weights
-                    chain.causes.append(("dedup", "duplicate"))
-                    chain.dropped_by[chain.kept & (kept == 0)] = len(chain.causes)
-                    chain.kept = kept > 0
+                chain.deduplicate(place)
                 chain.edit(place)
                 chain.decontaminate(place)
         except NothingLeft:  # true of the sample; the stage raises it if nothing is left of the whole input
             chain.kept[:] = False
-        kept *= chain.kept
         if chain.kept.any():
-            tokens = _tokens(spec, corpus, chain.kept, weights * kept, place, pool, seconds)
+            tokens = _tokens(spec, corpus, chain.kept, weights, place, pool, seconds)
         with _timed(seconds, "write"):
             write_tables(corpus, {"train": chain.kept}, chain, place, quiet, pool)
     written: dict[str, int] = {}
@@ -130,19 +119,8 @@ def attempt(spec: Settings, identifier: Opened, models: Models, sample: Sample, 
             sha256(path)
             name = path.relative_to(place.folder).parts[0]  # documents, signals, or an export
             written[name] = written.get(name, 0) + path.stat().st_size
-    kept_bytes = kept * corpus.columns["bytes"]
-    return Trial(sample, where, weights, sizes, kept, kept_bytes, copies, tokens, seconds, written)
-
-
-def _clusters(spec: Settings, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
-    """The representative of each document after all deduplications."""
-    stands = np.arange(len(corpus))
-    for number, technique in enumerate(spec.dedups):
-        living = kept & (stands == np.arange(len(corpus)))
-        own = state / f"dedup-{number}"
-        own.mkdir(exist_ok=True)
-        stands = technique.alone().representatives(corpus, living, own)[stands]
-    return stands
+    kept = chain.kept.astype(float)
+    return Trial(sample, where, weights, sizes, kept, kept * corpus.columns["bytes"], tokens, seconds, written)
 
 
 def _tokens(
@@ -165,15 +143,13 @@ def _tokens(
     encoder.encode(["première"])  # initializes what text beyond ASCII needs
     with _timed(seconds, "tokenize"):
         tokenize(spec.packing, corpus, splits, encoder, place, Run(quiet=True), pool)
-    rates, errors, words = [], [], [set[str](), set[str]()]
+    rates, words = [], [set[str](), set[str]()]
     for number, (name, half) in enumerate(halves.items()):
         if not len(half):  # there is only one document
             continue
         starts = np.load(place.folder / "tokens" / f"{name}.starts.npy")
         count, text = stands_for[half] * (np.diff(starts) - 1), stands_for[half] * sizes[half]
-        apart = np.diff(count - text * count.sum() / max(text.sum(), 1))
         rates.append(text.sum() / max(count.sum(), 1))
-        errors.append((len(half) / max(2 * len(apart), 1) * (apart**2).sum()) ** 0.5 / max(count.sum(), 1))
         if spec.tokenizer.path is None:
             for _, shard, first, _ in corpus.spans():
                 words[number].update(*(text.split() for _, text in corpus.texts(shard, first, splits[name])))
@@ -182,9 +158,8 @@ def _tokens(
     return Tokens(
         # A vocabulary fits its training text too well; the rate of one trained on the full corpus lies between the two.
         rate=(seen * unseen) ** 0.5,
+        apart=abs(seen / unseen - 1),
         num_bytes=float(sizes[few].sum()),
-        error=float(np.hypot(errors[0], errors[-1]) / 2),
-        gap=seen / unseen - 1 if spec.tokenizer.path is None else 0.0,
         vocab_size=encoder.vocab_size,
         eos_token_id=encoder.eos_token_id,
         words=len(every),
