@@ -15,18 +15,13 @@ from hone.text.segment import find, fold, place_of
 from hone.text.signals import personal
 from hone.text.signals import scan as s
 from hone.text.signals import words as w
+from hone.text.signals.counts import COUNTS
 from hone.text.signals.languages import languages
 from hone.text.signals.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
-from hone.text.signals.scan import LINES, NUM_TOTALS, PARAGRAPHS, WORDS, Scratch, empty_scratch, scan
+from hone.text.signals.scan import Scratch, empty_scratch, scan
 from hone.text.signals.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
 from hone.text.units import unit_table
 
-(
-    DUP_LINES, DUP_LINE_CHARS, DUP_PARAGRAPHS, DUP_PARAGRAPH_CHARS, NGRAMS, DIFFERENT, EMAILS, ADDRESSES, PHONES, CARDS,
-    TOXIC, OWN_STOPS,
-) = (*range(NUM_TOTALS, NUM_TOTALS + 5), *range(NUM_TOTALS + 13, NUM_TOTALS + 20))  # fmt: skip
-"""Indices in a document's row, after its totals; NGRAMS is the first of nine."""
-NUM_COLUMNS = OWN_STOPS + 1
 _ROOM_WORDS = 1 << 15
 """Capacity for distinct words, which stay in the table between documents; less for a batch of few bytes. When it is three
 quarters full the table is emptied: it should fit a core's share of the cache."""
@@ -83,15 +78,15 @@ def stop_words(
 
 
 @kernel
-def repeats(scratch: Scratch, table: Table, row: np.ndarray, filled: int, last: np.ndarray, clock: int) -> float:
+def repeats(scratch: Scratch, table: Table, row: np.void, filled: int, last: np.ndarray, clock: int) -> float:
     """Writes the counts of repeats to `row`; `filled` entries of `scratch.forms` are used. Returns MTLD."""
-    row[DUP_LINES], row[DUP_LINE_CHARS] = duplicates(scratch.line_hashes, scratch.line_chars, row[LINES], table)
-    row[DUP_PARAGRAPHS], row[DUP_PARAGRAPH_CHARS] = duplicates(
-        scratch.paragraph_hashes, scratch.paragraph_chars, row[PARAGRAPHS], table
+    row.dup_lines, row.dup_line_chars = duplicates(scratch.line_hashes, scratch.line_chars, row.lines, table)
+    row.dup_paragraphs, row.dup_paragraph_chars = duplicates(
+        scratch.paragraph_hashes, scratch.paragraph_chars, row.paragraphs, table
     )
-    ngrams(scratch.ids, scratch.places, row[WORDS], table, row[NGRAMS:DIFFERENT])
+    ngrams(scratch.ids, scratch.places, row.words, table, row.ngrams)
     # The buffers for n-grams are reused.
-    row[DIFFERENT], mtld = diversity(scratch.forms, filled, last, clock, table.chosen, table.grams)
+    row.different, mtld = diversity(scratch.forms, filled, last, clock, table.chosen, table.grams)
     return mtld
 
 
@@ -100,7 +95,7 @@ def measure(
     data: np.ndarray, offsets: np.ndarray, languages: np.ndarray, alphabet: Alphabet, toxic: np.ndarray,
     phrases: np.ndarray, longest: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(counts int64 [n, NUM_COLUMNS], MTLD float64 [n]) of n documents in `languages` (int64 [n], -1 for others)."""
+    """(counts COUNTS [n], MTLD float64 [n]) of n documents in `languages` (int64 [n], -1 for others)."""
     num_texts = len(offsets) - 1
     largest = s.ZERO
     for index in range(num_texts):
@@ -110,31 +105,32 @@ def measure(
     words = empty_words(room, largest)
     last, clock = np.zeros(room, np.int32), s.ONE
     firsts, ends, seen = np.zeros(4, np.int64), np.zeros(4, np.int64), np.zeros(MOST_STOP_WORDS, np.int64)
-    counts, mtld = np.zeros((num_texts, NUM_COLUMNS), np.int64), np.zeros(num_texts)
+    counts, mtld, blank = np.zeros(num_texts, COUNTS), np.zeros(num_texts), np.zeros(1, COUNTS)
     for index in range(num_texts):
         start, end, row = offsets[index], offsets[index + 1], counts[index]
         if words.used[0] > 3 * (len(words.records) >> 2):
             words = empty_words(room, largest)
             last, clock = np.zeros(room, np.int32), s.ONE
-        filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
+        filled = scan(data, start, end, words, toxic, alphabet, scratch, row)
         while filled < 0:
             more = 4 * len(words.records)
             words = empty_words(more, more + largest)
             last, clock = np.zeros(more, np.int32), s.ONE
-            filled = scan(data, start, end, words, toxic, alphabet, scratch, row[:NUM_TOTALS])
+            counts[index] = blank[0]
+            filled = scan(data, start, end, words, toxic, alphabet, scratch, row)
         if longest > 0:
-            row[TOXIC] = toxic_words(words, scratch.ids, row[WORDS], phrases, longest)
-        row[OWN_STOPS] = -1
+            row.toxic = toxic_words(words, scratch.ids, row.words, phrases, longest)
+        row.own_stops = -1
         if languages[index] >= 0:
-            row[OWN_STOPS] = stop_words(words, scratch.ids, row[WORDS], alphabet, languages[index], seen)
+            row.own_stops = stop_words(words, scratch.ids, row.words, alphabet, languages[index], seen)
         if clock > _LATEST - filled:
             last[:], clock = 0, s.ONE
         mtld[index] = repeats(scratch, table, row, filled, last, clock)
         clock += filled
-        if row[ATS]:
-            row[EMAILS] = personal.emails(data, start, end)
-        if row[DIGITS] >= _LEAST_DIGITS:
-            personal.numbers(data, start, end, row[ADDRESSES : CARDS + 1], firsts, ends)
+        if row.word_counts[ATS]:
+            row.emails = personal.emails(data, start, end)
+        if row.word_counts[DIGITS] >= _LEAST_DIGITS:
+            personal.numbers(data, start, end, row.personal_numbers, firsts, ends)
     return counts, mtld
 
 
@@ -144,15 +140,15 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
     num_texts = len(offsets) - 1
     firsts, wholes = np.zeros(num_texts, np.uint64), np.zeros(num_texts, np.uint64)
     nothing, longest = np.zeros(0, np.uint64), 0
-    total = np.zeros(NUM_TOTALS, np.int64)
+    counts = np.zeros(num_texts, COUNTS)
     for index in range(num_texts):
-        num_bytes = offsets[index + 1] - offsets[index]
+        total, num_bytes = counts[index], offsets[index + 1] - offsets[index]
         words, scratch = empty_words(capacity_for(num_bytes), num_bytes), empty_scratch(num_bytes)
         scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
-        if total[WORDS]:
+        if total.words:
             firsts[index] = words.others[scratch.ids[0], BARE_HASH]
-            wholes[index] = phrase_hash(words, scratch.ids, s.ZERO, total[WORDS])
-            longest = max(longest, total[WORDS])
+            wholes[index] = phrase_hash(words, scratch.ids, s.ZERO, total.words)
+            longest = max(longest, total.words)
     return firsts, wholes, longest
 
 
@@ -206,7 +202,7 @@ def _frozen(data: np.ndarray) -> np.ndarray:
 def counts_of(
     texts: Texts, lexicon: Sequence[str] = (), codes: Sequence[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(counts int64 [num_texts, NUM_COLUMNS], MTLD float64 [num_texts]) of `texts`, whose languages have the `codes`."""
+    """(counts COUNTS [num_texts], MTLD float64 [num_texts]) of `texts`, whose languages have the `codes`."""
     toxic, phrases, longest = phrase_table(tuple(lexicon))
     offsets = np.array(texts.offsets, np.int64)  # a writable copy, as for every call of the kernel
     numbers = {code: number for number, code in enumerate(languages())}
@@ -215,50 +211,58 @@ def counts_of(
     return measure(_frozen(texts.data), offsets, own, alphabet(), toxic, phrases, longest)
 
 
+_AS_COUNTED = {
+    "text_hash": "text_hash", "words": "words", "lines": "lines", "sentences": "sentences", "max_word_chars": "max_word",
+    "max_line_chars": "max_line", "lorem_ipsum": "lorem_ipsum", "braces": "braces", "urls": "urls",
+    "c4_sentences": "c4_sentences", "c4_loose_sentences": "c4_loose_sentences", "long_lines": "long_lines", "emails": "emails",
+    "public_ips": "addresses", "phones": "phones", "cards": "cards",
+}  # fmt: skip
+"""Signals that are a count of the document."""
+_PER_WORD = {
+    "mean_word_chars": "chars", "hash_ratio": "hashes", "ellipsis_ratio": "ellipses", "alpha_words": "lettered",
+    "newline_ratio": "newlines", "unique_words": "different", "number_words": "numbers", "boilerplate_words": "boilerplate_words",
+    "toxic_words": "toxic", "unspaced_words": "unspaced",
+}  # fmt: skip
+"""Signals that are a count divided by the words."""
+_PER_LINE = {
+    "bullet_lines": "bullet_lines", "ellipsis_lines": "ellipsis_lines", "punctuated_lines": "punctuated_lines",
+    "short_lines": "short_lines", "javascript_lines": "javascript_lines", "policy_lines": "policy_lines",
+    "upper_lines": "upper_lines", "c4_lines": "c4_lines", "dup_lines": "dup_lines",
+}  # fmt: skip
+"""Signals that are a count divided by the lines."""
+_PER_CHAR = {
+    "digit_ratio": "digits", "upper_ratio": "uppers", "paren_ratio": "parens", "url_ratio": "url_chars",
+    "dup_line_chars": "dup_line_chars", "dup_paragraph_chars": "dup_paragraph_chars",
+    **{f"top_{n}gram_chars": f"{n}grams" for n in (2, 3, 4)},
+    **{f"dup_{n}gram_chars": f"{n}grams" for n in range(5, 11)},
+}  # fmt: skip
+"""Signals that are a count divided by the characters."""
+
+
 def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """The signal columns computed from `counts` (int64 [n, NUM_COLUMNS]) of n documents."""
-    get = counts.T
-    chars = get[w.CHARS] + get[s.GAPS] + get[s.NEWLINES]
-    stops = get[s.STOPS]
-    num_words, num_lines, num_chars = np.maximum(get[s.WORDS], 1), np.maximum(get[s.LINES], 1), np.maximum(chars, 1)
-    lettered = np.maximum(get[w.LETTERED], 1)
+    """The signal columns computed from `counts` (COUNTS [n]) of n documents."""
+    of = dict(zip(w.NAMES, counts["word_counts"].T))
+    of |= {name: counts[name] for name in counts.dtype.names}
+    of |= {f"{n}grams": column for n, column in enumerate(counts["ngrams"].T, start=2)}
+    of |= zip(("addresses", "phones", "cards"), counts["personal_numbers"].T)
+    blank = of["gaps"] + of["newlines"]
+    chars, stops = of["chars"] + blank, of["stops"]
+    num_words, num_lines, num_chars = (np.maximum(values, 1) for values in (of["words"], of["lines"], chars))
+    lettered = np.maximum(of["lettered"], 1)
     columns = {
-        "text_hash": get[s.TEXT_HASH].view(np.uint64),
         "chars": chars,
         "stop_words": sum(stops >> bit & 1 for bit in range(len(tables.STOP_WORDS))),
-        "non_alnum_ratio": (chars - get[w.ALNUMS]) / num_chars,
-        "whitespace_ratio": (get[s.GAPS] + get[s.NEWLINES]) / num_chars,
+        "non_alnum_ratio": (chars - of["alnums"]) / num_chars,
+        "whitespace_ratio": blank / num_chars,
         "flesch": np.where(
-            get[w.LETTERED] > 0,
-            206.835 - 1.015 * lettered / np.maximum(get[w.SENTENCES], 1) - 84.6 * get[w.SYLLABLES] / lettered,
+            of["lettered"] > 0,
+            206.835 - 1.015 * lettered / np.maximum(of["sentences"], 1) - 84.6 * of["syllables"] / lettered,
             0.0,
         ),
-        "dup_paragraphs": get[DUP_PARAGRAPHS] / np.maximum(get[s.PARAGRAPHS], 1),
+        "dup_paragraphs": of["dup_paragraphs"] / np.maximum(of["paragraphs"], 1),
     }
-    columns["language_stop_words"] = np.where(get[OWN_STOPS] >= 0, get[OWN_STOPS], columns["stop_words"])
-    plain = {
-        "words": s.WORDS, "lines": s.LINES, "sentences": w.SENTENCES, "max_word_chars": s.MAX_WORD,
-        "max_line_chars": s.MAX_LINE, "lorem_ipsum": s.LOREM_IPSUM, "braces": w.BRACES, "urls": w.URLS,
-        "c4_sentences": s.C4_SENTENCES, "c4_loose_sentences": s.C4_LOOSE_SENTENCES, "long_lines": s.LONG_LINES,
-        "emails": EMAILS, "public_ips": ADDRESSES, "phones": PHONES, "cards": CARDS,
-    }  # fmt: skip
-    of_words = {
-        "mean_word_chars": w.CHARS, "hash_ratio": w.HASHES, "ellipsis_ratio": w.ELLIPSES, "alpha_words": w.LETTERED,
-        "newline_ratio": s.NEWLINES, "unique_words": DIFFERENT, "number_words": w.NUMBERS,
-        "boilerplate_words": s.BOILERPLATE_WORDS, "toxic_words": TOXIC, "unspaced_words": s.UNSPACED,
-    }  # fmt: skip
-    of_lines = {
-        "bullet_lines": s.BULLET_LINES, "ellipsis_lines": s.ELLIPSIS_LINES, "punctuated_lines": s.PUNCTUATED_LINES,
-        "short_lines": s.SHORT_LINES, "javascript_lines": s.JAVASCRIPT_LINES, "policy_lines": s.POLICY_LINES,
-        "upper_lines": s.UPPER_LINES, "c4_lines": s.C4_LINES, "dup_lines": DUP_LINES,
-    }  # fmt: skip
-    of_chars = {
-        "digit_ratio": w.DIGITS, "upper_ratio": w.UPPERS, "paren_ratio": w.PARENS, "url_ratio": w.URL_CHARS,
-        "dup_line_chars": DUP_LINE_CHARS, "dup_paragraph_chars": DUP_PARAGRAPH_CHARS,
-        **{f"top_{n}gram_chars": NGRAMS + n - 2 for n in (2, 3, 4)},
-        **{f"dup_{n}gram_chars": NGRAMS + n - 2 for n in range(5, 11)},
-    }  # fmt: skip
-    for places, divisor in ((plain, None), (of_words, num_words), (of_lines, num_lines), (of_chars, num_chars)):
-        for name, place in places.items():
-            columns[name] = get[place] if divisor is None else get[place] / divisor
+    columns["language_stop_words"] = np.where(of["own_stops"] >= 0, of["own_stops"], columns["stop_words"])
+    columns |= {name: of[count] for name, count in _AS_COUNTED.items()}
+    for names, divisor in ((_PER_WORD, num_words), (_PER_LINE, num_lines), (_PER_CHAR, num_chars)):
+        columns |= {name: of[count] / divisor for name, count in names.items()}
     return columns

@@ -10,6 +10,7 @@ from hone.text import tables
 from hone.text.compiled import allocating, inlined, kernel
 from hone.text.hashing import mix
 from hone.text.segment import BLOCK, code_point, fetch_ahead, find_words, fold, word_key
+from hone.text.signals.counts import LINE
 from hone.text.signals.words import (
     CAPITALS,
     CHARS,
@@ -28,23 +29,6 @@ from hone.text.signals.words import (
 )  # fmt: skip
 from hone.text.tables import flag
 from hone.text.units import next_unspaced, part_words
-
-(
-    WORDS, GAPS, LINES, NEWLINES, MAX_WORD, MAX_LINE, BULLET_LINES, ELLIPSIS_LINES, PUNCTUATED_LINES, SHORT_LINES,
-    JAVASCRIPT_LINES, POLICY_LINES, LOREM_IPSUM, STOPS, UPPER_LINES, BOILERPLATE_WORDS, C4_LINES, C4_SENTENCES,
-    C4_LOOSE_SENTENCES, LONG_LINES, PARAGRAPHS, UNSPACED, TEXT_HASH,
-) = range(NUM_COUNTS, NUM_COUNTS + 23)  # fmt: skip
-"""Indices in the totals of a document, after the sums of its words' counts. UNSPACED words follow another without a space."""
-NUM_TOTALS = TEXT_HASH + 1
-(
-    _LINE_WORDS, _LINE_CHARS, _LINE_CAPITALS, _LINE_SENTENCES, _LINE_GAPS, _FIRST, _LAST, _ANY, _BEFORE, _SECOND_LAST,
-    _LONG, _POLICY, _CART, _LINE_UNSPACED, _PART_CHARS, _PART_FILLED,
-) = range(16)  # fmt: skip
-"""Indices in the state of a line: its counts, flags of its first, last and any word, of the second to last, whether a single
-plain space precedes the last, what was found, words without a space before; then two of the paragraph, which lines do not reset."""
-NUM_STATE = _PART_FILLED + 1
-_WHOLE, _PART, _HASHED = range(3)
-"""Indices in the hashes of the text, its paragraph and its line so far."""
 
 _STOPS = (1 << len(tables.STOP_WORDS)) - 1
 _BULLET, _ELLIPSIS, _TERMINAL, _C4 = flag("bullet"), flag("ellipsis"), flag("terminal"), flag("c4_terminal")
@@ -80,7 +64,6 @@ class Scratch(NamedTuple):
     paragraph_chars: np.ndarray
     lower: np.ndarray
     line: np.ndarray
-    hashes: np.ndarray
     edges: np.ndarray
     runs: np.ndarray
     keys: np.ndarray
@@ -101,14 +84,21 @@ def empty_scratch(num_bytes: int) -> Scratch:
         np.empty(most, np.uint64),
         np.empty(most, np.int64),
         np.empty(num_bytes + 1, np.int32),
-        np.zeros(NUM_STATE, np.int64),
-        np.zeros(3, np.uint64),
+        np.zeros(1, LINE),
         np.zeros(2 * _CHUNK_WORDS + 1, np.int64),
         np.zeros(2 * _CHUNK_WORDS + 1, np.int64),
         np.zeros(_CHUNK_WORDS, np.uint64),
         np.zeros(BLOCK + 8, np.uint8),
         np.zeros(4, np.int64),
     )
+
+
+@inlined
+def reset_line(line: np.void) -> None:
+    """Clears what is known of a line; its paragraph and the text go on."""
+    line.words = line.chars = line.capitals = line.sentences = line.gaps = line.unspaced = 0
+    line.first = line.last = line.any = line.before = line.adjacent = 0
+    line.long = line.policy = line.cart = 0
 
 
 @kernel
@@ -124,81 +114,80 @@ def policy_phrase(bits: int, before: int, second: int) -> bool:
 
 
 @kernel
-def boilerplate(line: np.ndarray, chars: int) -> int:
+def boilerplate(line: np.void, chars: int) -> int:
     """Words of a line that RefinedWeb's line rules remove."""
-    num_words = line[_LINE_WORDS]
-    if num_words == 1 or 2 * line[_LINE_CAPITALS] > chars:
+    num_words = line.words
+    if num_words == 1 or 2 * line.capitals > chars:
         return num_words
-    if num_words == 2 and line[_FIRST] & _QUANTITY and line[_LAST] & _THING:
+    if num_words == 2 and line.first & _QUANTITY and line.last & _THING:
         return num_words
     if num_words > MAX_EDITED_WORDS:
         return 0
-    removed = 3 if line[_CART] else 0
-    removed += 1 if line[_FIRST] & _SIGN_IN else 0
-    removed += 2 if line[_LAST] & _MORE and line[_BEFORE] & _READ else 0
+    removed = 3 if line.cart else 0
+    removed += 1 if line.first & _SIGN_IN else 0
+    removed += 2 if line.last & _MORE and line.before & _READ else 0
     return removed
 
 
 @kernel
-def end_line(line: np.ndarray, hashed: int, trailing: bool, total: np.ndarray, scratch: Scratch) -> None:
+def end_line(line: np.void, hashed: int, trailing: bool, total: np.void, scratch: Scratch) -> None:
     """Adds a finished line to the totals and resets it. `trailing`: white space is at its end."""
-    chars = line[_LINE_CHARS] + line[_LINE_GAPS]
-    if line[_LINE_WORDS]:
-        number = total[LINES]
+    chars = line.chars + line.gaps
+    if line.words:
+        number = total.lines
         scratch.line_hashes[number] = hashed
         scratch.line_chars[number] = chars
-        last = line[_LAST]
-        total[LINES] += 1
-        total[MAX_LINE] = max(total[MAX_LINE], chars)
-        unspaced = line[_LINE_UNSPACED]
-        total[SHORT_LINES] += chars <= SHORT_LINE_CHARS and unspaced < SHORT_LINE_UNSPACED
-        total[LONG_LINES] += chars >= LONG_LINE_CHARS or unspaced >= LONG_LINE_UNSPACED
-        total[UNSPACED] += unspaced
-        total[BULLET_LINES] += (line[_FIRST] & _BULLET) != 0
+        last = line.last
+        total.lines += 1
+        total.max_line = max(total.max_line, chars)
+        unspaced = line.unspaced
+        total.short_lines += chars <= SHORT_LINE_CHARS and unspaced < SHORT_LINE_UNSPACED
+        total.long_lines += chars >= LONG_LINE_CHARS or unspaced >= LONG_LINE_UNSPACED
+        total.unspaced += unspaced
+        total.bullet_lines += (line.first & _BULLET) != 0
         if not trailing:
-            total[ELLIPSIS_LINES] += (last & _ELLIPSIS) != 0
-            total[PUNCTUATED_LINES] += (last & _TERMINAL) != 0
-        javascript = (line[_ANY] & _JAVASCRIPT) != 0
-        total[JAVASCRIPT_LINES] += javascript
-        total[POLICY_LINES] += line[_POLICY]
-        total[STOPS] |= line[_ANY] & _STOPS
-        total[UPPER_LINES] += 2 * line[_LINE_CAPITALS] > chars
-        total[BOILERPLATE_WORDS] += boilerplate(line, chars)
-        if line[_LINE_WORDS] >= 3 and not (line[_LONG] or javascript or line[_POLICY]):
-            sentences = max(line[_LINE_SENTENCES], 1)
-            total[C4_LOOSE_SENTENCES] += sentences
+            total.ellipsis_lines += (last & _ELLIPSIS) != 0
+            total.punctuated_lines += (last & _TERMINAL) != 0
+        javascript = (line.any & _JAVASCRIPT) != 0
+        total.javascript_lines += javascript
+        total.policy_lines += line.policy
+        total.stops |= line.any & _STOPS
+        total.upper_lines += 2 * line.capitals > chars
+        total.boilerplate_words += boilerplate(line, chars)
+        if line.words >= 3 and not (line.long or javascript or line.policy):
+            sentences = max(line.sentences, 1)
+            total.c4_loose_sentences += sentences
             if last & _C4:
-                total[C4_LINES] += 1
-                total[C4_SENTENCES] += sentences
-        line[_PART_FILLED] = 1
-    total[WORDS] += line[_LINE_WORDS]
-    total[GAPS] += line[_LINE_GAPS]
-    line[_PART_CHARS] += chars
-    line[:_PART_CHARS] = 0
+                total.c4_lines += 1
+                total.c4_sentences += sentences
+        line.paragraph_filled = 1
+    total.words += line.words
+    total.gaps += line.gaps
+    line.paragraph_chars += chars
+    reset_line(line)
 
 
 @kernel
-def end_paragraph(hashed: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
+def end_paragraph(hashed: int, line: np.void, total: np.void, scratch: Scratch) -> None:
     """Records a finished paragraph if it has a word, and resets it."""
-    if line[_PART_FILLED]:
-        scratch.paragraph_hashes[total[PARAGRAPHS]] = hashed
-        scratch.paragraph_chars[total[PARAGRAPHS]] = line[_PART_CHARS]
-        total[PARAGRAPHS] += 1
-    line[_PART_CHARS], line[_PART_FILLED] = 0, 0
+    if line.paragraph_filled:
+        scratch.paragraph_hashes[total.paragraphs] = hashed
+        scratch.paragraph_chars[total.paragraphs] = line.paragraph_chars
+        total.paragraphs += 1
+    line.paragraph_chars, line.paragraph_filled = 0, 0
 
 
 @kernel
-def take_gap(data: np.ndarray, place: int, end: int, line: np.ndarray, total: np.ndarray, scratch: Scratch) -> None:
+def take_gap(data: np.ndarray, place: int, end: int, line: np.void, total: np.void, scratch: Scratch) -> None:
     """Processes the white space data[place:end] between two words, and the ends of lines and paragraphs in it."""
-    hashes = scratch.hashes
-    hashed, trailing = hashes[_HASHED], False
+    hashed, trailing = line.line_hash, False
     while place < end:
         byte = data[place]
         if byte != 10:
             width = 1 if byte < 128 else code_point(data, place)[1]
             for index in range(place, place + width):
                 hashed = fold(hashed, _HIGH + np.uint64(data[index]))
-            line[_LINE_GAPS] += 1
+            line.gaps += 1
             trailing = True
             place += width
             continue
@@ -207,38 +196,38 @@ def take_gap(data: np.ndarray, place: int, end: int, line: np.ndarray, total: np
             run += 1
         run -= place
         end_line(line, mix(hashed), trailing, total, scratch)
-        part = mix(fold(hashes[_PART], hashed))
-        hashes[_WHOLE] = mix(fold(hashes[_WHOLE], hashed) + np.uint64(run))
+        part = mix(fold(line.paragraph_hash, hashed))
+        line.text_hash = mix(fold(line.text_hash, hashed) + np.uint64(run))
         if run == 1:
             part = fold(part, _HIGH)
-            line[_PART_CHARS] += 1
+            line.paragraph_chars += 1
         else:
             end_paragraph(part, line, total, scratch)
             part = np.uint64(1)
-        hashes[_PART] = part
-        total[NEWLINES] += run
+        line.paragraph_hash = part
+        total.newlines += run
         hashed, trailing = np.uint64(1), False
         place += run
-    hashes[_HASHED] = hashed
+    line.line_hash = hashed
 
 
 @inlined
 def keep(
-    line: np.ndarray, num_words: int, chars: int, capitals: int, sentences: int, gaps: int, last: int, anything: int
+    line: np.void, num_words: int, chars: int, capitals: int, sentences: int, gaps: int, last: int, anything: int
 ) -> None:
     """Adds to a line the counts since the last call."""
-    line[_LINE_WORDS] += num_words
-    line[_LINE_CHARS] += chars
-    line[_LINE_CAPITALS] += capitals
-    line[_LINE_SENTENCES] += sentences
-    line[_LINE_GAPS] += gaps
-    line[_LAST], line[_ANY] = last, anything
+    line.words += num_words
+    line.chars += chars
+    line.capitals += capitals
+    line.sentences += sentences
+    line.gaps += gaps
+    line.last, line.any = last, anything
 
 
 @kernel
 def take_rare(
-    number: int, adjacent: bool, before: int, second: int, second_adjacent: bool, words: Words, line: np.ndarray,
-    total: np.ndarray,
+    number: int, adjacent: bool, before: int, second: int, second_adjacent: bool, words: Words, line: np.void,
+    total: np.void,
 ) -> int:  # fmt: skip
     """Counts that few words need: phrases that end with word `number`, counts above a byte. Returns its characters.
 
@@ -251,38 +240,38 @@ def take_rare(
         row = np.int64(words.others[number, WIDE_ROW])
         chars = np.int64(words.wide[row, CHARS])
         for index in range(NUM_COUNTS):
-            total[index] += words.wide[row, index]
-        line[_LINE_CAPITALS] += words.wide[row, CAPITALS]
-        line[_LINE_SENTENCES] += words.wide[row, SENTENCES]
+            total.word_counts[index] += words.wide[row, index]
+        line.capitals += words.wide[row, CAPITALS]
+        line.sentences += words.wide[row, SENTENCES]
         if chars > MAX_WORD_CHARS:
-            line[_LONG] = 1
+            line.long = 1
     if bits & _PHRASE and adjacent:
         if bits & _IPSUM and before & _LOREM:
-            total[LOREM_IPSUM] += 1
+            total.lorem_ipsum += 1
         if policy_phrase(bits, before, second if second_adjacent else 0):
-            line[_POLICY] = 1
+            line.policy = 1
     if bits & _CART_WORD and before & _IN and second & _ITEMS:
-        line[_CART] = 1
+        line.cart = 1
     return chars
 
 
 @kernel
 def take_words(
     data: np.ndarray, gap: int, first: int, num_words: int, filled: int, words: Words, scratch: Scratch,
-    total: np.ndarray,
+    total: np.void,
 ) -> int:  # fmt: skip
     """Adds `num_words` words, by number, the first of which is the document's word `first`, to their lines.
 
     `gap` is where the white space before the first begins. Returns the new number of entries of `scratch.forms`, of which
     `filled` are those of earlier words.
     """
-    line, edges, ids, places, hashes = scratch.line, scratch.edges, scratch.ids, scratch.places, scratch.hashes
+    line, edges, ids, places = scratch.line[0], scratch.edges, scratch.ids, scratch.places
     even_low = odd_low = even_high = odd_high = np.uint64(0)
-    place, longest = places[first] >> 1, total[MAX_WORD]
+    place, longest = places[first] >> 1, total.max_word
     # Counts that every word changes are local variables, written back only for a gap or a rare word.
-    hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
-    since, last, before, anything, adjacent = first, line[_LAST], line[_BEFORE], line[_ANY], line[_SECOND_LAST] > 0
-    fresh = line[_LINE_WORDS] == 0
+    hashed, begun, capitals, sentences, gaps = line.line_hash, place, ZERO, ZERO, ZERO
+    since, last, before, anything, adjacent = first, line.last, line.before, line.any, line.adjacent > 0
+    fresh = line.words == 0
     for index in range(num_words):
         number = ids[first + index]
         start = edges[2 * index]
@@ -294,21 +283,21 @@ def take_words(
         elif start > gap:
             now = first + index
             keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
-            line[_BEFORE], hashes[_HASHED] = before, hashed
+            line.before, line.line_hash = before, hashed
             take_gap(data, gap, start, line, total, scratch)
-            hashed, begun, capitals, sentences, gaps = hashes[_HASHED], place, ZERO, ZERO, ZERO
-            since, anything = now, line[_ANY]
-            fresh = line[_LINE_WORDS] == 0
+            hashed, begun, capitals, sentences, gaps = line.line_hash, place, ZERO, ZERO, ZERO
+            since, anything = now, line.any
+            fresh = line.words == 0
             if fresh:
                 last, before, second_adjacent = 0, 0, False
         elif first + index > 0:
             place -= 1
             begun -= 1
             places[first + index] = 2 * place + 1
-            line[_LINE_UNSPACED] += 1
+            line.unspaced += 1
             if last & _ENDS:  # no white space follows the full stop
                 sentences -= 1
-                total[SENTENCES] -= 1
+                total.word_counts[SENTENCES] -= 1
         gap = edges[2 * index + 1]
         flags, low, high = words.records[number, FLAGS], words.records[number, LOW], words.records[number, HIGH]
         bits = np.int64(flags)
@@ -327,20 +316,21 @@ def take_words(
         capitals += np.int64(high >> np.uint64(8 * (CAPITALS - 8)) & np.uint64(255))
         sentences += np.int64(low >> np.uint64(8 * SENTENCES) & np.uint64(255))
         if fresh:
-            line[_FIRST], fresh = bits, False
+            line.first, fresh = bits, False
         anything |= bits
         before, last = last, bits
         hashed = fold(hashed, scratch.keys[index])
     now = first + num_words
     keep(line, now - since, place - begun - (now - since), capitals, sentences, gaps, last, anything)
-    line[_BEFORE], line[_SECOND_LAST], hashes[_HASHED] = before, adjacent, hashed
-    total[MAX_WORD] = longest
+    line.before, line.adjacent, line.line_hash = before, adjacent, hashed
+    total.max_word = longest
+    sums = total.word_counts
     for index in range(4):
         shift = np.uint64(16 * index)
-        total[2 * index] += np.int64(even_low >> shift & np.uint64(0xFFFF))
-        total[2 * index + 1] += np.int64(odd_low >> shift & np.uint64(0xFFFF))
-        total[2 * index + 8] += np.int64(even_high >> shift & np.uint64(0xFFFF))
-        total[2 * index + 9] += np.int64(odd_high >> shift & np.uint64(0xFFFF))
+        sums[2 * index] += np.int64(even_low >> shift & np.uint64(0xFFFF))
+        sums[2 * index + 1] += np.int64(odd_low >> shift & np.uint64(0xFFFF))
+        sums[2 * index + 8] += np.int64(even_high >> shift & np.uint64(0xFFFF))
+        sums[2 * index + 9] += np.int64(odd_high >> shift & np.uint64(0xFFFF))
     return filled
 
 
@@ -374,14 +364,14 @@ def find_numbers(
 @kernel
 def scan(
     data: np.ndarray, start: int, end: int, words: Words, toxic: np.ndarray, alphabet: Alphabet, scratch: Scratch,
-    total: np.ndarray,
+    total: np.void,
 ) -> int:  # fmt: skip
-    """Reads data[start:end] into `scratch` and `total` (int64 [NUM_TOTALS]). Returns the entries of `scratch.forms`; -1 when
+    """Reads data[start:end] into `scratch` and `total`, a zeroed record of COUNTS. Returns the entries of `scratch.forms`; -1 when
     `words` is too full."""
-    line, hashes, edges, state = scratch.line, scratch.hashes, scratch.edges, scratch.state
-    total[:] = 0
-    line[:] = 0
-    hashes[:] = 1
+    line, edges, state = scratch.line[0], scratch.edges, scratch.state
+    reset_line(line)
+    line.paragraph_chars, line.paragraph_filled = 0, 0
+    line.text_hash = line.paragraph_hash = line.line_hash = np.uint64(1)
     scratch.places[0] = 0
     state[0], state[1], state[2], state[3] = start, 1, 0, 0
     count, filled, gap = ZERO, ZERO, start
@@ -404,7 +394,7 @@ def scan(
         runs[0] = runs[2 * num_runs]
     trailing = gap < end and data[end - 1] != 10
     take_gap(data, gap, end, line, total, scratch)
-    end_line(line, mix(hashes[_HASHED]), trailing, total, scratch)
-    end_paragraph(mix(fold(hashes[_PART], hashes[_HASHED])), line, total, scratch)
-    total[TEXT_HASH] = np.int64(mix(fold(hashes[_WHOLE], hashes[_HASHED])))
+    end_line(line, mix(line.line_hash), trailing, total, scratch)
+    end_paragraph(mix(fold(line.paragraph_hash, line.line_hash)), line, total, scratch)
+    total.text_hash = mix(fold(line.text_hash, line.line_hash))
     return filled
