@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hone.model.tokenizer import Tokenizer
 
 listing = lazy("hone.feed.files.listing")
-sniff = lazy("hone.data.readers.formats.sniff")
+sniff = lazy("hone.feed.files.sniff")
 streams = lazy("hone.feed.files.streams")
 
 _PLAIN = ("text", "code", "tex", UNKNOWN)

@@ -6,14 +6,8 @@ import codecs
 from typing import Protocol
 
 from hone.base.errors import MissingExtra
+from hone.feed.files.sniff import MARKS, marked
 
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 _SEVEN_BITS = ("iso2022", "hz", "utf_7")
 _ENDIAN = {"utf_16": "utf-16-le", "utf_32": "utf-32-le", "utf_8_sig": "utf-8"}
 _WIDER = {"iso8859-1": "cp1252", "koi8-r": "koi8-u", "shift_jis": "cp932", "euc_kr": "cp949"}
@@ -30,11 +24,6 @@ _MARK_BAD = "hone.bad"
 codecs.register_error(_MARK_BAD, lambda error: (BAD * (error.end - error.start), error.end))
 
 
-def marked(start: bytes) -> str | None:
-    """The encoding given by a byte order mark at the start of a file."""
-    return next((name for mark, name in _MARKS if start.startswith(mark)), None)
-
-
 class Decoder(Protocol):
     """Decodes a file document by document; each document may come in pieces, the last with `final`."""
 
@@ -46,7 +35,7 @@ class Decoder(Protocol):
 
 def decoder_of(start: bytes, encoding: str) -> tuple[Decoder, int]:
     """(the decoder of a file that begins with `start`, the length of its byte order mark); `encoding` is that of files without one."""
-    for mark, name in _MARKS:
+    for mark, name in MARKS:
         if start.startswith(mark):
             if name in ("utf-16", "utf-32"):
                 name += "-le" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF32_LE) else "-be"

@@ -34,7 +34,7 @@ from hone.data.readers.encodings import decode_text
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
 from hone.data.readers.formats.arrow import read_arrow
-from hone.data.readers.formats.containers import read_container
+from hone.data.readers.formats.containers import document_in, read_container
 from hone.data.readers.formats.csv_rows import read_csv
 from hone.data.readers.formats.epub import read_epub
 from hone.data.readers.formats.json_values import read_json
@@ -42,7 +42,6 @@ from hone.data.readers.formats.mail import read_eml, read_mbox
 from hone.data.readers.formats.notebook import read_notebook
 from hone.data.readers.formats.office import read_docx, read_odt
 from hone.data.readers.formats.pdf import read_pdf
-from hone.data.readers.formats.sniff import sniffed
 from hone.data.readers.formats.tex import read_tex
 from hone.data.readers.formats.xml import read_xml
 from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
@@ -52,6 +51,7 @@ from hone.feed.files.code import fault_of, language_of
 from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
+from hone.feed.files.sniff import sniffed
 from hone.feed.files.streams import Unreadable, read_whole
 from hone.text.batch import Texts
 from hone.text.signals.code import ROW
@@ -237,6 +237,8 @@ def _read_html(file: File, options: Options) -> Iterator[Piece]:
 def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
     """A file without an ending, in the format of its content."""
     known = sniffed(file)
+    if known is not None and known.format == "zip":
+        known = replace(known, format=document_in(known) or "zip")
     yield known or Noted("(no ending)")
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options
-from hone.data.readers.encodings import marked
 from hone.feed.chat import FIELDS, chat_in, rendered
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
+from hone.feed.files.sniff import marked
 from hone.feed.files.streams import MAX_EXPANSION, Salvage, Unreadable, open_raw, open_stream
 from hone.text.batch import Texts
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from hone.data.readers.documents import Fault, Options
-from hone.data.readers.encodings import marked
 from hone.data.readers.rows import MAX_ROW_BYTES, Rows, read_blocks, read_jsonl
 from hone.feed.files.listing import File
+from hone.feed.files.sniff import marked
 from hone.feed.files.streams import Salvage, Unreadable, open_stream
 
 _STEP = 1 << 20

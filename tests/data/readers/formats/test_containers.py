@@ -164,7 +164,7 @@ def test_broken_containers(tmp_path, monkeypatch):
     ],
 )
 def test_sniffing(content, wanted):
-    from hone.data.readers.formats.sniff import format_of
+    from hone.feed.files.sniff import format_of
 
     assert format_of(content) == wanted
 

@@ -7,10 +7,17 @@ import re
 import zlib
 from dataclasses import replace
 
-from hone.data.readers.encodings import marked
 from hone.feed.files.listing import File
 from hone.feed.files.streams import head
 
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Byte order marks and their encodings; a longer mark before one that it begins with."""
 _HEAD_BYTES = 1 << 14
 _PACKED = ((b"\x1f\x8b\x08", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"), (b"BZh", ".bz2"), (b"\xfd7zXZ\0", ".xz"))
 _MAGIC = (
@@ -29,9 +36,15 @@ _MBOX = re.compile(rb"From \S+@?\S* +\S{3} \S{3} +\d")
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 
 
+def marked(start: bytes) -> str | None:
+    """The encoding given by a byte order mark at the start of a file."""
+    return next((name for mark, name in MARKS if start.startswith(mark)), None)
+
+
 def sniffed(file: File) -> File | None:
     """`file` with the format and compression that its content has; None for content that is not text and no known format.
 
+    Office documents and e-books are 'zip': what is in them says what they are.
     Raises OSError as reading does.
     """
     start = _head(file)
@@ -44,10 +57,6 @@ def sniffed(file: File) -> File | None:
     format = format_of(start)
     if format == "zip" and file.compression:
         return None
-    if format == "zip":
-        from hone.data.readers.formats.containers import document_in
-
-        format = document_in(file) or "zip"
     return replace(file, format=format) if format else None
 
 
