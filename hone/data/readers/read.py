@@ -8,6 +8,7 @@ import json
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from hone.base.store import unreachable
