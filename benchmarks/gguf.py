@@ -23,10 +23,10 @@ from benchmarks.quality import texts
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.export.gguf.export import export
+from hone.exports.gguf.export import export
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
-from tests.export.gguf.llama_cpp import LlamaCpp
+from tests.exports.gguf.llama_cpp import LlamaCpp
 
 TYPES = ("f16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 CODES = {"kind": "gptq", "bits": 4, "group_size": 32, "scale_dtype": "float16"}

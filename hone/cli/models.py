@@ -78,8 +78,8 @@ def generate(words: list[str], options: dict[str, str]) -> int:
 def export(words: list[str], options: dict[str, str]) -> int:
     """Writes a model folder as one file of another format."""
     from hone.base.errors import SpecError
-    from hone.export.gguf.export import GGUF
-    from hone.export.gguf.export import export as write_file
+    from hone.exports.gguf.export import GGUF
+    from hone.exports.gguf.export import export as write_file
 
     if "help" in options:
         usage = "usage: hone export MODEL_FOLDER --out=FILE.gguf [--type=q4_0] [--redo] [--field=value ...]"

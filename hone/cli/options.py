@@ -84,7 +84,7 @@ def specs_of(verb: str) -> list[Any]:
     others = {
         "serve": "hone.serve.http:ServeConfig",
         "generate": "hone.serve.request:SamplingParams",
-        "export": "hone.export.gguf.export:GGUF",
+        "export": "hone.exports.gguf.export:GGUF",
     }
     if verb == "chat":
         return [resolve("hone.cli.chat.spec:ChatSpec"), resolve(others["generate"])]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from hone.base.errors import SpecError
 from hone.compress.spec import Engine
 from hone.compress.targets import EMBEDDED, HEAD
-from hone.export.gguf import architectures
-from hone.export.gguf import source as sources
+from hone.exports.gguf import architectures
+from hone.exports.gguf import source as sources
 from hone.ops.rounding.inputs import ACTIVATIONS
 
 if TYPE_CHECKING:

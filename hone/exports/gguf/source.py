@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.export.gguf import blocks
-from hone.export.gguf.container import Entry
-from hone.export.gguf.formats import FORMATS, Format
-from hone.export.gguf.names import row_order
+from hone.exports.gguf import blocks
+from hone.exports.gguf.container import Entry
+from hone.exports.gguf.formats import FORMATS, Format
+from hone.exports.gguf.names import row_order
 from hone.model.hf import Checkpoint
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme, Stored, dequantize

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hone.export.gguf.blocks import decode, encode, fit, from_bytes, repack, to_bytes
-from hone.export.gguf.formats import FORMATS, fitting
-from tests.export.gguf import llama_cpp
+from hone.exports.gguf.blocks import decode, encode, fit, from_bytes, repack, to_bytes
+from hone.exports.gguf.formats import FORMATS, fitting
+from tests.exports.gguf import llama_cpp
 
 BLOCKED = [name for name, form in FORMATS.items() if form.parts]
 

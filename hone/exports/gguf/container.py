@@ -19,7 +19,7 @@ from hone.base.durable import NO_SPACE, sync
 from hone.base.errors import ArtifactError, FitError
 from hone.base.figure import human_bytes
 from hone.base.partial import is_at
-from hone.export.gguf.formats import Format
+from hone.exports.gguf.formats import Format
 
 ALIGNMENT = 32
 """Every tensor begins at a multiple of it: the default, so that general.alignment is left out."""

@@ -16,25 +16,25 @@ from hone.base.lazy import lazy
 from hone.base.partial import PULL, need_local
 from hone.base.run import Run
 from hone.base.spec import Spec
-from hone.export.gguf.formats import FORMATS, fitting
+from hone.exports.gguf.formats import FORMATS, fitting
 from hone.model.facts import stores_weights
 from hone.model.weights.tensors import TABLES, model_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.export.gguf.source import Source
+    from hone.exports.gguf.source import Source
     from hone.model.hf import Checkpoint
     from hone.model.quantized.scheme import Scheme
 
-architectures = lazy("hone.export.gguf.architectures")
-container = lazy("hone.export.gguf.container")
+architectures = lazy("hone.exports.gguf.architectures")
+container = lazy("hone.exports.gguf.container")
 config_of = lazy("hone.model.quantized.config")
 hf = lazy("hone.model.hf")
-names = lazy("hone.export.gguf.names")
-sources = lazy("hone.export.gguf.source")
+names = lazy("hone.exports.gguf.names")
+sources = lazy("hone.exports.gguf.source")
 tokenizers = lazy("hone.model.tokenizer")
-vocabularies = lazy("hone.export.gguf.vocabulary")
+vocabularies = lazy("hone.exports.gguf.vocabulary")
 
 TypeName = Literal[("auto", *FORMATS)]
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "f16"}

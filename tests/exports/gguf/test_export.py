@@ -16,8 +16,8 @@ import hone
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.cli import main
-from hone.export.gguf import container, source
-from hone.export.gguf.export import Exported, export
+from hone.exports.gguf import container, source
+from hone.exports.gguf.export import Exported, export
 from hone.model.decoder import build
 from hone.model.hf import load
 from hone.model.shape import Shape
@@ -195,7 +195,7 @@ def test_a_folder_that_mixes_dense_and_quantized_says_so(family_folder, compress
 def test_a_dense_folder_keeps_its_dtype_and_large_matrices_come_in_pieces(
     family_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.export.gguf import source
+    from hone.exports.gguf import source
 
     whole = export(family_folder("llama"), tmp_path / "whole.gguf", type="q4_0")
     monkeypatch.setitem(source.CHUNK, "cpu", 256)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
-from hone.export.gguf.architectures import ARCHITECTURES
-from hone.export.gguf.export import export
+from hone.exports.gguf.architectures import ARCHITECTURES
+from hone.exports.gguf.export import export
 from hone.model.context import Causal
 from hone.model.families import FAMILIES
 from hone.model.hf import load
 from tests.conftest import byte_tokenizer
-from tests.export.gguf.llama_cpp import LlamaCpp
-from tests.export.gguf.test_export import metadata, tensors
-from tests.export.gguf.test_llama_cpp import TOKENS, distance
+from tests.exports.gguf.llama_cpp import LlamaCpp
+from tests.exports.gguf.test_export import metadata, tensors
+from tests.exports.gguf.test_llama_cpp import TOKENS, distance
 from tests.model.families.published import PUBLISHED, YARN, longrope, make_folder
 
 LONG = {"original_max_position_embeddings": 512, "max_position_embeddings": 4096}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hone.base.errors import ArtifactError, FitError
-from hone.export.gguf.container import Entry, file_bytes, header, write
-from hone.export.gguf.formats import FORMATS
+from hone.exports.gguf.container import Entry, file_bytes, header, write
+from hone.exports.gguf.formats import FORMATS
 
 METADATA = {
     "general.architecture": "llama",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.export.gguf.formats import SCALE_BYTES, Format, Plane
-from hone.export.gguf.ranges import divide, fit_ranges, fit_scales, fit_super_ranges, half
+from hone.exports.gguf.formats import SCALE_BYTES, Format, Plane
+from hone.exports.gguf.ranges import divide, fit_ranges, fit_scales, fit_super_ranges, half
 
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

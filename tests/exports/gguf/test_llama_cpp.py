@@ -14,12 +14,12 @@ import torch
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from hone.base.errors import SpecError
-from hone.export.gguf.export import export
-from hone.export.gguf.formats import FORMATS
+from hone.exports.gguf.export import export
+from hone.exports.gguf.formats import FORMATS
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
-from tests.export.gguf.llama_cpp import LlamaCpp
-from tests.export.gguf.test_export import FAMILIES, GPTQ, changed, metadata, tensors
+from tests.exports.gguf.llama_cpp import LlamaCpp
+from tests.exports.gguf.test_export import FAMILIES, GPTQ, changed, metadata, tensors
 
 TOKENS = torch.randint(1, 300, (48,), generator=torch.Generator().manual_seed(1)).tolist()
 TEXTS = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.export.gguf.architectures import ARCHITECTURES
+from hone.exports.gguf.architectures import ARCHITECTURES
 from hone.model.config import ModelConfig
 
 ENDS = {
