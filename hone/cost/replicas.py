@@ -130,8 +130,8 @@ class Divided:
     def exposed_s(self, facts: ModelFacts, dtype: str, device: str, times: Transfers) -> float:
         """Of `step_s`, the seconds that no work of a step is left to pass beside, where sums and gathers pass beside passes.
 
-        The gradient of the embedding comes last, and the next step begins with its new weights; where weights are gathered
-        for each pass, so does the first layer with its own. What ranks exchange every so many steps passes beside nothing, as
+        The gradient of the embedding comes last; new weights travel while those after them are updated. Where weights are gathered
+        for each pass, the next step begins with the first layer's. What ranks exchange every so many steps passes beside nothing, as
         what a worker sends to its servers and gets from them; neighbours' weights come beside the passes.
         """
         if self.served:
@@ -140,7 +140,8 @@ class Divided:
             return self._meeting_s(facts, times)
         found, last = self.messages(facts, BYTES[dtype], 1), facts.num_layers
         each = len(found) // max(facts.num_layers + len(_ends(facts)), 1)
-        waits = found[last * each : (last + 1) * each] if facts.vocab_size else []
+        ends = found[last * each : (last + 1) * each] if facts.vocab_size else []
+        waits = [one for one in ends if one.op != "all_gather"]
         if self.of("weights") > 1:
             waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)

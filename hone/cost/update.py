@@ -56,6 +56,8 @@ class UpdateCost:
     """The part of the weights that a rank updates."""
     widened: int = 0
     """Passes of a step whose half-precision gradients are added up in float32 ones; 0: the step reads them as they are. Of fused steps."""
+    senders: int = 1
+    """Ranks whose half-precision gradients of each such pass a rank adds up, for its share of the weights."""
     whole_state_bytes: float = 0.0
     """Of `state_bytes`, what every tensor-parallel rank has whole."""
 
@@ -109,6 +111,11 @@ def _fused(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str, mo
         moved -= cost.share * 2 * HALF_GRADIENT_BYTES * facts.num_params
     elif half:
         size = facts.num_params * (WIDENED_BYTES + ADDED_BYTES * (cost.widened - 1))
+        if (
+            cost.senders > 1
+        ):  # two in one pass, each further one read and added; the sum of a further pass is read twice and written
+            one = 2 * WIDENED_BYTES - 4 + ADDED_BYTES * (cost.senders - 2)
+            size = cost.share * facts.num_params * (cost.widened * one + 12 * (cost.widened - 1))
         sums = size / (kernel_rate(machine, "widen", dtype, size) or rate)
     started = seconds(machine, num_ops=cost.num_ops, dtype=dtype)
     value = max(moved / rate, started.value) + sums

@@ -123,6 +123,34 @@ class Axis:
         self._count("all_to_all", parts)
         return Transfer(self, dist.all_to_all_single, x.view(torch.uint8), parts.view(torch.uint8))
 
+    def trade(self, taken: Sequence[Sequence[Tensor]], given: Sequence[Sequence[Tensor]]) -> Transfer | None:
+        """Sends the tensors `given[i]` to rank i of the axis and fills those of `taken[i]` with what it sends here.
+
+        Contiguous flat tensors; sizes and dtypes agree, and of this rank there are none. On a GPU they are sent from where they lie.
+        """
+        if self.size == 1:
+            return None
+        self.sent["all_to_all"] += sum(one.nbytes for tensors in given for one in tensors)
+        if any(one.is_cuda for tensors in (*taken, *given) for one in tensors):
+            messages = [
+                dist.P2POp(way, one.view(torch.uint8), self.ranks[rank], self.group)
+                for way, every in ((dist.isend, given), (dist.irecv, taken))
+                for rank, tensors in enumerate(every)
+                for one in tensors
+            ]
+            first = next(one for tensors in (*taken, *given) for one in tensors)
+            return Transfer(self, lambda _, **options: _Together(dist.batch_isend_irecv(messages)), first)
+        sent, room = (_joined(every) for every in (given, taken))
+        sizes = [[sum(one.nbytes for one in tensors) for tensors in every] for every in (taken, given)]
+        send = partial(dist.all_to_all_single, output_split_sizes=sizes[0], input_split_sizes=sizes[1])
+
+        def spread() -> None:
+            every = [one.view(torch.uint8) for tensors in taken for one in tensors]
+            for one, values in zip(every, room.split([len(one) for one in every]), strict=True):
+                one.copy_(values)
+
+        return Transfer(self, send, room, sent, then=spread)
+
     def rotate(self, x: Tensor, part: Tensor) -> Transfer | None:
         """Sends `part` [N] to the next rank of the ring and receives x [N] of the one before; neither may be touched meanwhile."""
         if self.size == 1:
@@ -166,3 +194,20 @@ class Axis:
                     work.wait(self.patience)
         except RuntimeError as error:
             raise Lost.of(f"rank {self.ranks[self.index]} lost one of the ranks {self.ranks}", error) from None
+
+
+class _Together:
+    """Several messages as one."""
+
+    def __init__(self, under_way: Sequence[Any]) -> None:
+        self._under_way = under_way
+
+    def wait(self) -> None:
+        for work in self._under_way:
+            work.wait()
+
+
+def _joined(tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Their bytes, one after the other."""
+    every = [one.view(torch.uint8) for some in tensors for one in some]
+    return torch.cat(every) if every else torch.empty(0, dtype=torch.uint8)

@@ -105,7 +105,11 @@ class Update:
     @torch.no_grad()
     def _apply(self, lr: float, factor: float | Tensor) -> None:
         self.count += 1
-        buckets = [(group, names) for group in self.groups for names in self._buckets(group)]
+        # Vectors, which stand in a group of their own, come first: with its matrices all of a layer is then there.
+        groups = sorted(
+            self.groups, key=lambda group: sum(math.prod(self.parameters[one].shape) for one in group.names)
+        )
+        buckets = [(group, names) for group in groups for names in self._buckets(group)]
         for group, names in buckets if self.on_host else ():  # before what is in files starts to come
             for name in names:
                 self._state(name, group)
@@ -121,6 +125,7 @@ class Update:
             numbers = {"count": self.count, "lr": lr * group.lr_factor, "weight_decay": group.weight_decay}
             self.weights.step(group.rule, entries, names, **numbers)
             self.weights.publish([name for name, one in zip(names, entries, strict=True) if one.rounded is None])
+            self.weights.stepped(names)
         self.weights.published()
 
     def _entry(self, name: str, grad: Tensor, group: Group) -> Entry:

@@ -131,6 +131,9 @@ class Weights:
             for name in names:
                 self.parameters[name].copy_(self.masters[name])
 
+    def stepped(self, names: Sequence[str]) -> None:
+        """To be called in an update when the step of `names` is made and published."""
+
     def published(self) -> None:
         """To be called after an update, when the masters of all weights are published."""
 

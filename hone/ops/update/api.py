@@ -42,20 +42,23 @@ def adamw_step(
     step(weight, grad, exp_avg, exp_avg_sq, numbers, factor, rounded)
 
 
-def widen(into: Tensor, source: Tensor, *, add: bool = False, backend: str | None = None) -> None:
-    """Copies `source` of any float dtype into `into`, float32 of the same shape, or adds it there; both contiguous.
+def widen(
+    into: Tensor, source: Tensor, other: Tensor | None = None, *, add: bool = False, backend: str | None = None
+) -> None:
+    """Copies `source` of any float dtype into `into`, float32 of the same shape, or adds it there; all are contiguous.
 
-    Raises SpecError for shapes or dtypes that do not fit.
+    With `other`, of source's dtype, the sum of both, in float32. Raises SpecError for shapes or dtypes that do not fit.
     """
-    _check({"into": into, "source": source}, float32=("into",))
+    tensors = {"into": into, "source": source} | ({} if other is None else {"other": other})
+    _check(tensors, float32=("into",))
     if backend_of("widen", into.device, backend, dtype=source.dtype) == "triton":
         from hone.ops.update.triton_kernels import launch_widen
 
-        launch_widen(into, source, add)
-    elif add:
-        into.add_(source)
-    else:
-        into.copy_(source)
+        launch_widen(into, source, other, add)
+        return
+    into.add_(source) if add else into.copy_(source)
+    if other is not None:
+        into.add_(other)
 
 
 def _check(tensors: dict[str, Tensor], float32: tuple[str, ...]) -> None:

@@ -56,17 +56,21 @@ def adamw_step(
 def widen(
     into,  # float32 [N]
     source,  # [N]
+    other,  # [N], when PAIR
     size,  # N
     ADD: tl.constexpr,
+    PAIR: tl.constexpr,
     EVEN: tl.constexpr,  # N is a multiple of BLOCK
     BLOCK: tl.constexpr,
 ):
-    """into = source, or into += source."""
+    """into = source, or into += source; with PAIR of source + other."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < size) | EVEN
     x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(into + at, mask=inside, other=0.0)
+    if PAIR:
+        x += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(into + at, x, mask=inside)
 
 
@@ -105,9 +109,10 @@ def launch_adamw(
     )
 
 
-def launch_widen(into: Tensor, source: Tensor, add: bool) -> None:
+def launch_widen(into: Tensor, source: Tensor, other: Tensor | None, add: bool) -> None:
     """See hone.ops.update.api.widen."""
-    size = into.numel()
+    size, pair = into.numel(), other is not None
+    second = source if other is None else other
     widen[(triton.cdiv(size, BLOCK),)](
-        into, source, size, ADD=add, EVEN=size % BLOCK == 0, BLOCK=BLOCK, num_warps=WARPS
+        into, source, second, size, ADD=add, PAIR=pair, EVEN=size % BLOCK == 0, BLOCK=BLOCK, num_warps=WARPS
     )  # fmt: skip

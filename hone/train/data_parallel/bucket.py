@@ -11,7 +11,7 @@ from hone.ops import widen
 from hone.parallel.grid import Copies
 from hone.train.data_parallel.flat import Flat
 from hone.train.data_parallel.sums import Handle, Sum
-from hone.train.data_parallel.travel import Reducing, Travel
+from hone.train.data_parallel.travel import Reducing, ReducingApart, Travel
 
 
 class Bucket:
@@ -76,9 +76,11 @@ class Bucket:
         """The dtype of the gradient of the pass under way, until it is summed; the same on all ranks."""
         self._summed: set[str] = set()
         """Weights that have a value in `_gradient`."""
+        self._apart: dict[str, Tensor] = {}
+        """The gradients of one pass as it left them, where they travel in its dtype."""
         self._rounded: set[str] = set()
         """Weights whose new piece was written where other ranks gather it."""
-        self._flying: Reducing | None = None
+        self._flying: Reducing | ReducingApart | None = None
         self._adding: Handle | None = None
         self.part: Tensor | None = None
         """This rank's slice of the gradient, float32 [slice_size], summed over all ranks after `finish`."""
@@ -94,24 +96,29 @@ class Bucket:
         self._travels = self.weights.dtype if apart else torch.float32
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds the gradient of one weight in one backward pass."""
-        if self._gradient is None:
-            self._gradient = torch.empty(self.flat.size, dtype=self._travels, device=gradient.device)
-        view = self.flat.view(self._gradient, name)
-        if view.dtype == gradient.dtype and name not in self._summed:
-            view.copy_(gradient)
-        else:
-            assert view.dtype == torch.float32, f"{name} has two gradients in one pass"
-            widen(view, gradient.contiguous(), add=name in self._summed)
-        self._summed.add(name)
+        """Adds the gradient of one weight in one backward pass; the bucket keeps it."""
         self.missing.discard(name)
+        if self._travels != torch.float32:
+            assert name not in self._apart, f"{name} has two gradients in one pass"
+            self._apart[name] = gradient.to(self._travels).contiguous()
+            return
+        if self._gradient is None:
+            self._gradient = torch.empty(self.flat.size, device=gradient.device)
+        widen(self.flat.view(self._gradient, name), gradient.contiguous(), add=name in self._summed)
+        self._summed.add(name)
 
     def launch(self, last: bool) -> None:
         """Starts the sum over the group, after the last pass or with `shares_gradients` after each."""
         if not (last or self.shares_gradients):
             return
+        if self._travels != torch.float32:
+            for name in self.parameters.keys() - self._apart.keys():  # other ranks may have one
+                self._apart[name] = torch.zeros(self.flat.shapes[name], dtype=self._travels, device=self.weights.device)
+            self._flying = self._travel.reduce_apart(self.flat, self._apart)
+            self._apart = {}
+            return
         if self._gradient is None:
-            self._gradient = torch.empty(self.flat.size, dtype=self._travels, device=self.weights.device)
+            self._gradient = torch.empty(self.flat.size, device=self.weights.device)
         self._flying = self._travel.reduce(self._filled(self._gradient))
 
     def _filled(self, gradient: Tensor) -> Tensor:
@@ -146,7 +153,7 @@ class Bucket:
     def drop(self) -> None:
         """Forgets the gradient."""
         self._gradient = self.part = self._flying = self._adding = None
-        self._passes = 0
+        self._apart, self._passes = {}, 0
         self._summed.clear()
 
     def squared_norm(self) -> Tensor:

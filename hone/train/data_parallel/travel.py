@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from hone.cost.replicas import BLOCK
+from hone.ops import widen
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.grid import Grid
+from hone.train.data_parallel.flat import Flat, Piece
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Handle
 
@@ -71,8 +75,12 @@ class Travel:
         return _Decoding(self.shard.all_gather(room.view(-1), own), room, weights, self.moves.weight_bits)
 
     def reduce(self, whole: Tensor) -> Reducing:
-        """Starts the sum of every rank's `whole` [ranks * N], which may be overwritten; all ranks' have one dtype."""
+        """Starts the sum of every rank's float32 `whole` [ranks * N], which may be overwritten."""
         return Reducing(self, whole)
+
+    def reduce_apart(self, flat: Flat, gradients: Mapping[str, Tensor]) -> ReducingApart:
+        """Starts the sum of every rank's `gradients` of all weights of `flat`, contiguous and of one dtype of 16 bits."""
+        return ReducingApart(self.shard, flat, gradients)
 
 
 class _Decoding:
@@ -87,11 +95,7 @@ class _Decoding:
 
 
 class Reducing:
-    """A sum under way, of which each rank gets its slice, in float32.
-
-    A gradient of 16 bits travels as it is, and each rank adds up what comes for it in float32, in the order of the ranks: the sum of
-    the widened gradients for half of their bytes. One of float32 is summed by the backend.
-    """
+    """A sum of float32 gradients under way, of which each rank gets its slice, in float32: by the backend, or in a few bits."""
 
     def __init__(self, travel: Travel, whole: Tensor) -> None:
         self._travel, axis = travel, travel.shard
@@ -99,8 +103,6 @@ class Reducing:
         self._moving: Transfer | None = None
         if axis.size == 1:
             self._part = whole
-        elif whole.dtype != torch.float32:
-            self._start(axis, whole)
         elif not bits:
             self._part = whole.new_empty(len(whole) // axis.size)
             self._moving = axis.reduce_scatter(self._part, whole)
@@ -118,9 +120,7 @@ class Reducing:
         """This rank's slice of the sum, float32 [N]; every rank asks in the same order."""
         bits, outer = self._travel.moves.gradient_bits, self._travel.outer
         self._wait()
-        if self._part.dtype in (torch.bfloat16, torch.float16):
-            self._part = torch.sum(self._part.view(self._travel.shard.size, -1), 0, dtype=torch.float32)
-        elif bits and self._travel.shard.size > 1:
+        if bits and self._travel.shard.size > 1:
             self._part = decoded(self._part, bits).sum(0)
             if outer is not None:
                 self._start(outer, encoded(self._part, bits))
@@ -132,3 +132,45 @@ class Reducing:
         if self._moving is not None:
             self._moving.wait()
             self._moving = None
+
+
+class ReducingApart:
+    """A sum of gradients of 16 bits under way, of which each rank gets its slice, in float32.
+
+    A rank sends the pieces that another one holds from where the backward pass left them, without a copy, and adds up what comes for its
+    own, in float32 and in the order of the ranks: the sum of the widened gradients for half of their bytes.
+    """
+
+    def __init__(self, axis: Axis, flat: Flat, gradients: Mapping[str, Tensor]) -> None:
+        self._axis, self._flat, self._gradients = axis, flat, gradients
+        self._own = flat.pieces(axis.index)
+        like, others = next(iter(gradients.values())), [rank for rank in range(axis.size) if rank != axis.index]
+        self._came = {rank: like.new_empty(flat.slice_size) for rank in others}
+        given = [[self._piece(one) for one in flat.pieces(rank)] if rank in others else [] for rank in range(axis.size)]
+        taken = [
+            [self._came[rank][one.at : one.at + one.stop - one.start] for one in self._own] if rank in others else []
+            for rank in range(axis.size)
+        ]
+        self._moving = axis.trade(taken, given)
+
+    def _piece(self, piece: Piece) -> Tensor:
+        return self._gradients[piece.name].view(-1)[piece.start : piece.stop]
+
+    def part(self) -> Tensor:
+        """As `Reducing.part`."""
+        if self._moving is not None:
+            self._moving.wait()
+        total = torch.empty(self._flat.slice_size, device=next(iter(self._came.values())).device)
+        end = 0
+        for piece in sorted(self._own, key=lambda one: one.at):
+            total[end : piece.at].zero_()  # padding
+            end = piece.at + piece.stop - piece.start
+            first, second, *rest = (
+                self._piece(piece) if rank == self._axis.index else self._came[rank][piece.at : end]
+                for rank in range(self._axis.size)
+            )
+            widen(total[piece.at : end], first, second)
+            for one in rest:
+                widen(total[piece.at : end], one, add=True)
+        total[end:].zero_()
+        return total

@@ -92,6 +92,9 @@ class DividedWeights(Weights):
         self._last = self._backward = False
         self._norms: list[Tensor] = []
         """Of each bucket the squared norm of this rank's share of the step's gradient."""
+        self._unstepped: set[str] = set()
+        """Weights whose step of the update under way is not made yet."""
+        self._unpublished = deque(self._buckets)
         self._waiting: deque[Bucket] = deque()
         self._flying: deque[Bucket] = deque()
 
@@ -279,12 +282,28 @@ class DividedWeights(Weights):
             if name in self.zeros:
                 self.masters[name].masked_fill_(self.zeros[name], 0)
 
+    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
+        """As `Weights.begin`."""
+        self._unstepped = {name for names in buckets for name in names}
+
+    @torch.no_grad()
+    def stepped(self, names: Sequence[str]) -> None:
+        """As `Weights.stepped`: starts to bring whole buckets to the other ranks, beside the steps of the others."""
+        self._unstepped.difference_update(names)
+        while self._unpublished and self._unstepped.isdisjoint(one.name for one in self._unpublished[0].pieces):
+            self._publish(self._unpublished.popleft())  # in one order on all ranks, whichever weights each has
+
+    @staticmethod
+    def _publish(bucket: Bucket) -> None:
+        bucket.drop()
+        bucket.publish()
+
     @torch.no_grad()
     def published(self) -> None:
         """After an update: brings every rank's masters to the others, in the weights' dtype; clears the gradients."""
-        for bucket in self._buckets:
-            bucket.drop()
-            bucket.publish()
+        for bucket in self._unpublished:
+            self._publish(bucket)
+        self._unpublished = deque(self._buckets)
         # On a GPU a layer waits for its own when it computes; a CPU ends the transfer while the ranks are surely there.
         self._ready(self._first if self._on_gpu else self._buckets)
 

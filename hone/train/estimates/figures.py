@@ -121,7 +121,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
     times, share = collectives(machine), 1 / work.divided.of("optimizer")
     inside = inside_s(work, machine, times)
-    how: dict[str, Any] = {"share": share, "widened": work.passes_widened}
+    how: dict[str, Any] = {"share": share, "widened": work.passes_widened, "senders": work.senders}
     if work.pipeline is not None:
         pipeline = replace(work.pipeline, updates=tuple(replace(one, **how) for one in work.pipeline.updates))
         step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0

@@ -87,6 +87,13 @@ class Work:
         return self.gradient_accumulation_steps if shares or self.gradient_accumulation_steps > 1 else 0
 
     @property
+    def senders(self) -> int:
+        """Ranks whose gradients of one pass a rank adds up as they come, in 16 bits; 1: gradients are float32 before they travel."""
+        divided, passes = self.divided, self.gradient_accumulation_steps
+        at_once = divided.of("gradients") > 1 or (divided.of("optimizer") > 1 and passes == 1)
+        return divided.num_shards if at_once and not divided.gradient_bits and BYTES[self.dtype] == 2 else 1
+
+    @property
     def part(self) -> ModelFacts:
         """What of the model one rank computes: with pipeline stages the one with the most weights."""
         if self.pipeline is not None:

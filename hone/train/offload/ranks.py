@@ -55,5 +55,8 @@ class DividedHostWeights(HostSteps, DividedWeights):
         """No step on the host writes where others gather."""
         return None
 
+    def stepped(self, names: Sequence[str]) -> None:
+        """Steps on the host are still under way: `published` brings all weights to the other ranks."""
+
     def _arrived_on_host(self, names: Sequence[str]) -> None:
         """All gradients are dropped together, by `published`."""

@@ -21,3 +21,6 @@ def test_a_gradient_is_widened_or_added(size: int) -> None:
     assert torch.equal(room[:size], source.float())
     widen(room[:size], source, add=True, backend="triton")
     assert torch.equal(room[:size], 2 * source.float()) and (room[size:] == 5).all()
+    other = torch.randn(size).half()
+    widen(room[:size], source, other, backend="triton")
+    assert torch.equal(room[:size], source.float() + other.float()) and (room[size:] == 5).all()

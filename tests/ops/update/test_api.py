@@ -35,3 +35,12 @@ def test_a_gradient_is_widened_or_added() -> None:
     assert torch.equal(into, source.float())
     widen(into, source, add=True)
     assert torch.equal(into, 2 * source.float())
+
+
+def test_two_gradients_are_added_in_float32() -> None:
+    one, other = torch.randn(2, 40).bfloat16()
+    into = torch.full((40,), float("nan"))
+    widen(into, one, other)
+    assert torch.equal(into, one.float() + other.float()) and not torch.equal(into, (one + other).float())
+    widen(into, one, other, add=True)
+    assert torch.equal(into, one.float() + other.float() + one.float() + other.float())
