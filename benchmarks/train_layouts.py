@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,14 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         step(batches[1])
-    times = []
-    for number in range(arguments.steps):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
+    # One after the other, as in a training: what a step leaves under way passes beside the next one's start.
+    ends = []
+    for number in range(1 + arguments.steps):
         losses.append(step(batches[number % 2]))
-        torch.cuda.synchronize()
-        times.append(max(mesh.gather(time.perf_counter() - begun)))
+        ends.append(time.perf_counter())
+    torch.cuda.synchronize()
+    every = mesh.gather([end - begin for begin, end in pairwise(ends)])
+    times = [max(ranks) for ranks in zip(*every, strict=True)]
     seconds, peak = statistics.median(times), max(mesh.gather(torch.cuda.max_memory_allocated()))
     kept = arguments.trace_folder if mesh.leads else None
     hidden, busy = (
@@ -303,14 +305,15 @@ def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, f
     intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            intervals["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+            moves = "nccl" in event.name.lower() or "PtoP" in event.name  # collectives, copies between GPUs
+            intervals[moves].append((event.time_range.start, event.time_range.end))
     return steady(intervals[True], intervals[False], TRACED)
 
 
 def steady(
     moving: Sequence[tuple[float, float]], computing: Sequence[tuple[float, float]], count: int
 ) -> tuple[float | None, float]:
-    """(share of the seconds of communication kernels beside computing ones, share of the time in which the GPU computes).
+    """(share of the seconds of communication beside computing kernels, share of the time in which the GPU computes).
 
     Of `count` steps one after the other the time of the first and of the last is left out: what a step leaves under way, such as
     gathers of new weights, passes beside the next one, as in a training, and the last one has no next.

@@ -31,7 +31,7 @@ from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
-from hone.train.passes import Counts, Early, Step, Sums, cut, run_layers, share, shrink, to_device
+from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, share, shrink, to_device
 from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
 from hone.train.ranks import Ranks
 from hone.train.schedules.base import Schedule
@@ -131,11 +131,12 @@ class Trainer:
     def _step(self, batch: Batch) -> Step:
         sums, counts = self._passes(batch)
         means = self._means(sums, counts)
+        told = Told(means)
         # A step whose numbers are not finite ends the training, unless it may be skipped: the update need not wait for them.
         ahead = not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
         if ahead:
             self.update.apply(self.lr, shrink(means[1], self.max_grad_norm))
-        step = self._judged(means, counts)
+        step = self._judged(told, counts)
         if step.skipped:
             self.update.weights.drop_grads()
         elif not ahead:
@@ -153,9 +154,9 @@ class Trainer:
         due = self.rerun is not None and self.rerun.due(self)
         return self.rerun.gradients(self, batch) if due else self.gradients(batch)
 
-    def _judged(self, means: Tensor, counts: Counts) -> Step:
+    def _judged(self, told: Told, counts: Counts) -> Step:
         """The numbers of the step, for which the host waits here, and whether it is skipped. Raises HoneError where it may not be."""
-        loss, norm, *extras = means.tolist()
+        loss, norm, *extras = told.numbers()
         self.times.ends()
         norm = norm / self.scaler.scale
         finite = math.isfinite(norm)

@@ -125,6 +125,24 @@ def _moved(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Told:
+    """Numbers of a device on their way to the host, which starts now: a copy that is asked for later waits for all that the device was
+    told to do meanwhile, as an update."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.current_stream(numbers.device).record_event()
+
+    def numbers(self) -> list[float]:
+        """They, when they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()  # type: ignore[no-any-return]
+
+
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """`batch` in `parts` micro-batches of equal numbers of sequences."""
     size, rest = divmod(len(batch.tokens), parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.feed.load import Batch
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.loop import Trainer
-from hone.train.passes import Counts, Step, Sums, cut
+from hone.train.passes import Counts, Step, Sums, Told, cut
 
 
 class AsynchronousTrainer(Trainer):
@@ -37,7 +37,7 @@ class AsynchronousTrainer(Trainer):
 
     def _step(self, batch: Batch) -> Step:
         sums, counts = self.gradients(batch)
-        return self._ended(self._judged(self._means(sums, counts), counts))
+        return self._ended(self._judged(Told(self._means(sums, counts)), counts))
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """All passes and updates of a step; the sums that it returns are for its log."""

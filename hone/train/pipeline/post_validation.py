@@ -10,7 +10,7 @@ import torch
 from hone.feed.load import Batch
 from hone.train.data_parallel.weights import DividedWeights
 from hone.train.loop import Trainer
-from hone.train.passes import Step, shrink
+from hone.train.passes import Step, Told, shrink
 
 
 class PostValidatedTrainer(Trainer):
@@ -34,7 +34,7 @@ class PostValidatedTrainer(Trainer):
         plain = 1 / self.scaler.scale
         undo = None if self._waits else self._ahead(plain)
         means = self._means(sums, counts)
-        step = self._judged(means, counts)
+        step = self._judged(Told(means), counts)
         # Of the tensor where the loop's own step takes it, for the same bits.
         norm = step.grad_norm if self.scaler.enabled or self.spikes.spec else means[1]
         factor = plain if step.skipped else shrink(norm, self.max_grad_norm) / self.scaler.scale
