@@ -38,8 +38,25 @@ class Tensor:
         """
         if self.degree == 1 or self.facts is None:
             return 0.0
-        layers = 2 * 2 * self.facts.num_layers + 2 * recomputed
-        sums = layers + 2  # the embedding forward, the head backward
+        ends = 2  # the embedding forward, the head backward
+        return self._layers_s(hidden_size, tokens, recomputed, micro_batches, dtype, device, times) + (
+            micro_batches * ends * self._sum_s(hidden_size, tokens, dtype, device, times)
+        )
+
+    def _layers_s(
+        self,
+        hidden_size: int,
+        tokens: int,
+        recomputed: int,
+        micro_batches: int,
+        dtype: str,
+        device: str,
+        times: Transfers | None,
+    ) -> float:
+        """Of `step_s` those inside layers. With `overlap` a CPU, which hides none, also gathers two inputs again."""
+        assert self.facts is not None, "one rank has no transfers"
+        again = 1 if self.overlap and _kind(device) == "cpu" else 0
+        sums = (4 + again) * self.facts.num_layers + 2 * recomputed
         return micro_batches * sums * self._sum_s(hidden_size, tokens, dtype, device, times)
 
     def forward_s(self, num_layers: int, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
@@ -68,27 +85,47 @@ class Tensor:
         dtype: str,
         device: str,
         products_s: float,
+        times: Transfers | None = None,
     ) -> float:
-        """Seconds of `step_s` that pass beside products; `products_s` are those of all layers forward, of one micro-batch.
+        """Seconds of `step_s` that a step does not wait for; `products_s` are those of all layers forward, of one micro-batch.
 
-        Each of a layer's four borders has n products of a rank's tokens and n - 1 messages, each beside one of them; the gradients of the
-        weights, which come after, are not counted. On a CPU nothing is hidden: gloo takes the cores that would multiply.
+        Each of a layer's four borders has n products of a rank's tokens and n - 1 messages, each beside one of them, at the rate of
+        a link and not of a collective: copy engines carry them. The gradients of the weights, which come after, are not counted. On
+        a CPU nothing is hidden: gloo takes the cores that would multiply.
         """
         if not self.overlap or self.degree == 1 or self.facts is None or _kind(device) == "cpu":
             return 0.0
         borders = 2 * (2 * 2 * self.facts.num_layers + 2 * recomputed)
         product = products_s / (4 * max(self.facts.num_layers, 1)) / self.degree
         message = BYTES[dtype] * tokens * hidden_size / self.degree / link_bytes_per_s(device, self.degree)
-        return micro_batches * borders * (self.degree - 1) * min(product, message)
+        waits = micro_batches * borders * (self.degree - 1) * max(message - product, 0.0)
+        return max(self._layers_s(hidden_size, tokens, recomputed, micro_batches, dtype, device, times) - waits, 0.0)
+
+    def added_bytes(self, hidden_size: int, tokens: int, recomputed: int, micro_batches: int, dtype: str) -> float:
+        """Bytes that a rank reads and writes in a step to add up what comes for its tokens, and to lay its own beside others'.
+
+        A layer has four sums, for each of which n - 1 parts are added, and backward two gathers to which it copies its own part.
+        """
+        if not self.overlap or self.degree == 1 or self.facts is None:
+            return 0.0
+        part = BYTES[dtype] * tokens * hidden_size / self.degree
+        sums, copies = 4 * self.facts.num_layers + 2 * recomputed, 2 * self.facts.num_layers
+        return micro_batches * part * (3 * (self.degree - 1) * sums + 2 * copies)
 
     def saved_bytes(self, hidden_size: int, tokens: int, kept_layers: int, dtype: str) -> float:
         """Bytes of activations that a rank saves less because it has only its tokens of them: residuals and norms' results.
 
-        Of the four of a layer (two residuals, two normed) the normed ones are saved whole, as inputs of products.
+        Of the four of a layer (two residuals, two normed) the normed ones are saved whole, as inputs of products, unless they are
+        gathered again (`overlap`).
         """
         if self.degree == 1 or not self.sequence:
             return 0.0
-        return (1 - 1 / self.degree) * 2 * BYTES[dtype] * tokens * hidden_size * kept_layers
+        return (1 - 1 / self.degree) * (4 if self.overlap else 2) * BYTES[dtype] * tokens * hidden_size * kept_layers
+
+    def room_bytes(self, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
+        """Bytes of a GPU into which other ranks copy: the parts of two gathers and of two sums (`hone.parallel.peer_copies`)."""
+        rooms = 4 if self.overlap and self.degree > 1 and _kind(device) == "cuda" else 0
+        return rooms * BYTES[dtype] * tokens * hidden_size
 
 
 def part_of(local: ModelFacts, degree: int) -> ModelFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from hone.base.ranks import Mesh
 from hone.parallel.axis import Axis
 from hone.parallel.degrees import Degrees
+from hone.parallel.overlap import Exchange, exchange_of
 
 
 class Copies(NamedTuple):
@@ -67,6 +69,11 @@ class Grid:
         lines = self.degrees.lines(self._shard)
         near = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
         return self._axis(near), self._axis([line[at::inner] for line in lines for at in range(inner)])
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The transfers of the tensor-parallel ranks beside products; they all ask for it at the same time."""
+        return exchange_of(self.tp, self.device)
 
     @property
     def sent(self) -> Counter[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -233,12 +233,12 @@ class Parallelism(Spec):
             return teacher
         from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
-        return TensorParallelDecoder(teacher.requires_grad_(False), ranks.grid.tp, **self._regions)
+        return TensorParallelDecoder(teacher.requires_grad_(False), ranks.grid.tp, **self._regions(ranks.grid))
 
-    @property
-    def _regions(self) -> dict[str, bool]:
+    def _regions(self, grid: Grid) -> dict[str, Any]:
         """How tensor-parallel ranks share the tokens, for `TensorParallelDecoder`."""
-        return {"sequence": self.enable_sequence_parallel, "overlap": self.enable_async_tensor_parallel}
+        exchange = grid.exchange if self.enable_async_tensor_parallel else None
+        return {"sequence": self.enable_sequence_parallel, "exchange": exchange}
 
     def part_of(self, config: ModelConfig) -> ModelFacts:
         """What of a teacher one rank computes."""
@@ -254,7 +254,7 @@ class Parallelism(Spec):
         if grid is not None and grid.tp.size > 1:
             from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
-            model = TensorParallelDecoder(model, grid.tp, **self._regions)
+            model = TensorParallelDecoder(model, grid.tp, **self._regions(grid))
         if ranks.pipeline is not None:
             ranks.pipeline.take(model, config, seq_len, layers)
         return model

@@ -12,8 +12,8 @@ from hone.cost.facts import ModelFacts
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
-from hone.cost.ranks import Transfers, beside_seconds, slowing
-from hone.cost.roofline import waits_s
+from hone.cost.ranks import Transfers, beside_seconds
+from hone.cost.roofline import seconds, waits_s
 from hone.cost.steps import forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
 from hone.cost.update import update_seconds
 from hone.measure.machine import Machine
@@ -148,7 +148,7 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     step = stepped(step, here, work.offload, work.load, machine)
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
-        said = f", {hidden_s(work, machine):.3g} s more beside products" if work.tensor.overlap else ""
+        said = f", {hidden_s(work, machine, times):.3g} s more beside products" if work.tensor.overlap else ""
         said = f"transfers inside layers {inside:.3g} s{said} ({times.said})"
         step = step.model_copy(update={"value": step.value + inside, "formula": f"({step.formula}) + {said}"})
     if work.divided.num_ranks > 1:
@@ -185,18 +185,19 @@ def collectives(machine: Machine, stride: int = 1) -> Transfers:
 
 def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
-    hidden = (1 - slowing(machine)) * hidden_s(work, machine)
-    return work.tensor.step_s(*_transfers(work, machine), times) - hidden
+    sizes = _transfers(work, machine)
+    added = seconds(machine, num_bytes=work.tensor.added_bytes(*sizes[:-1]), dtype=work.dtype).value
+    return work.tensor.step_s(*sizes, times) - hidden_s(work, machine, times) + added
 
 
-def hidden_s(work: Work, machine: Machine) -> float:
-    """Seconds of such transfers that pass beside products."""
+def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
+    """Seconds of such transfers that pass beside products, which they do not slow: copy engines make them."""
     if not work.tensor.overlap or work.tensor.facts is None:
         return 0.0
     products = [
         ((work.micro_batch_tokens, *shape), "forward") for one in work.tensor.facts.layers for shape in one.matmuls
     ]
-    return work.tensor.hidden_s(*_transfers(work, machine), product_seconds(machine, products, work.dtype))
+    return work.tensor.hidden_s(*_transfers(work, machine), product_seconds(machine, products, work.dtype), times)
 
 
 def _transfers(work: Work, machine: Machine) -> tuple[int, int, int, int, str, str]:
@@ -284,6 +285,10 @@ def growth_bytes(work: Work, device: str) -> Estimate:
     if less:
         formula = f"{growth.formula} - tokens of other tensor-parallel ranks {human_bytes(less)}"
         growth = growth.model_copy(update={"value": growth.value - less, "formula": formula})
+    room = work.tensor.room_bytes(work.model.hidden_size, tokens, work.dtype, device)
+    if room:
+        formula = f"{growth.formula} + room for their copies {human_bytes(room)}"
+        growth = growth.model_copy(update={"value": growth.value + room, "formula": formula})
     if work.snapshot and work.num_checkpoints and not on_gpu:
         copied = (4 * work.part.num_params + work.update.state_bytes) / work.divided.of("optimizer")
         formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"

@@ -2,8 +2,8 @@
 
 The modules are those of the whole model, built from the rank's own config; hooks around mixers, feed-forwards and head join the
 ranks (Megatron's f and g). Shoeybi et al. 2019, arXiv:1909.08053; with `sequence`, Korthikanti et al. 2022, arXiv:2205.05198:
-between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone. With `overlap` the
-transfers are made inside the products at the regions' borders (`hone.parallel.overlap`).
+between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone. With an `exchange` the
+transfers are made beside the products at the regions' borders (`hone.parallel.overlap`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hone.model.linear_spec import LinearSpec, NormSpec, Tokens
 from hone.model.parallel.local import check_split
 from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
-from hone.parallel.overlap import gathered_linear, scattered_linear
+from hone.parallel.overlap import Exchange, gathered_linear, scattered_linear
 from hone.parallel.regions import copied, gathered, scattered, summed
 
 
@@ -36,10 +36,10 @@ class TensorParallelDecoder(Decoder):
     over them. Losses read `vocabulary` (the axis and the first row) and call `head_input`, which has all tokens of a sequence.
     """
 
-    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True, overlap: bool = False) -> None:
-        check_tensor_parallel(whole.config, axis.size, overlap=overlap)
+    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True, exchange: Exchange | None = None) -> None:
+        check_tensor_parallel(whole.config, axis.size, overlap=exchange is not None)
         with torch.device("meta"):
-            super().__init__(whole.config.local(axis.size), _maker(axis, overlap))
+            super().__init__(whole.config.local(axis.size), _maker(axis, exchange))
         self.whole_config, self.axis, self.sequence = whole.config, axis, sequence
         self.cuts = cuts_of(whole.config, axis.index, axis.size)
         self._parts: dict[str, Part] = {}
@@ -52,7 +52,7 @@ class TensorParallelDecoder(Decoder):
         enter, leave = self._enter, self._leave
         self.embed_tokens.register_forward_hook(lambda _, __, x: leave(x))
         for layer in self.layers:
-            for block in () if overlap else (layer.mixer, layer.feed_forward):
+            for block in () if exchange is not None else (layer.mixer, layer.feed_forward):
                 block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
                 block.register_forward_hook(lambda _, __, x: leave(x))
 
@@ -186,19 +186,19 @@ class _Embedding(nn.Module):
 class _Gathered(Dense):
     """A column-parallel linear of every rank's tokens, which come while it multiplies: x [B, S / n, D] -> [B, S, N]."""
 
-    axis: Axis
+    exchange: Exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        return gathered_linear(x, self.weight, self.bias, self.axis)
+        return gathered_linear(x, self.weight, self.bias, self.exchange)
 
 
 class _Scattered(Dense):
     """A row-parallel linear, whose sums over ranks travel while it multiplies: x [B, S, D] -> this rank's tokens [B, S / n, N]."""
 
-    axis: Axis
+    exchange: Exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        return scattered_linear(x, self.weight, self.bias, self.axis)
+        return scattered_linear(x, self.weight, self.bias, self.exchange)
 
 
 def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, overlap: bool = False) -> None:
@@ -276,7 +276,7 @@ def _vocabulary_rows(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, i
     return min(vocab_size, rows * rank), min(vocab_size, rows * (rank + 1))
 
 
-def _maker(axis: Axis, overlap: bool = False) -> Callable[[str, LinearSpec], Any]:
+def _maker(axis: Axis, exchange: Exchange | None = None) -> Callable[[str, LinearSpec], Any]:
     def made(name: str, spec: LinearSpec) -> nn.Module:
         if spec.shard == "vocab" and axis.size > 1:
             start, stop = _vocabulary_rows(spec.out_features, axis.index, axis.size)
@@ -284,9 +284,9 @@ def _maker(axis: Axis, overlap: bool = False) -> Callable[[str, LinearSpec], Any
                 return _Embedding(stop - start, spec.in_features)
             return make_dense(name, replace(spec, pieces=(replace(spec.pieces[0], out_features=stop - start),)))
         bias = spec.bias and (spec.shard != "row" or axis.index == 0)
-        if overlap and spec.shard in ("column", "row"):
+        if exchange is not None and spec.shard in ("column", "row"):
             linear = {"column": _Gathered, "row": _Scattered}[spec.shard](spec.in_features, spec.out_features, bias)
-            linear.axis = axis
+            linear.exchange = exchange
             return linear
         return make_dense(name, replace(spec, bias=bias))
 

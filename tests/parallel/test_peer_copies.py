@@ -1,0 +1,183 @@
+"""Copies into other ranks' memory: what arrives, and that no room is written before its reader has ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.parallel.overlap import gathered_linear, scattered_linear
+from hone.parallel.peer_copies import GATHER, SUM, PeerCopies
+
+PATIENCE_S = 60
+
+
+class Shared:
+    """What threads write of each other, as GPUs do: rooms and numbers, and how many calls each has ended."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.rooms: dict[tuple[int, int, int], Tensor] = {}
+        self.numbers = {(owner, kind, source): 0 for owner in range(size) for kind in (0, 1) for source in range(size)}
+        self.ended = {(owner, kind): 0 for owner in range(size) for kind in (0, 1)}
+        self.barrier = threading.Barrier(size)
+
+
+class ThreadMemory:
+    """`Memory` of a thread, whose copies another one makes."""
+
+    def __init__(self, shared: Shared, index: int, size: int) -> None:
+        self.shared, self.index, self.size, self.capacity = shared, index, size, 0
+        self.engine = ThreadPoolExecutor(1)
+        self.last: Future[None] = self.engine.submit(lambda: None)
+
+    def reserve(self, num_bytes: int) -> bool:
+        if num_bytes <= self.capacity:
+            return False
+        self.last.result(PATIENCE_S)
+        self.shared.barrier.wait(PATIENCE_S)
+        self.capacity = num_bytes
+        for kind in (GATHER, SUM):
+            self.shared.ended[self.index, kind] = 0
+            for other in range(self.size):
+                self.shared.numbers[self.index, kind, other] = 0
+            for turn in (0, 1):
+                self.shared.rooms[self.index, kind, turn] = torch.zeros(self.size * num_bytes, dtype=torch.uint8)
+        self.shared.barrier.wait(PATIENCE_S)
+        return True
+
+    def _room(self, owner: int, kind: int, turn: int, num_bytes: int) -> Tensor:
+        return self.shared.rooms[owner, kind, turn][: self.size * num_bytes].view(self.size, num_bytes)
+
+    def room(self, kind: int, turn: int, num_bytes: int) -> Tensor:
+        return self._room(self.index, kind, turn, num_bytes)
+
+    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None) -> None:
+        def work() -> None:
+            if number is not None:
+                assert self.shared.ended[rank, kind] >= number - 2, "the room is still read"
+            self._room(rank, kind, turn, len(part))[self.index].copy_(part)
+            if number is not None:
+                with self.shared.changed:
+                    self.shared.numbers[rank, kind, self.index] = number
+                    self.shared.changed.notify_all()
+
+        self.last = self.engine.submit(work)
+
+    def wait(self, rank: int, kind: int, number: int) -> None:
+        place = self.index, kind, rank
+        with self.shared.changed:
+            assert self.shared.changed.wait_for(lambda: self.shared.numbers[place] >= number, PATIENCE_S)
+
+    def mark(self) -> Callable[[], None]:
+        last = self.last
+        return lambda: last.result(PATIENCE_S)
+
+
+def on_threads(size: int, work: Callable[[PeerCopies, Callable[[int], None]], None]) -> None:
+    """`work` of every rank; its second argument tells that a call of a kind was used to its end."""
+    shared = Shared(size)
+
+    def run(index: int) -> None:
+        memory = ThreadMemory(shared, index, size)
+
+        def end(kind: int) -> None:
+            shared.ended[index, kind] += 1
+
+        try:
+            work(PeerCopies(index, size, memory), end)
+            memory.last.result(PATIENCE_S)
+        finally:
+            memory.engine.shutdown()
+
+    with ThreadPoolExecutor(size) as threads:
+        for one in [threads.submit(run, index) for index in range(size)]:
+            one.result(PATIENCE_S)
+
+
+def values(rank: int, call: int, rows: int) -> Tensor:
+    return torch.arange(rows * 3, dtype=torch.float32).view(1, rows, 3) + 100 * rank + 1000 * call
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_comes_is_what_the_others_sent_in_every_call(size):
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        me = exchange.index
+        for call in range(30):
+            rows = 7 if call > 10 else 5  # from here on it needs more room
+            mine = values(me, call, rows)
+            every = exchange.gather(mine, whole=call % 2 == 0)
+            found = dict(every.parts())
+            assert list(found) == [(me - step) % size for step in range(size)]
+            assert all(torch.equal(part, values(rank, call, rows)) for rank, part in found.items())
+            whole = every.whole() if call % 2 == 0 else None
+            assert whole is None or torch.equal(whole, torch.stack([values(one, call, rows) for one in range(size)]))
+            end(GATHER)
+            # A gathering and a sum at once, as in the backward pass of a linear.
+            every = exchange.gather(mine, whole=True)
+            total = exchange.sum(lambda rank, rows=rows, call=call: values(me, call + 7 * rank, rows))
+            assert torch.equal(every.whole(), torch.stack([values(one, call, rows) for one in range(size)]))
+            end(GATHER)
+            wanted = sum(values(one, call + 7 * me, rows) for one in range(size))
+            assert torch.equal(total.total(), wanted)
+            end(SUM)
+
+    on_threads(size, work)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_linears_have_the_results_and_gradients_of_one_process(biased):
+    size, width, inner, tokens = 2, 12, 8, 6
+    draw = torch.Generator().manual_seed(0)
+    x, up, down, bias = (
+        torch.randn(shape, generator=draw, dtype=torch.float64)
+        for shape in ((1, size * tokens, width), (size * inner, width), (width, size * inner), (size * inner,))
+    )
+    alone = [one.clone().requires_grad_() for one in (x, up, down, bias)]
+    wanted = torch.tanh(torch.nn.functional.linear(alone[0], alone[1], alone[3] if biased else None)) @ alone[2].T
+    (wanted**2).sum().backward()
+
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        rows, columns = (slice(exchange.index * size_of, (exchange.index + 1) * size_of) for size_of in (tokens, inner))
+        mine, first, second, added = (
+            one.clone().requires_grad_() for one in (x[:, rows], up[columns], down[:, columns], bias[columns])
+        )
+        for _ in range(2):
+            for one in (mine, first, second, added):
+                one.grad = None
+            inside = torch.tanh(gathered_linear(mine, first, added if biased else None, exchange))
+            end(GATHER)
+            y = scattered_linear(inside, second, None, exchange)
+            end(SUM)
+            torch.testing.assert_close(y, wanted[:, rows])
+            # Two gatherings and a sum of the backward pass have ended when the next call of a kind writes into their rooms.
+            ends = iterated(end)
+            inside.register_hook(lambda _, ends=ends: next(ends))
+            (y**2).sum().backward()
+            next(ends)
+            torch.testing.assert_close(mine.grad, alone[0].grad[:, rows])
+            torch.testing.assert_close(first.grad, alone[1].grad[columns])
+            torch.testing.assert_close(second.grad, alone[2].grad[:, columns])
+            assert not biased or torch.allclose(added.grad, alone[3].grad[columns])
+
+    def iterated(end: Callable[[int], None]) -> Iterator[None]:
+        yield end(GATHER)
+        end(GATHER)
+        yield end(SUM)
+
+    on_threads(size, work)
+
+
+def test_a_call_must_be_used_before_the_next_one_of_its_kind():
+    memory = ThreadMemory(Shared(1), 0, 1)
+    exchange = PeerCopies(0, 1, memory)
+    every = exchange.gather(values(0, 0, 5), whole=True)
+    with pytest.raises(AssertionError, match="used to its end"):
+        exchange.gather(values(0, 0, 5))
+    every.whole()
+    assert next(exchange.gather(values(0, 1, 5)).parts())[0] == 0
+    memory.engine.shutdown()
