@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hone.model.decoder import Decoder, parts_of
 from hone.train.offload.gradients import HostGradients
 from hone.train.offload.layers import LayerFile, LayerStream, StreamedLayer, flat_size
+from hone.train.offload.memory import Stage
 from hone.train.offload.states import StateFile
 from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Host
@@ -50,6 +51,7 @@ class HostWeights(HostSteps):
             self.files = StateFile(Path(offload.scratch), shapes, rules, parameters, offload.memory_bytes)
             self.masters = self.files.masters
         layers = []
+        stage = Stage()
         self._layer_file = None
         if offload.streams_files:
             sizes = [
@@ -59,7 +61,7 @@ class HostWeights(HostSteps):
             # Buffers are pinned where the model is made, which it may not be yet.
             self._layer_file = LayerFile(Path(offload.scratch), sizes, pin=torch.cuda.is_available())
         for path in parts_of(model.config):
-            made = self._take(model, path, dtype, dict(zeros or {}))
+            made = self._take(model, path, dtype, dict(zeros or {}), stage)
             layers += [] if made is None else [made]
         model.maker = None
         self._prepare(model.embedding.device, dtype)
@@ -78,8 +80,10 @@ class HostWeights(HostSteps):
         self._pending: Future | None = None
         self._thread = ThreadPoolExecutor(1, "hone-update") if offload.delayed_update else None
 
-    def _take(self, model: Decoder, path: str, dtype: torch.dtype, zeros: dict[str, Tensor]) -> StreamedLayer | None:
-        """Takes the masters of the part of `model` at `path`; with streamed parameters a layer's weights."""
+    def _take(
+        self, model: Decoder, path: str, dtype: torch.dtype, stay: dict[str, Tensor], stage: Stage
+    ) -> StreamedLayer | None:
+        """Takes the masters of the part of `model` at `path`, with zeros where `stay` says; with streamed parameters a layer's weights."""
         part = model.get_submodule(path)
         if model.maker is not None and any(one.is_meta for one in part.parameters()):
             model.maker.make(part, path)
@@ -90,11 +94,11 @@ class HostWeights(HostSteps):
                 continue
             self.parameters[name] = taken[name] = parameter
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: build the model in float32"
-            if name in zeros:
-                parameter.data.masked_fill_(zeros[name], 0)
-                parameter.register_hook(partial(filled, zeros[name]))
+            if name in stay:
+                parameter.data.masked_fill_(stay[name], 0)
+                parameter.register_hook(partial(filled, stay[name]))
             if self.files is None:
-                self.masters[name] = torch.empty(parameter.shape).copy_(parameter.detach())
+                self.masters[name] = stage.copy(torch.empty(parameter.shape), parameter.detach())
             else:
                 self.files.put(name, parameter.detach())
         if self.offload.streams and path.startswith("layers.") and taken:

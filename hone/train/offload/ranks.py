@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hone.model.decoder import Decoder
 from hone.train.data_parallel.weights import DividedWeights
+from hone.train.offload.memory import Stage
 from hone.train.offload.states import StateFile
 from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Host
@@ -39,9 +40,10 @@ class DividedHostWeights(HostSteps, DividedWeights):
             self.masters = self.files.masters
         else:
             self.masters = {name: torch.empty(one.shape) for name, one in on_device.items()}
+        stage = Stage()
         for name, master in on_device.items():
             if self.files is None:
-                self.masters[name].copy_(master.detach())
+                stage.copy(self.masters[name], master.detach())
             else:
                 self.files.put(name, master.detach())
         for bucket in self._buckets:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hone.train.offload.cost import BUFFERS, WINDOW
 from hone.train.offload.files import PAGE, ScratchFile, aligned, layout
+from hone.train.offload.memory import Stage
 from hone.train.optimizers.base import Parameter, Rule
 
 
@@ -48,6 +49,7 @@ class StateFile:
             name: torch.empty(shape) if name in self.in_memory else self.file.tensor(self._spans[name, "weight"])
             for name, shape in shapes.items()
         }
+        self._stage = Stage()
         self._used: set[str] = set()
         """Weights whose state is not the file's zeros any more."""
         self._mapped_written = False
@@ -73,13 +75,13 @@ class StateFile:
     def put(self, name: str, values: Tensor) -> None:
         """Writes the master of `name`, past the page cache, which would take memory for a while."""
         if name in self.in_memory:
-            self.masters[name].copy_(values)
+            self._stage.copy(self.masters[name], values)
             return
         span, flat = self._spans[name, "weight"], values.reshape(-1)
         room = aligned(4 * min(len(flat), WINDOW))
         for start in range(0, len(flat), WINDOW):
             count = min(WINDOW, len(flat) - start)
-            room[: 4 * count].view(torch.float32).copy_(flat[start : start + count])
+            self._stage.copy(room[: 4 * count].view(torch.float32), flat[start : start + count])
             self.file.wait(self.file.write(room[: -(-4 * count // PAGE) * PAGE], span.offset + 4 * start))
         self.file.written_bytes = 0  # of updates alone
 

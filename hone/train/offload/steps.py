@@ -64,7 +64,9 @@ class HostSteps(Weights):
 
     def start(self, rule: Rule, name: str, parameter: Parameter) -> dict[str, Tensor]:
         """As `Weights.start`: in memory or in the file."""
-        return super().start(rule, name, parameter) if self.files is None else self.files.start(name, parameter)
+        if self.files is not None:
+            return self.files.start(name, parameter)
+        return super().start(rule, name, parameter)
 
     def begin(self, buckets: Sequence[Sequence[str]]) -> None:
         """Before an update: the buckets in the order of their steps. The first one's gradients and state start to come."""
@@ -134,9 +136,7 @@ class HostSteps(Weights):
                 wide = wide if len(wide) else torch.empty(most)
                 for at in range(start, stop, most):
                     end = min(at + most, stop)
-                    scaled = wide[: end - at].copy_(grad[at:end])
-                    if self._factor != 1.0:
-                        scaled.mul_(self._factor)
+                    scaled = self._scaled(grad[at:end], wide[: end - at])
                     values = weight[at - start : end - start]
                     moments = _cut(rule, state, at - start, end - start)
                     rule.step([Entry(values, scaled, moments, entry.parameter)], **numbers)
@@ -144,6 +144,14 @@ class HostSteps(Weights):
                         values.masked_fill_(mask[at:end], 0)
                     out[at:end].copy_(values)
         self._at += 1
+
+    def _scaled(self, grad: Tensor, room: Tensor) -> Tensor:
+        """A gradient in float32 times the factor, in `room` unless it is that already: one operation where one is enough."""
+        if self._factor == 1.0:
+            return grad if grad.dtype == torch.float32 else room.copy_(grad)
+        if grad.dtype == torch.float32:
+            return torch.mul(grad, self._factor, out=room)
+        return room.copy_(grad).mul_(self._factor)
 
     def _parts(self, rule: Rule, entry: Entry, name: str) -> Iterator[tuple[int, int, Tensor, Mapping[str, Tensor]]]:
         """(start, stop, weight, state) of the parts of a weight that are in memory one after the other."""
