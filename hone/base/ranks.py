@@ -82,7 +82,7 @@ class Waits:
 
 @dataclass
 class Mesh:
-    """This process's `rank` among `world_size`, and its `local_rank` on this machine, all as torchrun counts them.
+    """This process's `rank` among `world_size`, its `local_rank` among `local_world_size` (None: all) on this machine, as torchrun counts.
 
     The collectives (`from_leader`, `gather`, `sum`, `every`, `largest`, `joined`, `exchange`) must be called by every rank in the same
     order. Each begins with a meeting of all ranks over gloo, to which a rank that failed since brings its error: so an error
@@ -93,6 +93,7 @@ class Mesh:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int | None = None
     waits: Waits = field(default_factory=Waits, repr=False, compare=False)
     """Counts the waits in transfers of its ranks."""
     _group: Any = field(default=None, repr=False, compare=False)
@@ -108,22 +109,22 @@ class Mesh:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Mesh:
-        """The mesh that torchrun describes by RANK, LOCAL_RANK and WORLD_SIZE, one process without; MachineError when they are invalid."""
-        said = {name: environment.get(name.upper()) for name in ("rank", "local_rank", "world_size")}
+        """The mesh that torchrun describes by RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, one process without; MachineError when they are invalid."""
+        said = {one: environment.get(one.upper()) for one in ("rank", "local_rank", "world_size", "local_world_size")}
         if said["rank"] is None and said["world_size"] in (None, "1"):
             return cls()
         try:
             mesh = cls(**{name: int(value) for name, value in said.items() if value is not None})
         except ValueError:
             mesh = cls(-1)
-        if mesh.world_size > 1:  # where they meet
+        here, all_of_them = mesh.local_world_size or mesh.world_size, mesh.world_size
+        if all_of_them > 1:  # where they meet
             said |= {name: environment.get(name.upper()) for name in ("master_addr", "master_port")}
-        missing = [name for name, value in said.items() if value is None and name != "local_rank"]
-        if missing or not 0 <= mesh.rank < mesh.world_size:
+        missing = [name for name, value in said.items() if value is None and not name.startswith("local_")]
+        if missing or not 0 <= mesh.rank < all_of_them or not mesh.local_rank < here <= all_of_them:
             shown = [f"{name.upper()}={'(not set)' if value is None else value}" for name, value in said.items()]
-            raise MachineError(
-                f"the environment says {', '.join(shown)}", fix="start it with torchrun, or unset these variables"
-            )
+            fix = "start it with torchrun, or unset these variables"
+            raise MachineError(f"the environment says {', '.join(shown)}", fix=fix)
         return mesh
 
     @property

@@ -51,6 +51,7 @@ class Machine(BaseModel):
     torch: str | None
     device: str = Field("cpu", description="Device the description was made for.")
     num_ranks: int = Field(1, description="Processes that work together, each on a device like `device`.")
+    num_local_ranks: int | None = Field(None, description="Those of them on this machine; None: all.")
     calibration: Calibration | None = Field(None, description="Measured rates of `device`; None when never calibrated.")
     planned: bool = Field(
         False, exclude=True, description="Whether it is that of a plan alone, whose ranks need not be there."
@@ -60,6 +61,11 @@ class Machine(BaseModel):
     def elsewhere(self) -> bool:
         """Whether its GPU is one of a data sheet, for a plan of a machine that is not this one."""
         return bool(self.gpus) and self.gpus[0].num_multiprocessors == 0
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes of the run that share this machine's memory, threads and disk."""
+        return self.num_local_ranks or self.num_ranks
 
     @property
     def processor(self) -> str:
@@ -92,7 +98,7 @@ class Machine(BaseModel):
     def free_memory_bytes(self) -> float:
         """`memory_bytes` without the memory that this process already uses (on a GPU, torch's tensors); ranks share a CPU's."""
         if not self.device.startswith("cuda"):
-            return self.memory_bytes / self.num_ranks - max(resident_bytes(), self.process_bytes)
+            return self.memory_bytes / self.local_ranks - max(resident_bytes(), self.process_bytes)
         torch = sys.modules.get("torch")  # without torch this process has no memory there
         return self.memory_bytes - (torch.cuda.memory_allocated(self.device) if torch is not None else 0)
 
@@ -100,7 +106,8 @@ class Machine(BaseModel):
 def machine_of(run: Run) -> Machine:
     """The machine that `run` names; this one by default. With as many ranks as `run.mesh`."""
     machine = Machine.model_validate(run.machine) if run.machine else describe(run.device)
-    return machine.model_copy(update={"num_ranks": run.mesh.world_size})
+    local = run.mesh.local_world_size
+    return machine.model_copy(update={"num_ranks": run.mesh.world_size, "num_local_ranks": local})
 
 
 @cache

@@ -93,7 +93,7 @@ class Trainer:
             zeros=zeros,
             grid=self.ranks.grid,
             sharded=self.ranks.sharded,
-            offload=(offload or Resident()).ready(self.ranks.mesh.world_size, self.ranks.sharded),
+            offload=(offload or Resident()).ready(self.ranks.mesh.world_size, self.ranks.num_shards),
             summing=self.ranks.summing,
             moves=self.ranks.moves,
         )

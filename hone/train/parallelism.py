@@ -96,10 +96,7 @@ class Parallelism(Spec):
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
             )
-        if self.offload.leaves and max(self.pipeline_parallel_degree, self.tensor_parallel_degree) > 1:
-            raise ValueError(
-                f"offload {self.offload.kind} works with data-parallel ranks (zero1, zero2, zero3) and context parallelism only"
-            )
+        self.offload.with_axes(self.taken)
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
             raise ValueError("enable_async_tensor_parallel has no transfers to hide with tensor_parallel_degree 1")
         if self.enable_async_tensor_parallel and not self.enable_sequence_parallel:
@@ -338,11 +335,6 @@ class Parallelism(Spec):
             )
         moves = self.data_parallel.moves(grid.copies.shard.size)
         return Ranks(mesh, grid, self.data_parallel.sharded, shared, self.data_parallel.summing(), pipeline, moves)
-
-    def check_offload(self, num_ranks: int) -> None:
-        """Raises SpecError where `num_ranks` ranks cannot have their state elsewhere as asked."""
-        for one in self.offload.candidates(alone=num_ranks == 1):
-            one.ready(num_ranks, self.data_parallel.sharded)
 
     def check_sequences(self, config: ModelConfig, seq_len: int) -> None:
         """Raises SpecError when the ranks cannot share the model's layers or sequences of `seq_len` tokens."""

@@ -28,6 +28,11 @@ class Ranks(NamedTuple):
     """How layers' weights and gradients travel; None: as they are."""
 
     @property
+    def num_shards(self) -> int:
+        """Ranks that share a copy of the optimizer state."""
+        return 1 if self.grid is None or "optimizer" not in self.sharded else self.grid.copies.shard.size
+
+    @property
     def data(self) -> tuple[int, int]:
         """(index, number) of the part of each batch that this rank reads."""
         return (0, 1) if self.grid is None else (self.grid.data_index, self.grid.degrees.dp)

@@ -200,10 +200,9 @@ class Train(Prolonged):
         check_passes(self, config, machine.num_ranks)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
-        self.parallelism.check_offload(machine.num_ranks)
         kept = self.activation_checkpointing
         work = work_of(self, config, data, epoch, given, start.left(steps), machine, divided)
-        work, places = chosen(fitted(work, kept, machine), machine)
+        work, places = chosen(fitted(work, kept, machine), machine, self.precision)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
         if self.checkpoint.keep.optimizer:

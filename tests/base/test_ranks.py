@@ -124,8 +124,9 @@ def test_the_mesh_is_what_torchrun_says():
     assert Mesh.from_environment({}) == Mesh(0, 0, 1)
     there = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
     assert Mesh.from_environment(there) == Mesh(5, 1, 8)
+    assert Mesh.from_environment({**there, "LOCAL_WORLD_SIZE": "4"}) == Mesh(5, 1, 8, 4)
     assert not Mesh.from_environment(there).leads and Mesh().leads
-    for wrong in ({"RANK": "8"}, {"WORLD_SIZE": "eight"}):
+    for wrong in ({"RANK": "8"}, {"WORLD_SIZE": "eight"}, {"LOCAL_WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "9"}):
         with pytest.raises(MachineError, match="the environment says RANK="):
             Mesh.from_environment({**there, **wrong})
     for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

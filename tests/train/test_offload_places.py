@@ -314,14 +314,14 @@ def test_ranks_read_checkpoints_of_other_places(data_folder, tmp_path):
 
 
 def test_what_several_ranks_cannot():
-    Resident(kind="none").ready(4, frozenset())
-    assert Host(kind="host").ready(2, {"optimizer"}) == Host(kind="host")
+    Resident(kind="none").ready(4, 1)
+    assert Host(kind="host").ready(2, 2) == Host(kind="host")
     with pytest.raises(SpecError, match="2 copies of the whole state"):
-        Host(kind="host").ready(2, frozenset())
+        Host(kind="host").ready(2, 1)
     with pytest.raises(SpecError, match=r"offload.parameters works on one rank, here are 2"):
-        Nvme(kind="nvme", parameters=True).ready(2, {"optimizer"})
+        Nvme(kind="nvme", parameters=True).ready(2, 2)
     with pytest.raises(SpecError, match="chosen by a training's plan"):
-        Auto(kind="auto").ready(1, frozenset())
+        Auto(kind="auto").ready(1, 1)
 
 
 # What it costs
@@ -366,7 +366,9 @@ def test_seconds_of_every_place():
     """An update takes as long as its slowest part; what travels beside passes costs what it takes longer than they do."""
     params, layers = FACTS.num_params, load().layer_weights
     found = times(Host(kind="host"), load(), GPU, 1.0, RATES)
-    assert found.update == pytest.approx(params * (28 + 4) / 100e9) and found.waits == 0
+    assert found.update == pytest.approx(params * (28 + 18) / 100e9) and found.waits == 0
+    few = times(Host(kind="host"), load(), GPU.model_copy(update={"num_threads": 2}), 1.0, RATES)
+    assert few.update == pytest.approx(params * (28 + 4) / 100e9)
     assert times(Nvme(kind="nvme"), load(), GPU, 1.0, RATES).update == pytest.approx(12 * params / 2e9)
     assert times(Nvme(kind="nvme"), load(), GPU, 1.0, RATES).disk_bytes == 24 * params
     slow = replace(RATES, link=1e6)
@@ -409,7 +411,7 @@ def test_auto_takes_what_fits(monkeypatch):
         (most, much),
     ):
         auto = {"kind": "auto", "device_bytes": int(most - room) + 1000 if room > 1 else int(most), "host_bytes": host}
-        one, said = chosen(work(auto), here)
+        one, said = chosen(work(auto), here, "bf16")
         took.append(
             (
                 one.offload.kind,

@@ -58,6 +58,8 @@ class Work:
     """Whether checkpoints are copied to the host's memory and written from there."""
     divided: Divided = field(default_factory=Divided)
     """Its ranks, and what each holds of the training's state."""
+    local_ranks: int | None = None
+    """Those of them on this host; None: all."""
     context_degree: int = 1
     """Ranks that share each sequence, as `context` says."""
     context: ContextParallel | None = None
@@ -103,7 +105,7 @@ class Work:
     @property
     def load(self) -> Load:
         """The sizes of what may leave the device."""
-        shards, ranks = int(self.divided.of("optimizer")), self.divided.num_ranks
+        shards, ranks = int(self.divided.of("optimizer")), self.local_ranks or self.divided.num_ranks
         return Load(self.part, self.update, self.dtype, self.gradient_accumulation_steps, shards, ranks)
 
     @property

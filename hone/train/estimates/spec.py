@@ -67,6 +67,7 @@ def work_of(
         keeps_state=keep.optimizer,
         num_models=1 + keep.num_models(steps),
         divided=divided,
+        local_ranks=machine.num_local_ranks,
         context=spec.parallelism.context_parallel,
         context_degree=spec.parallelism.context_parallel_degree,
         tensor=shared.tensor,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from hone.base.artifact import Draft
-from hone.base.errors import FitError
+from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.measure.machine import Machine, describe
 from hone.train.estimates.figures import growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.offload.cost import Times, as_said, places, scratch_of, times
 from hone.train.offload.rates import nearest
-from hone.train.offload.techniques import Auto, Nvme
+from hone.train.offload.techniques import Auto, Nvme, Offload
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer
@@ -26,13 +26,14 @@ UPDATE_S, MOVED, DISK = "offload_update_s", "offload_moved_bytes", "offload_disk
 """Figures of a step: seconds of the update on the host, bytes between it and the device, bytes read and written on its disk."""
 
 
-def chosen(work: Work, machine: Machine) -> tuple[Work, tuple[str, ...]]:
-    """`work` with the offload that `auto` chooses, or its own, and what a plan says of it.
+def chosen(work: Work, machine: Machine, precision: str) -> tuple[Work, tuple[str, ...]]:
+    """`work`, which computes in `precision`, with the offload that `auto` chooses, or its own, and what a plan says of it.
 
-    Raises FitError when host or disk have too little room for what was asked for.
+    Raises FitError when host or disk have too little room for what was asked for, SpecError where its ranks cannot train so.
     """
     if isinstance(work.offload, Auto):
-        return _fastest(work, work.offload, machine)
+        return _fastest(work, work.offload, machine, precision)
+    _ready(work.offload, work)
     if not work.offload.leaves:
         return work, ()
     short = _shortage(work, machine, None)
@@ -47,15 +48,40 @@ _WAYS = (
 )
 
 
-def _fastest(work: Work, auto: Auto, machine: Machine) -> tuple[Work, tuple[str, ...]]:
-    """The candidate with the shortest step of those that fit; where none does, the one that needs least of the device."""
+def _ready(offload: Offload, work: Work) -> None:
+    """Raises SpecError where the ranks of `work` cannot train with `offload`."""
+    shards = 1 if work.divided.served else int(work.divided.of("optimizer"))  # a server's masters stay with it
+    offload.ready(work.divided.num_ranks, shards)
+
+
+def _refused(offload: Offload, work: Work, precision: str) -> str:
+    """Why `offload` does not work with the rest of a training; ''."""
+    stages = 1 if work.pipeline is None else 2
+    try:
+        offload.with_axes({"pipeline_parallel_degree": stages, "tensor_parallel_degree": work.tensor.degree})
+        offload.fits(precision=precision, ends_early=False, copies_state=work.snapshot)
+        _ready(offload, work)
+    except ValueError as error:
+        return str(error)
+    except SpecError as error:
+        return error.what
+    return ""
+
+
+def _fastest(work: Work, auto: Auto, machine: Machine, precision: str) -> tuple[Work, tuple[str, ...]]:
+    """All on the device if it fits, else the candidate with the shortest step of those that fit; where none does, the one that needs
+    least of the device."""
     room = auto.device_bytes or machine.free_memory_bytes
     found, lines = [], []
-    for offload in auto.candidates(alone=machine.num_ranks == 1):
+    for offload in auto.candidates():
+        refused = _refused(offload, work, precision)
+        if refused:
+            lines += [] if refused in lines else [refused]
+            continue
         one = replace(work, offload=offload)
         if isinstance(offload, Nvme) and machine.device.startswith("cuda"):  # the host's memory is faster than its disk
             spare = (
-                0.9 * _host_room(auto.host_bytes) / machine.num_ranks - places(offload, one.load, machine.device).host
+                0.9 * _host_room(auto.host_bytes) / machine.local_ranks - places(offload, one.load, machine.device).host
             )
             one = replace(work, offload=offload.model_copy(update={"host_bytes": max(int(spare), 0)}))
         needs = growth_bytes(one, machine.device).value
@@ -65,9 +91,9 @@ def _fastest(work: Work, auto: Auto, machine: Machine) -> tuple[Work, tuple[str,
             else f"needs {human_bytes(needs)} of {human_bytes(room)}"
         )
         seconds = step_seconds(one, machine).value
-        found.append((bool(short), needs if short else seconds, one))
+        found.append((bool(short), not short and offload.leaves, needs if short else seconds, one))
         lines.append(f"offload {as_said(one.offload)}: {short or f'{seconds:.3g} s a step, {human_bytes(needs)}'}")
-    _, _, best = min(found, key=lambda one: one[:2])
+    *_, best = min(found, key=lambda one: one[:3])
     return best, (*lines, f"auto takes {_line(best, machine)}")
 
 
@@ -82,23 +108,24 @@ def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
     kept = places(work.offload, work.load, machine.device)
     if machine.device.startswith("cuda"):
         room = _host_room(host_bytes)
-        host = kept.host * machine.num_ranks
+        host = kept.host * machine.local_ranks
         if host > room:
             return f"needs {human_bytes(host)} of the host's memory, {human_bytes(room)} are free"
     where = scratch_of(work.offload)
     if where is not None:
         folder = nearest(Path(where))
         status = os.statvfs(folder)
-        free, disk = status.f_bavail * status.f_frsize, kept.disk * machine.num_ranks
+        free, disk = status.f_bavail * status.f_frsize, kept.disk * machine.local_ranks
         if disk > free:
             return f"needs {human_bytes(disk)} in {folder}, {human_bytes(free)} are free"
     return ""
 
 
 def _line(work: Work, machine: Machine) -> str:
-    """'offload nvme: optimizer state 48.0 GiB on disk, ...: predicted 2.1 s a step, of which ...'."""
+    """'offload nvme: optimizer state 48.0 GiB on disk, ...: predicted 2.1 s a step, of which ...'; of ranks what each has."""
     kept, found = places(work.offload, work.load, machine.device), _times(work, machine)
-    line = f"offload {as_said(work.offload)}: {', '.join(kept.said)}: predicted {step_seconds(work, machine).value:.3g} s a step"
+    each = f", of each of {machine.local_ranks} ranks on this host" if machine.local_ranks > 1 else ""
+    line = f"offload {as_said(work.offload)}: {', '.join(kept.said)}{each}: predicted {step_seconds(work, machine).value:.3g} s a step"
     if found is None:
         return line
     beside = "beside the next step's passes" if not work.offload.exact else ""

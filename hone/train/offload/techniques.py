@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -34,19 +34,19 @@ class Offload(Technique):
         """Names of the options that are set, by which more leaves or updates are delayed."""
         return ()
 
-    def candidates(self, *, alone: bool) -> list[Offload]:
-        """What a plan chooses from; `alone`: on one rank."""
-        return [self]
-
     def within(self, folder: Path) -> Offload:
         """The same with scratch files in `folder`, where it has some and no folder is set."""
         return self
 
+    def with_axes(self, taken: Mapping[str, int]) -> None:
+        """Raises ValueError where it does not work with ranks that are not data-parallel: degrees by their field."""
+
     def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
         """Raises ValueError where it does not work with a `precision`, an early end, or copies of the state in the host's memory."""
 
-    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
-        """This technique as a trainer takes it. Raises SpecError where `num_ranks` ranks, which hold parts of `sharded`, cannot train so."""
+    def ready(self, num_ranks: int, num_shards: int) -> Offload:
+        """This technique as a trainer takes it. Raises SpecError where `num_ranks` ranks, of which `num_shards` share a copy of the
+        optimizer state, cannot train so."""
         return self
 
 
@@ -111,6 +111,13 @@ class Host(Offload):
         """The folder of a trainer's scratch files; '': there are none."""
         return ""
 
+    def with_axes(self, taken: Mapping[str, int]) -> None:
+        """As `Offload.with_axes`."""
+        if max(taken["pipeline_parallel_degree"], taken["tensor_parallel_degree"]) > 1:
+            raise ValueError(
+                f"offload {self.kind} works with data-parallel ranks (zero1, zero2, zero3) and context parallelism only"
+            )
+
     def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
         """As `Offload.fits`."""
         if self.delayed_update and ends_early:
@@ -124,14 +131,15 @@ class Host(Offload):
                 f"offload {self.kind} has its state in files because memory is short: checkpoint.async_mode async would copy it there"
             )
 
-    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
+    def ready(self, num_ranks: int, num_shards: int) -> Offload:
         """Several ranks have their shares of the state on the host, nothing else: copies of it all would not be fewer bytes."""
         if num_ranks == 1:
             return self
-        if "optimizer" not in sharded:
+        if num_shards == 1:
             raise SpecError(
                 f"offload {self.kind} on {num_ranks} ranks would keep {num_ranks} copies of the whole state on the host",
-                fix="set parallelism.data_parallel: zero1, zero2 or zero3, which give each rank a share of it",
+                fix="set parallelism.data_parallel: zero1, zero2 or zero3, which give each rank a share of it, with a "
+                "data_parallel_replicate_degree lower than the number of ranks",
             )
         if self.gradients_leave:
             first = self.chosen[0]
@@ -192,7 +200,7 @@ class Nvme(Host):
 
 
 class Auto(Offload):
-    """The fastest of none, host and nvme, and of gradients and parameters there, that fits: what is used most seldom leaves first. Rajbhandari et al. 2021, arXiv:2104.07857."""
+    """None if it fits, else the fastest of host and nvme, and of gradients and parameters there, that does: what is used most seldom leaves first. Rajbhandari et al. 2021, arXiv:2104.07857."""
 
     paper: ClassVar[str] = "arXiv:2104.07857"
 
@@ -209,19 +217,14 @@ class Auto(Offload):
         """It may."""
         return True
 
-    def candidates(self, *, alone: bool) -> list[Offload]:
-        """As `Offload.candidates`, what is used most seldom leaving first."""
-        more = ({"gradients": True}, {"parameters": True}) if alone else ()
+    def candidates(self) -> list[Offload]:
+        """What a plan chooses from, what is used most seldom leaving first. `none` works with every training, others not."""
+        more: tuple[dict[str, bool], ...] = ({}, {"gradients": True}, {"parameters": True})
         found: list[Offload] = [Resident(kind="none")]
-        found += [Host(kind="host", **one) for one in ({}, *more)]
-        return found + [Nvme(kind="nvme", folder=self.folder, **one) for one in ({}, *more)]
+        found += [Host(kind="host", **one) for one in more]
+        return found + [Nvme(kind="nvme", folder=self.folder, **one) for one in more]
 
-    def fits(self, *, precision: str, ends_early: bool, copies_state: bool) -> None:
-        """As `Offload.fits`: what it may choose must."""
-        for one in self.candidates(alone=True):
-            one.fits(precision=precision, ends_early=ends_early, copies_state=copies_state)
-
-    def ready(self, num_ranks: int, sharded: Collection[str]) -> Offload:
+    def ready(self, num_ranks: int, num_shards: int) -> Offload:
         """A plan chooses. Raises SpecError: none did."""
         raise SpecError(
             "offload auto is chosen by a training's plan, and there is none",
