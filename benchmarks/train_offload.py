@@ -1,6 +1,7 @@
 """Training with what does not fit on the device in host memory or on disk, beside the same layers all on the device.
 
     python -m benchmarks.train_offload --device cuda                 # one H100: 8B from the host beside 8 of its layers; 4 minutes
+    python -m benchmarks.train_offload --device cuda --layers 14 --peer-path DIR  # and 14 layers beside DeepSpeed
     python -m benchmarks.train_offload --device cuda --part 30b      # as many layers of a 32B shape as host and disk take; 4 minutes
     python -m benchmarks.train_offload                               # a CPU, the tiny shape, every place
 
@@ -17,6 +18,9 @@ import argparse
 import gc
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,11 +64,8 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"kind": "nvme", "parameters": True},
     {"kind": "host", "delayed_update": True, "delayed_update_after": 9},
 )
-SPARE_DISK, SPARE_HOST = 5e9, 26e9
-"""Bytes that the 30b part leaves free: of the disk, and of host memory beside pinned buffers."""
-
-MOST_DISK_S = 30.0
-"""Seconds of a step that its disk may take at most: a slower disk gets fewer layers, or the run would take longer than its minutes."""
+SPARE_DISK = 5e9
+"""Bytes of the disk that the 30b part leaves free."""
 
 
 class RandomMaker:
@@ -99,6 +100,8 @@ def main() -> None:
             row |= {"of_resident": row["flops_per_s"] / rows[0]["flops_per_s"]}
         rows.append(row)
         print(json.dumps(row), flush=True)
+    if arguments.peer_path is not None:
+        _beside(arguments, rows)
     print(ledger.table(rows))
     print(f"{time.perf_counter() - begun:.0f} s in all")
     if not arguments.no_ledger:
@@ -115,6 +118,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--steps", type=int, help="timed, after one that is not; default: 2, of 30b 1")
     parser.add_argument("--resident-layers", type=int, default=8)
+    parser.add_argument(
+        "--disk-s", type=float, default=20.0, help="seconds that the disk of a 30b step may take at most"
+    )
+    parser.add_argument("--spare-host", type=float, default=26e9, help="bytes of host memory that 30b leaves free")
+    parser.add_argument("--layers", type=int, help="of 8b, a third training from the host: of so many layers")
+    parser.add_argument(
+        "--peer-path", help="folders of DeepSpeed's packages: runs benchmarks.train_offload_peer on them"
+    )
+    parser.add_argument("--peer-limit", type=float, default=180.0, help="seconds that it may take")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which no other training is begun")
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
@@ -138,12 +150,15 @@ def _trainings(arguments: argparse.Namespace, rates: Rates) -> list[tuple[str, M
         few = shape.model_copy(update={"num_layers": arguments.resident_layers})
         name = f"llama3-8b, {arguments.resident_layers} layers"
         found = [(name, few.config(vocab), {"kind": "none"}), ("llama3-8b", shape.config(vocab), {"kind": "host"})]
+        if arguments.layers:
+            part = shape.model_copy(update={"num_layers": arguments.layers}).config(vocab)
+            found.append((f"llama3-8b, {arguments.layers} layers", part, {"kind": "host"}))
         return [(name, config, _read(arguments, one)) for name, config, one in found]
     shape, vocab = BIG
     status = os.statvfs(arguments.folder)
-    disk = min(status.f_bavail * status.f_frsize - SPARE_DISK, MOST_DISK_S * min(rates.read, rates.write))
+    disk = min(status.f_bavail * status.f_frsize - SPARE_DISK, arguments.disk_s * min(rates.read, rates.write))
     free = min(describe("cpu").free_memory_bytes, psutil.virtual_memory().available)
-    host = free - SPARE_HOST - 4 * 2 * vocab * shape.hidden_size
+    host = free - arguments.spare_host - 4 * 2 * vocab * shape.hidden_size
     device = 0.75 * describe(arguments.device).memory_bytes  # weights and gradients in bf16
     one, two = (shape.model_copy(update={"num_layers": count}).config(vocab).num_params for count in (1, 2))
     most = min((disk + host) / 12, device / 4)
@@ -260,6 +275,7 @@ def _timed(
         "value": tokens / step_s,
         "unit": "tokens/s",
         "n": arguments.steps,
+        "params": config.num_params,
         "predicted": tokens / predicted.value,
         "step_s": step_s,
         "flops_per_s": 3 * tokens / step_s * config.flops_per_token(arguments.seq_len),
@@ -274,6 +290,30 @@ def _timed(
         row |= {"update_s": update_s, "predicted_update_s": told.update, "overlap": overlap}
         row["note"] = f"{row['note']}; update {update_s:.3g} s, predicted {told.update:.3g} s of {_in_words(rates)}"
     return row
+
+
+def _beside(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Runs the peer, in a process of its own, and puts its figures beside those of the same weights; says why there are none."""
+    gc.collect()
+    if arguments.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    layers = arguments.layers or SHAPES["llama3-8b"][0].num_layers
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peer.json"
+        told = {"layers": layers, "rows": arguments.rows, "micro-batches": arguments.micro_batches}
+        told |= {"seq-len": arguments.seq_len, "steps": arguments.steps, "json": out}
+        command = [sys.executable, "-m", "benchmarks.train_offload_peer", *(f"--{key}={told[key]}" for key in told)]
+        path = os.pathsep.join([arguments.peer_path, os.environ.get("PYTHONPATH", ".")])
+        try:
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=arguments.peer_limit, check=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            print(f"no figures of the peer: {error}")
+            return
+        peer = json.loads(out.read_text())
+    params = peer.pop("params")
+    for row in rows:
+        if row["params"] == params and row["technique"] != "offload/none":
+            row |= {**peer, "ratio": row["value"] / peer["peer_value"]}
 
 
 def _said(offload: Offload) -> str:
