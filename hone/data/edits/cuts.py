@@ -149,9 +149,9 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
 
 
 def compiled(module: str) -> ModuleType:
-    """The module of this folder with compiled kernels. Raises MissingExtra without numba."""
+    """A module of hone.text.edits, the compiled kernels of edits. Raises MissingExtra without numba."""
     try:
-        return importlib.import_module(f"hone.data.edits.{module}")
+        return importlib.import_module(f"hone.text.edits.{module}")
     except ImportError as error:
         if error.name != "numba":
             raise

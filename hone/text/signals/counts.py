@@ -6,6 +6,11 @@ import numpy as np
 
 from hone.text.signals.words import NUM_COUNTS
 
+WORD_COUNTS = (
+    "chars", "hashes", "ellipses", "lettered", "sentences", "digits", "uppers", "alnums", "parens", "braces", "urls", "url_chars",
+    "numbers", "syllables", "capitals", "ats",
+)  # fmt: skip
+"""The counts of a word in the order of their bytes (words.CHARS to words.ATS)."""
 _TOTALS = (
     "words", "gaps", "lines", "newlines", "max_word", "max_line", "bullet_lines", "ellipsis_lines", "punctuated_lines",
     "short_lines", "javascript_lines", "policy_lines", "lorem_ipsum", "stops", "upper_lines", "boilerplate_words",

@@ -15,7 +15,7 @@ from hone.text.segment import find, fold, place_of
 from hone.text.signals import personal
 from hone.text.signals import scan as s
 from hone.text.signals import words as w
-from hone.text.signals.counts import COUNTS
+from hone.text.signals.counts import COUNTS, WORD_COUNTS
 from hone.text.signals.languages import languages
 from hone.text.signals.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
 from hone.text.signals.scan import Scratch, empty_scratch, scan
@@ -241,7 +241,7 @@ _PER_CHAR = {
 
 def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
     """The signal columns computed from `counts` (COUNTS [n]) of n documents."""
-    of = dict(zip(w.NAMES, counts["word_counts"].T))
+    of = dict(zip(WORD_COUNTS, counts["word_counts"].T))
     of |= {name: counts[name] for name in counts.dtype.names}
     of |= {f"{n}grams": column for n, column in enumerate(counts["ngrams"].T, start=2)}
     of |= zip(("addresses", "phones", "cards"), counts["personal_numbers"].T)

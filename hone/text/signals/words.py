@@ -12,16 +12,12 @@ from hone.text.compiled import allocating, inlined, kernel
 from hone.text.hashing import PRIME, mix
 from hone.text.segment import code_point, place_of, zeros_below
 
-NAMES = (
-    "chars", "hashes", "ellipses", "lettered", "sentences", "digits", "uppers", "alnums", "parens", "braces", "urls", "url_chars",
-    "numbers", "syllables", "capitals", "ats",
-)  # fmt: skip
-"""Counts of a word: one byte each, in this order, of the two numbers LOW and HIGH; `uppers` are A to Z, `capitals` all of Unicode."""
 (
     CHARS, HASHES, ELLIPSES, LETTERED, SENTENCES, DIGITS, UPPERS, ALNUMS, PARENS, BRACES, URLS, URL_CHARS, NUMBERS,
     SYLLABLES, CAPITALS, ATS,
-) = range(len(NAMES))  # fmt: skip
-NUM_COUNTS = len(NAMES)
+) = range(16)  # fmt: skip
+"""Counts of a word, named in counts.WORD_COUNTS; UPPERS are A to Z, CAPITALS all of Unicode."""
+NUM_COUNTS = 16
 _C4_MARKS = np.array([ord(char) for char in ".?!\"'"], np.int32)
 _HTTP, _HTTPS, _WWW = (np.array([ord(char) for char in text], np.int32) for text in ("http://", "https://", "www."))
 _EDIT = np.array([ord(char) for char in "[edit"], np.int32)
