@@ -75,13 +75,14 @@ def test_an_update_moves_sixteen_bytes_at_a_time() -> None:
     shape = {"SCALE": True, "ROUND": True, "EVEN": True, "BLOCK": update.BLOCK}
     record = compile_simple(update.adamw_step, types, shape, update.WARPS)
     assert record.clean and record.count("LDG.E.128") and record.count("STG.E.128") and not record.count("STG.E.U16")
-    record = compile_simple(
-        update.widen,
-        bf16("source") | fp32("into") | NUMBERS,
-        {"ADD": False, "EVEN": True, "BLOCK": update.BLOCK},
-        update.WARPS,
-    )
-    assert record.clean and record.count("STG.E.128") and not record.count("LDG.E.U16")
+    for pair in (False, True):
+        record = compile_simple(
+            update.widen,
+            bf16("source", "other") | fp32("into") | NUMBERS,
+            {"ADD": False, "PAIR": pair, "EVEN": True, "BLOCK": update.BLOCK},
+            update.WARPS,
+        )
+        assert record.clean and record.count("STG.E.128") and not record.count("LDG.E.U16")
 
 
 @pytest.mark.parametrize(("fixed", "normed"), [(False, False), (True, True)])
