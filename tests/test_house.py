@@ -75,6 +75,17 @@ def imports(source: str, module: str) -> set[str]:
     return found
 
 
+def joined_imports(source: str) -> list[str]:
+    """Calls of import_module, lazy and resolve with a name that is put together there: an f-string or a sum."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "lazy", "resolve", "__import__")
+        and any(isinstance(one, ast.JoinedStr | ast.BinOp) for one in node.args)
+    ]
+
+
 @functools.cache
 def graph_of_hone() -> dict[str, set[str]]:
     """What every module of hone imports of it."""
@@ -170,6 +181,8 @@ def test_the_checks_can_fail():
     assert imports(late, "hone.model.decoder") == {"hone.ops.rounding.integer_grid", "hone.train.loop", "hone.cli"}
     assert imports(late, "hone.base.stage") == {"hone.ops.rounding.integer_grid", "hone.train.loop"}
     assert imports('files("hone.report")', "hone.report.page") == set()
+    hidden = 'importlib.import_module(f"hone.text.{name}"), lazy("hone." + name), import_module(name), lazy("hone.ops")'
+    assert joined_imports(hidden) == ["importlib.import_module(f'hone.text.{name}')", "lazy('hone.' + name)"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -180,6 +193,12 @@ def test_file(path: Path):
     assert docstring, "no module docstring"
     assert docstring.splitlines()[0].rstrip().endswith((".", "?")), "the docstring's first line is not one sentence"
     assert text.count("\n") <= 450, "too long: split the file"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_are_imported_by_their_whole_names(path: Path):
+    """A name put together where it is imported is an import that no check above sees."""
+    assert joined_imports(path.read_text(encoding="utf8")) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

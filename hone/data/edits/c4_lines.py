@@ -37,7 +37,7 @@ class C4Lines(ByShard):
         return ("long_word", "no_terminal_punct", "few_words", "javascript", "policy", "citation")
 
     def find(self, texts: Texts) -> Spans:
-        kernels = compiled("boilerplate")
+        kernels = compiled("hone.text.edits.boilerplate")
         found = kernels.c4_cuts(
             *texts,
             self.filter_no_terminal_punct,

@@ -120,7 +120,7 @@ def apply_cuts(texts: Texts, documents: np.ndarray, cuts: Cuts) -> Texts:
     document, start, end, fill = (part[low:high] for part in cuts)
     fills = np.frombuffer(fill.tobytes(), np.uint8).reshape(len(fill), fill.dtype.itemsize)
     written = np.char.str_len(fill).astype(np.int64)
-    data, offsets = compiled("spans").without(*texts, documents, document, start, end, fills, written)
+    data, offsets = compiled("hone.text.edits.spans").without(*texts, documents, document, start, end, fills, written)
     return Texts(data, offsets)
 
 
@@ -149,9 +149,9 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
 
 
 def compiled(module: str) -> ModuleType:
-    """A module of hone.text.edits, the compiled kernels of edits. Raises MissingExtra without numba."""
+    """A module of compiled kernels, by its whole name. Raises MissingExtra without numba."""
     try:
-        return importlib.import_module(f"hone.text.edits.{module}")
+        return importlib.import_module(module)
     except ImportError as error:
         if error.name != "numba":
             raise

@@ -62,7 +62,7 @@ class Lines(Edit):
         paths = [state / f"lines-{number:05d}.npy" for number, *_ in spans]
         for group in repeated(paths, rank, firsts, "unit", gathered_rows):
             units = group.rows["unit"].copy()
-            later = compiled("lines").later_copies(
+            later = compiled("hone.text.edits.lines").later_copies(
                 group.key, group.rank, units, self.window, self.min_documents, self.keep
             )
             units, shard = units[later], group.shard[later]
@@ -76,7 +76,7 @@ class Lines(Edit):
         path = state / f"lines-{number:05d}.npy"
         if path.exists():
             return
-        kernels = compiled("lines")
+        kernels = compiled("hone.text.edits.lines")
         units: list[np.ndarray] = [np.empty(0, _UNIT)]
         rows: list[np.ndarray] = [np.empty(0, _ROW)]
         hashed: list[np.ndarray] = [np.empty(0, np.uint64)]

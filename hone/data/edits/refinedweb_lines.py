@@ -37,7 +37,7 @@ class RefinedWebLines(ByShard):
         return ("uppercase", "numeric", "counter", "one_word", "phrase")
 
     def find(self, texts: Texts) -> Spans:
-        kernels = compiled("boilerplate")
+        kernels = compiled("hone.text.edits.boilerplate")
         found = kernels.refinedweb_cuts(
             *texts,
             self.max_uppercase_ratio,

@@ -80,7 +80,9 @@ def repeated(
         shard = np.repeat(np.arange(len(here)), [at.stop - at.start for at in here])[picked]
         some, key = np.concatenate([one[at] for one, at in zip(rows, here)]).take(picked), key.take(picked)
         ranked = rank[firsts[shard] + some["document"]]
-        order = compiled("sorting").within_groups(high[twice], key, ranked, some[place].astype(np.int64))
+        order = compiled("hone.text.edits.sorting").within_groups(
+            high[twice], key, ranked, some[place].astype(np.int64)
+        )
         yield Group(key.take(order), some.take(order), shard.take(order), ranked.take(order))
 
 

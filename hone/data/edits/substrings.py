@@ -108,7 +108,9 @@ class Substrings(Edit):
             return
         parts, keys = [np.empty(0, _RUN)], [np.empty(0, np.uint64)]
         for indices, texts in corpus.batches(shard, first, chosen):
-            text, start, count, key, whole = compiled("windows").runs_of(*texts, self.min_bytes, self.gram_bytes)
+            text, start, count, key, whole = compiled("hone.text.edits.windows").runs_of(
+                *texts, self.min_bytes, self.gram_bytes
+            )
             rows = np.empty(len(text), _RUN)
             rows["document"] = indices[text] - first
             rows["start"], rows["count"], rows["whole"] = start, count, whole
@@ -130,7 +132,7 @@ class Substrings(Edit):
         for group in repeated(paths, ranks(corpus.columns["id"]), firsts, "start", gathered_rows):
             rows = group.rows
             start, count = rows["start"].astype(np.int64), rows["count"].astype(np.int64)
-            verdict = compiled("windows").judge_runs(
+            verdict = compiled("hone.text.edits.windows").judge_runs(
                 group.key, rows["whole"].copy(), group.rank, start, count, self.min_bytes
             )
             some = verdict == 1
@@ -164,12 +166,14 @@ class Substrings(Edit):
         for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
             here = slice(*np.searchsorted(document, [indices[0], indices[-1] + 1]))
             text = np.searchsorted(indices, document[here])
-            compiled("windows").hash_windows(*texts, text, start[here], end[here], self.min_bytes, place[here], out)
+            compiled("hone.text.edits.windows").hash_windows(
+                *texts, text, start[here], end[here], self.min_bytes, place[here], out
+            )
         save(path, out)
 
     def _judge_windows(self, num_shards: int, state: Path, parts: int) -> None:
         """Writes, one file per range of keys, which of the hashed windows occur earlier."""
-        kernels = compiled("windows")
+        kernels = compiled("hone.text.edits.windows")
         done = np.zeros(num_shards, np.int64)
         for part in range(parts):
             doubts = np.load(state / f"doubt-{part:05d}.npy")
@@ -203,7 +207,9 @@ class Substrings(Edit):
             for indices, texts in corpus.batches(shard, first, wanted) if len(document) else ():
                 low, high = np.searchsorted(repeats.document, [indices[0], indices[-1] + 1])
                 some = (part[low:high] for part in repeats[:3])
-                parts = compiled("spans").at_borders(*texts, indices, *some, compiled("characters").unit_table())
+                parts = compiled("hone.text.edits.spans").at_borders(
+                    *texts, indices, *some, compiled("hone.text.edits.characters").unit_table()
+                )
                 cuts = cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)
                 found.append(np.stack(cuts[:3]))
             save(path, np.concatenate(found, 1))
