@@ -71,15 +71,19 @@ def compile_without_collections() -> None:
 
 @cache
 def sources_digest(module: str) -> str:
-    """A hash of the texts of an imported module and of all it imports from its own room, directly or not: part of the key of what
-    numba keeps of it, since numba looks at the file of the outermost function alone."""
-    room = ".".join(module.split(".")[:2])
+    """A hash of the texts of an imported module and of all it imports from its own package, directly or not: part of the key of
+    what numba keeps of it, since numba looks at the file of the outermost function alone.
+
+    Imports in functions and for types do not count: kernels reach what their module's namespace holds, and whether another
+    part of the process has imported more may not change the key.
+    """
+    package = module.partition(".")[0]
     texts: dict[str, bytes] = {}
     names = {module}
     while names:
         name = names.pop()
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name not in texts and f"{name}.".startswith(f"{room}."):
+        if file and name not in texts and name.partition(".")[0] == package:
             texts[name], imported = _text_and_imports(file)
             names |= imported
     return hashlib.sha256(b"".join(texts[name] for name in sorted(texts))).hexdigest()
@@ -87,13 +91,19 @@ def sources_digest(module: str) -> str:
 
 @cache
 def _text_and_imports(file: str) -> tuple[bytes, frozenset[str]]:
-    """The text of a file and the names that it may import, modules among them."""
+    """The text of a file and the names that it imports into its namespace, of which some are modules."""
     text, names = Path(file).read_bytes(), set()
-    for node in ast.walk(ast.parse(text)):
+    nodes: list[ast.AST] = [ast.parse(text)]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
         elif isinstance(node, ast.Import):
             names |= {one.name for one in node.names}
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            nodes += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
     return text, frozenset(names)
 
 
