@@ -20,6 +20,7 @@ from hone.data.executors.store import Kept
 
 DONE = ".done"
 _ROOMS = ("data", "feed", "text")
+_KINDS = ("*.py", "*.json", "*.bin")
 Function = Callable[..., dict[str, Any]]
 """`function(folder, **arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
 
@@ -157,7 +158,7 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def code_version() -> str:
-    """Hash of the source files of the rooms whose code tasks run: results of other code are not reused."""
+    """Hash of the files of the rooms whose code tasks run, tables and models beside it too: results of others are not reused."""
     return _code_version(Path(__file__).parent.parent.parent)
 
 
@@ -165,7 +166,7 @@ def code_version() -> str:
 def _code_version(package: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for room in _ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
+        for path in sorted(path for kind in _KINDS for path in (package / room).rglob(kind)):
             digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

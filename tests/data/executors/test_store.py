@@ -410,3 +410,20 @@ def test_a_document_that_kills_workers_elsewhere_is_set_aside_alone(tmp_path, cl
     with EXECUTORS.read(executor).open() as pool:
         (summary,) = Keeping(pool, executor["store"], state).map(read, [made], careful)
     assert summary["rows"] == 18 and summary["broken"] == {"killed_the_worker": {"documents": 2, "bytes": 36}}
+
+
+def test_results_depend_on_code_and_on_the_tables_beside_it(tmp_path):
+    def version() -> str:
+        task_module._code_version.cache_clear()
+        return task_module._code_version(tmp_path)
+
+    found = [version()]
+    for name in ("data/a.py", "feed/b.py", "text/c.py", "text/signals/languages.json", "text/langid/languages.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+        found.append(version())
+    assert len(set(found)) == len(found)
+    for name in ("train/d.py", "text/__pycache__/c.pyc", "text/__pycache__/c.nbi"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    assert version() == found[-1]
