@@ -241,7 +241,7 @@ _PER_CHAR = {
 
 def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
     """The signal columns computed from `counts` (COUNTS [n]) of n documents."""
-    of = dict(zip(WORD_COUNTS, counts["word_counts"].T))
+    of = dict(zip(WORD_COUNTS, counts["word_counts"].T, strict=True))
     of |= {name: counts[name] for name in counts.dtype.names}
     of |= {f"{n}grams": column for n, column in enumerate(counts["ngrams"].T, start=2)}
     of |= zip(("addresses", "phones", "cards"), counts["personal_numbers"].T)

@@ -13,6 +13,8 @@ from hone.text import segment
 from hone.text.batch import Texts
 from hone.text.segment import BLOCK
 from hone.text.signals import repeats, scan
+from hone.text.signals import words as counted
+from hone.text.signals.counts import WORD_COUNTS
 from hone.text.tables import spaces
 from tests.text.signals import oracle
 
@@ -106,3 +108,8 @@ def test_keys_of_short_words_differ():
     words = {f"{number:x}".encode() for number in range(200_000)}
     keys = {int(word_key(np.frombuffer(word, np.uint8), 0, len(word))) for word in words}
     assert len(keys) == len(words)
+
+
+def test_a_words_counts_are_named_in_the_order_of_their_places():
+    """Kernels index them by the constants of one file, columns are made by the names of another."""
+    assert [getattr(counted, name.upper()) for name in WORD_COUNTS] == list(range(counted.NUM_COUNTS))
