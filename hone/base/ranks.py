@@ -100,7 +100,7 @@ class Mesh:
     _gpus: Any = field(default=None, repr=False, compare=False)
     _groups: list[Any] = field(default_factory=list, repr=False, compare=False)
     """Process groups of some of the ranks, which `group` made."""
-    _closers: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    _closers: list[Callable[[bool], None]] = field(default_factory=list, repr=False, compare=False)
     """What lets go of them at the end; see `at_close`."""
     _works: int = field(default=0, repr=False, compare=False)
     """How often the ranks have begun to work `together`."""
@@ -257,8 +257,8 @@ class Mesh:
                     self._groups.append(made)
         return mine
 
-    def at_close(self, let_go: Callable[[], None]) -> None:
-        """Calls `let_go` when the groups end: connections close when nobody has them, and only then others stop waiting."""
+    def at_close(self, let_go: Callable[[bool], None]) -> None:
+        """Calls `let_go` when the groups end, with whether an error ends them: others wait until nobody has a connection any more."""
         self._closers.append(let_go)
 
     def broken(self) -> bool:
@@ -279,7 +279,7 @@ class Mesh:
         groups, self._groups = [*self._groups, *([] if self._gpus is None else [self._gpus])], []
         self._gpus = None
         while self._closers:
-            self._closers.pop()()
+            self._closers.pop()(abort)
         for group in groups:
             if abort and "nccl" in dist.get_backend(group):
                 group._get_backend(torch.device("cuda")).abort()
@@ -398,6 +398,7 @@ class Mesh:
             yield
         except Exception as error:
             if error is self._told:
+                self._close(abort=True)  # what it has under way waits for the rank that failed
                 raise
             said, first = error, None
             if not isinstance(error, HoneError):

@@ -73,7 +73,9 @@ class Grid:
     @cached_property
     def exchange(self) -> Exchange:
         """The transfers of the tensor-parallel ranks beside products; they all ask for it at the same time."""
-        return exchange_of(self.tp, self.device)
+        found = exchange_of(self.tp, self.device)
+        self.mesh.at_close(found.close)
+        return found
 
     @property
     def sent(self) -> Counter[str]:

@@ -52,6 +52,9 @@ class Exchange(Protocol):
     def sum(self, make: Callable[[int], Tensor]) -> Summing:
         """Calls `make(rank)` for every rank, this one last, and starts to send each rank its result."""
 
+    def close(self, broken: bool) -> None:
+        """The end of all calls; `broken`: a rank has failed, so that what others or this one wait for may never come."""
+
 
 def exchange_of(axis: Axis, device: torch.device | str) -> Exchange:
     """The transfers of tensors on `device` along `axis`; every rank of it calls this. Raises SpecError where GPUs cannot reach each other."""
@@ -86,6 +89,9 @@ class Messages:
         arrived = torch.empty_like(sent)
         transfer = self._axis.all_to_all(arrived.view(self.size, -1), sent.view(self.size, -1))
         return _Summed(self.index, make(self.index), arrived, transfer)
+
+    def close(self, broken: bool) -> None:
+        """As `Exchange.close`: the process group ends its waits itself."""
 
 
 class _Gathered:

@@ -9,6 +9,9 @@ used. Each of the n ranks has room for the parts of two calls of a kind, used in
 
 A rank may write into the room of call k again in call k + 2: it has then waited for the other's number of call k + 1, which that one
 sent after its own work of call k. So nobody asks whether room is free.
+
+A stream waits for a number for as long as it takes, and its GPU's memory cannot be freed meanwhile. So where a rank fails, every rank
+sends a number later than all others: the streams go on, with parts that nobody uses any more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -32,6 +36,9 @@ GATHER, SUM = range(2)
 
 _TURNS = 2
 """Calls of a kind whose parts have room at once."""
+
+_LATER = 1 << 30
+"""So far beyond the last number is the one that ends all waits; numbers are compared by the sign of their difference in 32 bits."""
 
 
 class Memory(Protocol):
@@ -52,6 +59,9 @@ class Memory(Protocol):
 
     def mark(self) -> Callable[[], None]:
         """A function after whose call the work given waits for the copies that were started before `mark`."""
+
+    def release(self) -> None:
+        """Ends this rank's waits, and after the copies that were started those of the others for this rank."""
 
 
 class PeerCopies:
@@ -81,6 +91,11 @@ class PeerCopies:
         assert call is not None, "an exchange has several ranks"
         sent = self._memory.mark()
         return _Summing(self, make(self.index), made, call, sent)
+
+    def close(self, broken: bool) -> None:
+        """As `Exchange.close`."""
+        if broken:
+            self._memory.release()
 
     def _begin(self, kind: int, num_bytes: int) -> int:
         """The number of a call."""
@@ -159,7 +174,8 @@ class GpuMemory:
         self._group, self._index, self._size, self._device = group, index, size, device
         # It comes first where both streams have a kernel to start; most of what it does needs none.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._capacity = 0
+        self._free = torch.cuda.Stream(device, priority=-1)  # has no work, so that it waits for nothing
+        self._capacity = self._last = 0
         self._every: list[Tensor] = []
         self._number = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -208,6 +224,7 @@ class GpuMemory:
     def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None) -> None:
         """As `Memory.copy`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._last = max(self._last, number or 0)
         with torch.cuda.stream(self._stream):
             self._room(rank, kind, turn, len(part))[self._index].copy_(part)
             if number is not None:
@@ -223,6 +240,20 @@ class GpuMemory:
         """As `Memory.mark`."""
         event = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def release(self) -> None:
+        """As `Memory.release`."""
+        if not self._every:
+            return
+        number = self._last + _LATER
+        flags = [(kind, rank) for kind in (GATHER, SUM) for rank in range(self._size) if rank != self._index]
+        with suppress(RuntimeError, AssertionError):  # where the GPU itself failed, its error is the one to show
+            for kind, rank in flags:
+                _stream_value("Write", self._free, self._flag(self._index, kind, rank), number)
+            with torch.cuda.stream(self._stream):
+                _stream_value("Write", self._stream, self._number, number)
+                for kind, rank in flags:
+                    self._flag(rank, kind, self._index).copy_(self._number)
 
 
 def gpu_memory(axis: Axis, device: torch.device) -> GpuMemory:

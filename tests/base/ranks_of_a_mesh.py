@@ -36,13 +36,17 @@ def _collectives() -> dict:
         "gathered": mesh.gather(rank * 10),
         "leader": mesh.from_leader(lambda: f"of {rank}"),
     }
-    told = []
+    told: list[str] = []
+    closed: list[bool] = []
     for trouble in (SpecError("no", fix="yes"), ZeroDivisionError("a bug")):
         try:
             with mesh.together():
+                mesh.at_close(closed.append)
                 if rank == 1:
                     raise trouble
                 mesh.sum(torch.zeros(2))  # the others are here when rank 1 fails
         except (HoneError, ZeroDivisionError) as error:
             told.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    return {**found, "told": told, "after": mesh.gather(1)}
+    with mesh.together():
+        mesh.at_close(closed.append)
+    return {**found, "told": told, "closed": closed, "after": mesh.gather(1)}

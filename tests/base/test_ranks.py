@@ -159,6 +159,9 @@ def test_collectives_are_those_of_all_ranks_and_an_error_of_one_is_told_to_all()
         assert one["gathered"] == [0, 10, 20] and one["leader"] == "of 0" and one["after"] == [1, 1, 1]
     bugs = ["MachineError: rank 1 failed: ZeroDivisionError: a bug", "ZeroDivisionError: a bug"]
     assert [one["told"] for one in found] == [["SpecError: rank 1: no", bugs[rank == 1]] for rank in range(3)]
+    assert [one["closed"] for one in found] == [[True, True, False]] * 3, (
+        "those that are told break off what is under way, too"
+    )
 
 
 def test_one_rank_gets_back_what_it_gives():

@@ -77,6 +77,17 @@ class ThreadMemory:
         last = self.last
         return lambda: last.result(PATIENCE_S)
 
+    def release(self) -> None:
+        own = [(self.index, kind, other) for kind in (GATHER, SUM) for other in range(self.size)]
+        theirs = [(other, kind, self.index) for _, kind, other in own]
+        self._later(own)
+        self.last = self.engine.submit(self._later, theirs)
+
+    def _later(self, places: list[tuple[int, int, int]]) -> None:
+        with self.shared.changed:
+            self.shared.numbers.update(dict.fromkeys(places, 1 << 30))
+            self.shared.changed.notify_all()
+
 
 def on_threads(size: int, work: Callable[[PeerCopies, Callable[[int], None]], None]) -> None:
     """`work` of every rank; its second argument tells that a call of a kind was used to its end."""
@@ -170,6 +181,39 @@ def test_linears_have_the_results_and_gradients_of_one_process(biased):
         yield end(SUM)
 
     on_threads(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_do_not_wait_for_one_that_has_failed(size):
+    begun = threading.Barrier(size)
+
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        me = exchange.index
+        assert len(dict(exchange.gather(values(me, 0, 5)).parts())) == size
+        end(GATHER)
+        if me == 0:  # fails before its next call
+            begun.wait(PATIENCE_S)
+            exchange.close(broken=True)
+            return
+        every = exchange.gather(values(me, 1, 5))
+        begun.wait(PATIENCE_S)
+        found = dict(every.parts())  # ends; of rank 0 whatever lies there
+        assert list(found) == [(me - step) % size for step in range(size)]
+        assert all(torch.equal(found[rank], values(rank, 1, 5)) for rank in range(1, size))
+
+    on_threads(size, work)
+
+
+def test_a_rank_that_is_told_of_an_error_ends_its_own_waits():
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        if exchange.index == 0:  # is gone
+            exchange._memory.reserve(values(0, 0, 5).nbytes)
+            return
+        every = exchange.gather(values(1, 0, 5))
+        exchange.close(broken=True)
+        assert list(dict(every.parts())) == [1, 0]
+
+    on_threads(2, work)
 
 
 def test_a_call_must_be_used_before_the_next_one_of_its_kind():

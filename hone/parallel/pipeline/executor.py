@@ -46,7 +46,7 @@ class Channels:
         self._connected: set[tuple[int, int, str]] = set()
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self.waits = mesh.waits
-        mesh.at_close(self.close)
+        mesh.at_close(lambda _: self.close())
 
     def connect(self, table: Table, like: Tensor) -> None:
         """Sends an element over each channel of `table` of this rank that has had no message, in one order on all ranks.

@@ -43,7 +43,7 @@ class Connections:
         self.sent: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent, by what for."""
         self._counting = threading.Lock()
-        mesh.at_close(self.close)
+        mesh.at_close(lambda _: self.close())
         secret = mesh.from_leader(lambda: secrets.token_bytes(32))
         with _listening(self.size) as listening:
             places = mesh.gather(listening.getsockname()[:2])
