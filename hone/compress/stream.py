@@ -45,7 +45,6 @@ from hone.compress.shards import (
 from hone.compress.sizes import stored_rest
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head, matrix_name
 from hone.model.decoder import Decoder
-from hone.model.quantized.dense import DenseWeights
 
 
 def run_job(job: Job, flow: Flow | None, draft: Draft, run: Run, check: Check | None = None) -> list[dict[str, Any]]:
@@ -268,7 +267,7 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
     steps, storage = job.matrix_steps(index, linear), job.storage.of(index, linear)
     quantize = None if storage is None else storage.apply
     matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantize=quantize)
-    matrix.keep_zeros(quantized=isinstance(job.checkpoint.weights, DenseWeights))
+    matrix.keep_zeros(quantized=job.requantized)
     for step in steps:
         step.apply(matrix)
     for step in steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -67,6 +69,25 @@ def test_what_keeps_zeros_is_said_once(pruned, family_folder, tmp_path, capsys) 
         spec.make(tmp_path / f"compress-{times}", {"model": Artifact.read(folder)}, Run())
         out = capsys.readouterr()
         assert (out.out + out.err).count("and 7 more: zeros of the given model stay zero") == times
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        ([], {}),
+        ([], {"targets": [r"\.layers\.", "lm_head"], "ignore": []}),  # a head of its own
+        ([{"kind": "rotation", "r1": False}], {}),
+        ([{"kind": "depth", "layers": [1]}], {}),
+    ],
+    ids=["as it is", "untied", "rotated", "cut"],
+)
+def test_zeros_of_a_quantized_models_grid_do_not_stay(first, options, family_folder, compress) -> None:
+    """Whatever is done to its weights before they are quantized again."""
+    given = compress(family_folder("llama"), {"kind": "rtn", "bits": 3, "group_size": 32}, name="given").folder
+    assert 0.05 < float(zeros_of(given)["1.feed_forward.gate_up"].float().mean()) < 0.4
+    made = compress(given, *first, {"kind": "rtn", "bits": 8, "group_size": 32}, requantize=True, **options)
+    rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
+    assert rows and [row["notes"] for row in rows] == [[]] * len(rows)
 
 
 def test_zeros_of_a_grid_are_no_pruning() -> None:

@@ -39,6 +39,8 @@ class Job:
     mesh: Mesh = field(default_factory=Mesh)
     embedding: Linear | None = None
     """The embedding, where it is compressed."""
+    requantized: bool = False
+    """Whether the given model was quantized, whose weights have zeros of a grid that nothing pruned."""
 
     @property
     def statistics(self) -> frozenset[str]:

@@ -37,6 +37,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         return
     folder = parents["model"].folder
     checkpoint = _opened(folder, run)
+    requantized = isinstance(checkpoint.weights, dense.DenseWeights)  # asked before views lie over them
     samples = mesh.from_leader(lambda: _samples(spec, plan, checkpoint, parents))
     if samples is not None and -(-len(samples.tokens) // spec.batch_size) < mesh.world_size:
         run.warn(f"there are fewer batches of {spec.batch_size} sequences than ranks: lower batch_size to use all")
@@ -64,6 +65,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             mesh=mesh,
             cache=spec.cache,
             embedding=plan.embedding,
+            requantized=requantized,
         )
         if spec.allocation is not None:
             few = samples.part(slice(spec.allocation.num_sequences))
