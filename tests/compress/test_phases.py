@@ -70,6 +70,10 @@ def test_every_step_declares_its_phase(kind: str) -> None:
             [{"kind": "rotation", "r4": True}, {"kind": "smoothquant"}, RTN],
             "rotation with r4 stands between up and down",
         ),
+        (
+            [{"kind": "rotation", "r4": True}, {"kind": "kv_cache"}, {"kind": "smoothquant"}, RTN],
+            "rotation with r4 stands between up and down",
+        ),
         ([{"kind": "rotation", "r4": True}], "with r4 multiplies inputs at run time, which gains nothing"),
         ([{"kind": "awq"}], "awq is fitted to a quantizer: add one after it"),
         ([RTN, {"kind": "awq"}], "awq needs weights:float, which rtn removes"),

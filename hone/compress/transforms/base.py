@@ -27,7 +27,7 @@ class Transform(Step):
 
     def check_place(self, before: Sequence[Step], after: Sequence[Step]) -> None:
         super().check_place(before, after)
-        alone = [one for one in before[-1:] if one.stands_alone]
+        alone = [one for one in before if one.stands_alone]
         if alone:
             raise ValueError(f"{alone[0].kind} {alone[0].stands_alone}: leave {self.kind} out")
         if self.needs_quantizer and giving("weights:quantized", (*before, *after)) is None:
