@@ -4,8 +4,8 @@
     python -m benchmarks.train_offload_peer --layers 14 --json FILE
 
 transformers' Llama with random weights, its layers recomputed, sdpa attention, bf16, DeepSpeed's ZeRO stage 2 with the optimizer
-on the CPU in pinned memory, clipping at 1 and its AVX step, which is compiled here (g++ and ninja). It needs 20 bytes a weight of
-host memory (float32 weights, gradients and two moments; bf16 copies of weights and gradients), where hone needs 12.
+on the CPU in pinned memory, clipping at 1 and its AVX step, which is compiled here (g++ and ninja). By a count of its buffers it needs 20 bytes
+a weight of host memory (float32 weights, gradients and two moments; bf16 copies of weights and gradients), where hone needs 12.
 """
 
 from __future__ import annotations
