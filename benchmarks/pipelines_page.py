@@ -11,6 +11,7 @@ from hone.parallel.pipeline.check import alive_versions
 from hone.parallel.pipeline.draw import text
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, simulate
+from hone.parallel.pipeline.table import Result, Table, deps, results
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "pipelines.md"
 SIZES = ((4, 16), (8, 64))
@@ -29,8 +30,8 @@ class Formula(NamedTuple):
     activations: Callable[[int, int], float]
     inside: bool = False
     """Whether the published idle time is that between a rank's first and last pass."""
-    pair: float | None = None
-    """As in `Costs`: what is published takes a forward and a backward of a pair as one pass, the executor runs them in turn."""
+    pairs: bool = False
+    """Whether what is published takes a forward and a backward of a pair as one pass, see `in_pairs`."""
     equal: bool = False
     """Whether it holds for equal times of F, I and W alone."""
 
@@ -53,11 +54,11 @@ PUBLISHED = {
     "zb_v": Formula("0 for F = I = W", lambda p, n, f, i, w: 0.0, "p", lambda p, n: p, inside=True, equal=True),
     "dualpipe": Formula(
         "(p/2-1) (F&B + B - 3W)", lambda p, n, f, i, w: (p / 2 - 1) * (f + 2 * (i + w) - 3 * w), "p+1",
-        lambda p, n: p + 1, pair=1.0,
+        lambda p, n: p + 1, pairs=True,
     ),
     "dualpipe_v": Formula(
         "(p-1) (F&B + B - 3W), of half stages", lambda p, n, f, i, w: (p - 1) * (f + 2 * (i + w) - 3 * w) / 2, "p + 1/2",
-        lambda p, n: p + 0.5, pair=1.0,
+        lambda p, n: p + 0.5, pairs=True,
     ),
     "pipedream": Formula("(p-1) (F+I+W), once a flush", _shared(1), "p", lambda p, n: p),
     "pipedream_vertical": Formula("(p-1) (F+I+W), once a flush", _shared(1), "p", lambda p, n: p),
@@ -70,10 +71,28 @@ def idle(name: str, p: int, n: int, costs: Costs) -> tuple[float, float]:
     formula, table = PUBLISHED[name], SCHEDULES[name](p, n)
     each = (costs.forward, costs.inputs, costs.weights)
     chunks = sum(len(table.held(rank)) for rank in range(p)) / p / (2 if name == "dualpipe" else 1)
-    played = simulate(table, Costs(*each, pair=formula.pair))
-    work = n * sum(each) * chunks
-    found = max(played.idle) if formula.inside else played.seconds - work
+    costs, work = Costs(*each), n * sum(each) * chunks
+    seconds = in_pairs(table, costs) if formula.pairs else simulate(table, costs).seconds
+    found = max(simulate(table, costs).idle) if formula.inside else seconds - work
     return formula.seconds(p, n, *each), found / chunks  # type: ignore[arg-type]
+
+
+def in_pairs(table: Table, costs: Costs) -> float:
+    """Seconds of DualPipe's `table` as published: the two passes of a pair begin when both have their inputs, and end together after
+    the seconds of both. The executor, and so `simulate`, runs them one after the other."""
+    ended: dict[Result, float] = {}
+    free, at = [0.0] * len(table.ranks), [0] * len(table.ranks)
+    while any(done < len(ops) for done, ops in zip(at, table.ranks, strict=True)):
+        for rank, ops in enumerate(table.ranks):
+            while at[rank] < len(ops):
+                together = ops[at[rank] : at[rank] + 1 + ops[at[rank]].paired]
+                needed = [one for op in together for one in deps(table, op)]
+                if any(one not in ended for one in needed):
+                    break
+                free[rank] = max([free[rank], *(ended[one] for one in needed)]) + sum(map(costs.of, together))
+                ended |= dict.fromkeys((one for op in together for one in results(op)), free[rank])
+                at[rank] += len(together)
+    return max(free)
 
 
 def held(name: str, p: int, n: int) -> tuple[float, float]:

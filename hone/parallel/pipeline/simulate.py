@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hone.base.errors import SpecError
-from hone.parallel.pipeline.table import Op, Result, Table, deps, results
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.parallel.pipeline.table import Kind, Op, Table
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a pass of one microbatch: one number for all stages or one a stage; `transfer` between two ranks.
 
-    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks. None for `pair`: paired
-    passes are one after the other, as the executor runs them, and so all estimates. A number is for what is published of
-    DualPipe: they begin together, when both have their input, and take so much of the seconds of one after the other.
+    B takes `inputs` and `weights` together. A transfer goes on beside the passes of both ranks. DualPipe's paired passes are
+    one after the other, as the executor runs them.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -24,7 +25,6 @@ class Costs:
     weights: float | Sequence[float] = 1.0
     transfer: float = 0.0
     step: float = 0.0
-    pair: float | None = None
 
     def of(self, op: Op) -> float:
         """Seconds of `op`."""
@@ -81,41 +81,31 @@ def simulate(table: Table, costs: Costs | None = None) -> Played:
     A pass begins when its rank is free and its inputs have arrived. Raises SpecError when ranks wait for each other.
     """
     costs, sizes = costs or Costs(), [1.0] * table.stages
-    ended: dict[Result, float] = {}
-    places: dict[Result, int] = {}
+    ended: list[float] = []
     spans: list[list[Span]] = [[] for _ in table.ranks]
-    left, moved = sum(map(len, table.ranks)), True
-    while left:
-        if not moved:
-            waiting = [
-                f"rank {rank} at {ops[len(spans[rank])]}"
-                for rank, ops in enumerate(table.ranks)
-                if len(ops) > len(spans[rank])
-            ]
-            raise SpecError(
-                f"schedule {table.name} stops: {'; '.join(waiting)}",
-                fix="order the passes so that each one's input is made before, see deps in hone/parallel/pipeline/table.py",
-            )
-        moved = False
-        for rank, ops in enumerate(table.ranks):
-            while len(spans[rank]) < len(ops):
-                at = len(spans[rank])
-                together = ops[at : at + 2] if ops[at].paired and costs.pair is not None else ops[at : at + 1]
-                needed = [one for op in together for one in deps(table, op)]
-                if any(one not in ended for one in needed):
-                    break
-                arrived = [ended[one] + (costs.transfer if places[one] != rank else 0.0) for one in needed]
-                end = max([spans[rank][-1].end if spans[rank] else 0.0, *arrived])
-                for op in together:
-                    begin, end = (
-                        end,
-                        end + costs.of(op) * (1.0 if len(together) == 1 or costs.pair is None else costs.pair),
-                    )
-                    spans[rank].append(Span(op, begin, end))
-                for one in (one for op in together for one in results(op)):
-                    ended[one], places[one] = end, rank
-                left, moved = left - len(together), True
+    for rank, op, before, sent in table.turns:
+        begin = max([ended[before] if before >= 0 else 0.0, *(ended[one] + costs.transfer for one in sent)])
+        ended.append(begin + costs.of(op))
+        spans[rank].append(Span(op, begin, ended[-1]))
     return Played(tuple(map(tuple, spans)), tuple(peak(table, rank, sizes) for rank in range(len(table.ranks))))
+
+
+def seconds_of_many(
+    table: Table, costs: Mapping[Kind, NDArray[np.float64]], transfer: float = 0.0
+) -> NDArray[np.float64]:
+    """`simulate(...).seconds` of many costs at once, to the bit: float64 [N] for `costs` of F, I and W, float64 [stages, N] each.
+
+    Of a synchronous schedule, which has no S.
+    """
+    each = {**costs, "B": costs["I"] + costs["W"]}
+    ended: list[NDArray[np.float64]] = []
+    for _, op, before, sent in table.turns:
+        begin = ended[before] if before >= 0 else np.zeros(costs["F"].shape[1])
+        for one in sent:
+            begin = np.maximum(begin, ended[one] + transfer)
+        ended.append(begin + each[op.kind][op.stage])
+    last = {rank: number for number, (rank, *_) in enumerate(table.turns)}
+    return np.max([ended[number] for number in last.values()], axis=0)
 
 
 def peak(table: Table, rank: int, sizes: Sequence[float]) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
+
+from hone.base.errors import SpecError
 
 Kind = Literal["F", "B", "I", "W", "S"]
 
@@ -36,6 +39,19 @@ class Result(NamedTuple):
     microbatch: int
 
 
+class Turn(NamedTuple):
+    """A pass in an order in which every pass comes after all that it waits for: turns are numbered in it.
+
+    `before` is its rank's turn before it, -1 of the first one; `sent` are the turns of other ranks that make its inputs. What its
+    own rank makes for it is there when the turn before has ended.
+    """
+
+    rank: int
+    op: Op
+    before: int
+    sent: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Table:
     """A schedule: `ranks[r]` are the passes of rank r in their order; `place(stage, microbatch)` is the rank of a pass.
@@ -56,6 +72,38 @@ class Table:
     def held(self, rank: int) -> list[int]:
         """The stages whose weights this rank has."""
         return sorted({op.stage for op in self.ranks[rank]})
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """All passes, each after what it waits for. Raises SpecError when ranks wait for each other."""
+        made: dict[Result, tuple[int, int]] = {}
+        found: list[Turn] = []
+        done, before = [0] * len(self.ranks), [-1] * len(self.ranks)
+        moved = True
+        while moved:
+            moved = False
+            for rank, ops in enumerate(self.ranks):
+                while done[rank] < len(ops):
+                    op = ops[done[rank]]
+                    needed = [made.get(one) for one in deps(self, op)]
+                    if None in needed:
+                        break
+                    sent = tuple(turn for turn, source in filter(None, needed) if source != rank)
+                    found.append(Turn(rank, op, before[rank], sent))
+                    before[rank] = len(found) - 1
+                    made |= dict.fromkeys(results(op), (before[rank], rank))
+                    done[rank], moved = done[rank] + 1, True
+        waiting = [
+            f"rank {rank} at {ops[at]}"
+            for rank, (ops, at) in enumerate(zip(self.ranks, done, strict=True))
+            if at < len(ops)
+        ]
+        if waiting:
+            raise SpecError(
+                f"schedule {self.name} stops: {'; '.join(waiting)}",
+                fix="order the passes so that each one's input is made before, see deps in hone/parallel/pipeline/table.py",
+            )
+        return tuple(found)
 
 
 def results(op: Op) -> list[Result]:
