@@ -3,6 +3,7 @@
     python -m benchmarks.train_pipeline [--ranks 2] [--rounds 3]              # gloo, the tiny shape, float32
     python -m benchmarks.train_pipeline --injected                            # the simulator against passes of known seconds
     python -m hone calibrate --device=cuda --nproc_per_node=2 && python -m benchmarks.train_pipeline --device=cuda    # two GPUs
+    python -m benchmarks.train_pipeline --device=cuda --layers 12 --schedules zb_v gpipe --also-by-operations    # what the cut gains
 
 One torchrun; the trainings take turns, `--steps` steps each a round, and the round with the least seconds counts. Two more
 steps measure the bubble: the share of all ranks' time, until the last one's passes have ended, that is no pass of theirs (waits
@@ -20,6 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.ranks import forget, on_ranks
+from benchmarks.sleeping import FORWARD, INPUTS, STEP, WEIGHTS, Sleeping, slow
 from benchmarks.train import SHAPES, random_batch, random_decoder
 from hone.base.ranks import Mesh
 from hone.feed.load import Batch
@@ -44,19 +47,21 @@ from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, simulate
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.estimates.cut import cut
 from hone.train.estimates.figures import growth_bytes, played, step_seconds
 from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
+from hone.train.pipeline.cost import layer_seconds
 from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """torch's schedules with one stage a rank."""
 
-FORWARD, INPUTS, WEIGHTS, STEP = 0.050, 0.060, 0.040, 0.030
-"""Seconds of a sleeping pass."""
+BY_OPERATIONS = ", layers by operations"
+"""Of a training whose stages are cut by operations, and not by the simulated seconds of a step."""
 
 ON_GPUS = ("1f1b", "zb_v", "zb_h1", "interleaved", "dualpipe_v", "gpipe")
 """Those that need most memory last."""
@@ -100,6 +105,15 @@ def _work(arguments: argparse.Namespace) -> None:
     batch = random_batch(np.random.default_rng(0), vocab, arguments.batch, arguments.seq_len)
     best: dict[str, Found] = {}
     names = arguments.schedules or [*PIPELINE_SCHEDULES, *PEERS.values()]
+    if arguments.also_by_operations:
+        cuts = {
+            one: mesh.from_leader(lambda one=one: _cuts(one, config, arguments))
+            for one in names
+            if one not in PEERS.values()
+        }
+        names = [
+            one for name in names for one in (name, *([name + BY_OPERATIONS] if len({*cuts.get(name, ())}) > 1 else []))
+        ]
     begun = time.perf_counter()
     for number in range(1, arguments.rounds + 1):
         for name in list(names):
@@ -184,23 +198,50 @@ def _meet(mesh: Mesh, device: str) -> None:
 
 
 def _parallelism(name: str, num_ranks: int) -> Parallelism:
-    schedule = PIPELINE_SCHEDULES.read(name)
+    schedule = PIPELINE_SCHEDULES.read(name.removesuffix(BY_OPERATIONS))
     return Parallelism(
         pipeline_parallel_degree=num_ranks, pipeline_parallel_schedule=schedule, pipeline_parallel_timeout_s=90
     )
+
+
+def _planned(name: str, config: Any, arguments: argparse.Namespace) -> Work:
+    """The step of a schedule as `hone train` plans it, with the layers that each stage has."""
+    dtype, device, tokens = TORCH_NAMES[arguments.precision], arguments.device, arguments.batch * arguments.seq_len
+    machine = describe(device).model_copy(update={"num_ranks": arguments.ranks})
+    sizes = {"tokens": tokens // arguments.micro_batches, "seq_len": arguments.seq_len, "dtype": dtype}
+    timed = partial(layer_seconds, machine=machine, **sizes)
+    shared = _parallelism(name, arguments.ranks).shared(
+        config, lambda part: AdamW().cost(part, dtype, device), arguments.micro_batches, arguments.seq_len,
+        *(() if name.endswith(BY_OPERATIONS) else (timed,)),
+    )  # fmt: skip
+    work = Work(
+        config.facts(), 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(config.num_layers), shared.update,
+        gradient_accumulation_steps=arguments.micro_batches, packed=False, pipeline=shared.pipeline,
+    )  # fmt: skip
+    return work if name.endswith(BY_OPERATIONS) else cut(work, machine)
+
+
+def _layers(work: Work) -> list[range]:
+    assert work.pipeline is not None
+    return list(work.pipeline.layers)
+
+
+def _cuts(name: str, config: Any, arguments: argparse.Namespace) -> list[tuple[range, ...]]:
+    """The layers of each stage as planned and by operations."""
+    return [tuple(_layers(_planned(one, config, arguments))) for one in (name, name + BY_OPERATIONS)]
 
 
 def _made(
     name: str, config: Any, mesh: Mesh, device: str, arguments: argparse.Namespace, batch: Batch
 ) -> tuple[Trainer | None, Callable[[], float]]:
     """A training from random weights, None of a peer, and what does one step of it and says its loss (torch's: on the last rank)."""
-    model = random_decoder(config, device)
-    if name not in PIPELINE_SCHEDULES:
-        return None, _peer(name, model, mesh, arguments, batch)
+    if name in PEERS.values():
+        return None, _peer(name, random_decoder(config, device), mesh, arguments, batch)
+    layers = mesh.from_leader(lambda: _layers(_planned(name, config, arguments)))
     shared = _parallelism(name, mesh.world_size)
     ranks = shared.ranks(mesh, device)
     trainer = shared.trainer()(
-        shared.decoder(model, ranks, arguments.seq_len), steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(),
+        shared.decoder(random_decoder(config, device), ranks, arguments.seq_len, layers), steps=1000, schedule=Cosine(warmup=2), optimizer=AdamW(),
         gradient_accumulation_steps=arguments.micro_batches, ranks=ranks, precision=arguments.precision,
         max_grad_norm=1.0 if shared.pipeline_parallel_schedule.exact else 0.0, compile=arguments.compile,
     )  # fmt: skip
@@ -266,16 +307,10 @@ def _rows(best: dict[str, Found], losses: list[dict[str, float]], config: Any, a
     machine = describe(device).model_copy(update={"num_ranks": arguments.ranks})
     bound = machine.calibration is None or dtype not in machine.calibration.dtypes
     base = "naive" if "naive" in best else next(iter(best), "")
-    tokens, facts = arguments.batch * arguments.seq_len, config.facts()
+    tokens = arguments.batch * arguments.seq_len
     rows = []
-    for name in (one for one in best if one in PIPELINE_SCHEDULES):
-        shared = _parallelism(name, arguments.ranks).shared(
-            config, lambda part: AdamW().cost(part, dtype, device), arguments.micro_batches, arguments.seq_len
-        )
-        work = Work(
-            facts, 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(facts.num_layers), shared.update,
-            gradient_accumulation_steps=arguments.micro_batches, packed=False, pipeline=shared.pipeline,
-        )  # fmt: skip
+    for name in (one for one in best if one not in PEERS.values()):
+        work = _planned(name, config, arguments)
         predicted = step_seconds(work, machine).value
         what = f"{arguments.shape}, {arguments.layers} layers on {arguments.ranks} {arguments.device} pipeline ranks, {arguments.precision}{', compiled' * arguments.compile}, {arguments.micro_batches} micro-batches of {arguments.batch // arguments.micro_batches} x {arguments.seq_len}"
         assert work.pipeline is not None
@@ -287,7 +322,7 @@ def _rows(best: dict[str, Found], losses: list[dict[str, float]], config: Any, a
             "unit": "tokens/s",
             "n": found.rounds,
         }
-        row |= {"technique": f"pipeline schedule/{name}", "predicted": tokens / predicted}
+        row |= {"technique": f"pipeline schedule/{name.removesuffix(BY_OPERATIONS)}", "predicted": tokens / predicted}
         row |= {
             "note": f"{found.seconds:.4g} s a step, predicted {predicted:.4g} s ({predicted / found.seconds:.3f}); bubble "
             f"{found.bubble:.1%}, predicted {idle:.1%}; {found.seconds / best[base].seconds:.3f} of {base}'s seconds"
@@ -296,6 +331,7 @@ def _rows(best: dict[str, Found], losses: list[dict[str, float]], config: Any, a
             grown = growth_bytes(work, device).value
             row |= {"peak_bytes": found.peak_bytes, "predicted_peak_bytes": grown}
             row["note"] += f"; {found.peak_bytes / 2**30:.1f} GiB, predicted {grown / 2**30:.1f}"
+        row["note"] += f"; layers {' '.join(str(len(one)) for one in work.pipeline.layers)}"
         row["note"] += ", bounds without calibration" * bound
         peer = PEERS.get(name)
         if peer in best:
@@ -315,7 +351,7 @@ def _injected(arguments: argparse.Namespace) -> None:
         channels = Channels(mesh, [range(size)], "cpu")
         for name in arguments.schedules or PIPELINE_SCHEDULES:
             table = SCHEDULES[name](size, 2 * size)
-            stages = {stage: _Sleeping() for stage in table.held(mesh.rank)}
+            stages = {stage: Sleeping() for stage in table.held(mesh.rank)}
             last = table.stages - 1
 
             def passes(stage: int, number: int, x: Tensor | None, stages=stages, last=last) -> Any:
@@ -324,7 +360,7 @@ def _injected(arguments: argparse.Namespace) -> None:
 
             step = lambda _: time.sleep(STEP)  # noqa: E731
             executor = Executor(table, channels, stages, passes, linears=[], step=step)
-            executor.weights.compute = _slow(executor.weights.compute)  # type: ignore[method-assign]
+            executor.weights.compute = slow(executor.weights.compute)  # type: ignore[method-assign]
             for one in stages.values():
                 one.deferred = lambda executor=executor: executor.weights.deferring  # type: ignore[method-assign]
             seconds = []
@@ -345,45 +381,6 @@ def _injected(arguments: argparse.Namespace) -> None:
         arguments.out.write_text(json.dumps(rows))
 
 
-def _slow(compute: Callable[[Any], None]) -> Callable[[Any], None]:
-    def slow(key: Any) -> None:
-        time.sleep(WEIGHTS)
-        compute(key)
-
-    return slow
-
-
-class _Sleep(torch.autograd.Function):
-    """y = x w; both directions sleep."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any) -> Tensor:
-        time.sleep(FORWARD)
-        ctx.module = module
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        time.sleep(INPUTS if ctx.module.deferred() else INPUTS + WEIGHTS)
-        return grad, torch.zeros(1), None
-
-
-class _Sleeping(nn.Module):
-    """A stage whose passes sleep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def deferred(self) -> bool:
-        """Whether the weights' part of the backward pass under way sleeps later."""
-        return False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x of the same shape."""
-        return _Sleep.apply(x, self.weight, self)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -399,6 +396,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.0, help="no training begins later than that; 0: all do")
+    parser.add_argument(
+        "--also-by-operations",
+        action="store_true",
+        help="each schedule also with its layers divided by operations, where that differs",
+    )
     parser.add_argument("--injected", action="store_true")
     parser.add_argument("--no-ledger", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -160,10 +160,16 @@ class Parallelism(Spec):
             return Shared(tensor, None, update)
         table = self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
         # Where stages update at different times the division changes the result, which no measurement may.
-        seconds = timed(part or facts) if self.pipeline_parallel_schedule.exact else None
+        exact = self.pipeline_parallel_schedule.exact
+        seconds = timed(part or facts) if exact else None
         layers = self.stages(config, seq_len, seconds)
         pipeline = Pipelined.of(table, layers, part or facts, cost)
-        pipeline = replace(pipeline, timed=seconds is not None, copies=self.pipeline_parallel_schedule.copies)
+        pipeline = replace(
+            pipeline,
+            begins=self._begins(config) if exact else (),
+            cut_by="operations" if seconds is None else "their seconds as calibrated",
+            copies=self.pipeline_parallel_schedule.copies,
+        )
         return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
 
     def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:
@@ -223,6 +229,14 @@ class Parallelism(Spec):
             return [range(config.num_layers)]
         held = self.pipeline_parallel_schedule.held(self.pipeline_parallel_degree)
         return divide(config, 1 + max(max(one) for one in held), seq_len, timed)
+
+    @staticmethod
+    def _begins(config: ModelConfig) -> tuple[int, ...]:
+        """The layers at which a pipeline stage may begin, without the first."""
+        from hone.model.parallel.local import joined_layers
+
+        joined = joined_layers(config)
+        return tuple(index for index in range(1, config.num_layers) if index not in joined)
 
     def teacher(self, teacher: Decoder | None, ranks: Ranks) -> Decoder | None:
         """A teacher as this rank computes it: tensor-parallel ranks have parts of it, other axes divide it not at all."""

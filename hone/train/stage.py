@@ -33,6 +33,7 @@ from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
 from hone.train.continuation.start import Start, start_of, trained_as
+from hone.train.estimates.cut import cut
 from hone.train.estimates.figures import estimate
 from hone.train.estimates.spec import work_of
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
@@ -202,7 +203,8 @@ class Train(Prolonged):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing
         work = work_of(self, config, data, epoch, given, start.left(steps), machine, divided)
-        work, places = chosen(fitted(work, kept, machine), machine, self.precision)
+        work = cut(fitted(work, kept, machine), machine, zeros="mask" in given)
+        work, places = chosen(work, machine, self.precision)
         schedule = start.schedule(self.schedule, steps)
         schedule.share(0, steps)  # raises now when the warm-up is too long
         if self.checkpoint.keep.optimizer:

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
 from hone.model.mixers.shared_kv import SharedKV
-from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES
+from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, stage
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.checksums import of_tensor
 from hone.train.loop import Trainer, validate
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.parallelism import Parallelism
+from hone.train.pipeline.stages import Stages
 from hone.train.ranks import Ranks
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
@@ -236,3 +238,23 @@ def failing(folder: str, setting: dict[str, Any] | None = None, where: str = "ba
 
 def _broken(*_: Any) -> None:
     raise ZeroDivisionError("a bug")
+
+
+def cut_at(spec: dict[str, Any], data: str, out: str, place: int) -> list[int]:
+    """How many layers each stage has in the training of `spec`, whose plan on the first rank alone cuts them at layer `place`."""
+    found: list[int] = []
+    take = Stages.__init__
+
+    def taking(self: Stages, model: Any, layers: Any, *others: Any) -> None:
+        found.extend(map(len, layers))
+        take(self, model, layers, *others)
+
+    def planned(work: Any, *_: Any, **__: Any) -> Any:
+        count = work.model.num_layers
+        return replace(work, pipeline=work.pipeline.cut([range(place), range(place, count)], "a test"))
+
+    Stages.__init__ = taking  # type: ignore[method-assign]
+    if Mesh.from_environment().leads:
+        stage.cut = planned  # type: ignore[assignment]
+    made(spec, data, out)
+    return found

@@ -15,7 +15,7 @@ from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers, beside_seconds
 from hone.cost.roofline import seconds, waits_s
 from hone.cost.steps import forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
-from hone.cost.update import update_seconds
+from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
 from hone.train.activation_checkpointing import live_layers
@@ -119,16 +119,9 @@ def counts(work: Work) -> dict[str, Estimate]:
 
 def step_seconds(work: Work, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
-    times, share = collectives(machine), 1 / work.divided.of("optimizer")
-    inside = inside_s(work, machine, times)
-    how: dict[str, Any] = {"share": share, "widened": work.passes_widened, "senders": work.senders}
     if work.pipeline is not None:
-        pipeline = replace(work.pipeline, updates=tuple(replace(one, **how) for one in work.pipeline.updates))
-        step, inside = pipeline.step(played(work, pipeline, machine), machine, work.dtype), 0.0
-        if work.holds_codes:
-            cast = max(held_cast_seconds(one, machine, work.dtype, work.fp8_recipe) for one in pipeline.parts)
-            formula = f"{step.formula} + codes of weights {cast:.3g} s"
-            step = step.model_copy(update={"value": step.value + cast, "formula": formula})
+        pipeline = replace(work.pipeline, updates=tuple(updated(work, one) for one in work.pipeline.updates))
+        step = pipeline.step(played(work, pipeline, machine), machine, work.dtype)
     else:
         step = train_step_seconds(
             work.part,
@@ -137,14 +130,32 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
             micro_batches=work.gradient_accumulation_steps,
             recomputed=work.recomputed,
             replayed=replayed_layers(work.segments),
-            update=replace(work.update, **how),
+            update=updated(work, work.update),
             **work.pass_options(machine.device),
         )
+    return with_more(step, work, machine)
+
+
+def updated(work: Work, update: UpdateCost) -> UpdateCost:
+    """`update` as a rank makes it: of its share, with gradients as they come."""
+    share = 1 / work.divided.of("optimizer")
+    return replace(update, share=share, widened=work.passes_widened, senders=work.senders)
+
+
+def with_more(step: Estimate, work: Work, machine: Machine) -> Estimate:
+    """`step`, passes and update, with all else that a step takes: codes, copies, transfers, a teacher."""
+    times, inside = collectives(machine), 0.0
+    if work.pipeline is None:
+        inside = inside_s(work, machine, times)
+    elif work.holds_codes:
+        cast = max(held_cast_seconds(one, machine, work.dtype, work.fp8_recipe) for one in work.pipeline.parts)
+        formula = f"{step.formula} + codes of weights {cast:.3g} s"
+        step = step.model_copy(update={"value": step.value + cast, "formula": formula})
     copied = _copies_s(work, step.value, machine)
     if copied:
         formula = f"{step.formula} + waits for copies of activations {copied:.3g} s (link rates may be assumed)"
         step = step.model_copy(update={"value": step.value + copied, "formula": formula})
-    here = update_seconds(replace(work.update, **how), work.part, machine, work.dtype).value
+    here = update_seconds(updated(work, work.update), work.part, machine, work.dtype).value
     step = stepped(step, here, work.offload, work.load, machine)
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
@@ -209,13 +220,17 @@ def _transfers(work: Work, machine: Machine) -> tuple[int, int, int, int, str, s
 
 def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
     """The passes of a step's micro-batches in simulated time."""
-    return pipeline.played(
-        machine,
-        tokens=work.micro_batch_tokens,
-        recomputed=work.recomputed,
-        options=work.pass_options(machine.device),
-        inside=inside_s(work, machine, collectives(machine)),
-    )
+    return pipeline.played(machine, **play_options(work, machine))
+
+
+def play_options(work: Work, machine: Machine) -> dict[str, Any]:
+    """What passes of stages take their seconds from, as `Pipelined.played` takes it."""
+    return {
+        "tokens": work.micro_batch_tokens,
+        "recomputed": work.recomputed,
+        "options": work.pass_options(machine.device),
+        "inside": inside_s(work, machine, collectives(machine)),
+    }
 
 
 def exchange_s(work: Work, device: str, times: Transfers) -> float:

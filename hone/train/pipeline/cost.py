@@ -32,9 +32,14 @@ class Pipelined:
     layers: tuple[range, ...]
     parts: tuple[ModelFacts, ...]
     updates: tuple[UpdateCost, ...]
-    stages: tuple[ModelFacts, ...]
-    timed: bool = False
-    """Whether the layers are divided by their seconds on a calibrated machine, else by operations."""
+    facts: ModelFacts
+    """Those of all layers."""
+    update: Callable[[ModelFacts], UpdateCost] = field(compare=False, repr=False)
+    """What an optimizer's step of a part costs."""
+    begins: tuple[int, ...] = ()
+    """The layers at which a stage may begin that is cut anew; (): the layers stay divided as they are."""
+    cut_by: str = "operations"
+    """What divides the layers, in words."""
     copies: bool = False
     """Whether an update is made before it is known to be right."""
     _simulated: dict[Costs, Played] = field(default_factory=dict, compare=False, repr=False)
@@ -46,9 +51,13 @@ class Pipelined:
     ) -> Pipelined:
         """The division of a model of `facts`; `update` says what an optimizer's step of a part costs."""
         held = [table.held(rank) for rank in range(len(table.ranks))]
-        parts = tuple(_part(facts, [layers[stage] for stage in own]) for own in held)
-        stages = tuple(_part(facts, [one]) for one in layers)
-        return cls(table, tuple(layers), parts, tuple(update(one) for one in parts), stages)
+        parts = tuple(facts_of_layers(facts, [layers[stage] for stage in own]) for own in held)
+        return cls(table, tuple(layers), parts, tuple(update(one) for one in parts), facts, update)
+
+    def cut(self, layers: Sequence[range], cut_by: str) -> Pipelined:
+        """The same pipeline with other `layers` for each stage."""
+        found = Pipelined.of(self.table, layers, self.facts, self.update)
+        return replace(found, begins=self.begins, cut_by=cut_by, copies=self.copies)
 
     @property
     def largest(self) -> int:
@@ -68,19 +77,32 @@ class Pipelined:
 
         `options` are those of `pass_seconds`.
         """
-        each, dtype = [], options["dtype"]
-        for layers, stage in zip(self.layers, self.stages, strict=True):
-            again = [index - layers.start for index in recomputed if index in layers]
-            share = inside * len(layers) / max(sum(map(len, self.layers)), 1)
-            each.append(passes_of(stage, machine, {**options, "batch_tokens": tokens, "recomputed": again}, share))
+        dtype, sizes = options["dtype"], {"tokens": tokens, "recomputed": recomputed, "options": options}
+        each = [self.passes_s(layers, machine, **sizes, inside=inside) for layers in self.layers]
         forward, inputs, weights = map(tuple, zip(*each, strict=True))
-        step, sent = self._update_s(machine, dtype) if self.table.steps else 0.0, self._sent_s(machine, tokens, dtype)
+        step, sent = self._update_s(machine, dtype) if self.table.steps else 0.0, self.sent_s(machine, tokens, dtype)
         costs = Costs(forward, inputs, weights, sent, step)
         if costs not in self._simulated:
             found = simulate(self.table, costs)
             self._simulated.clear()
             self._simulated[costs] = found
         return self._simulated[costs]
+
+    def passes_s(
+        self,
+        layers: range,
+        machine: Machine,
+        *,
+        tokens: int,
+        recomputed: Sequence[int],
+        options: Mapping[str, Any],
+        inside: float = 0.0,
+    ) -> tuple[float, float, float]:
+        """Seconds of F, I and W of a stage of `layers`, as `played` takes them."""
+        again = [index - layers.start for index in recomputed if index in layers]
+        share = inside * len(layers) / max(self.facts.num_layers, 1)
+        stage = facts_of_layers(self.facts, [layers])
+        return passes_of(stage, machine, {**options, "batch_tokens": tokens, "recomputed": again}, share)
 
     def versions(self, rank: int) -> int:
         """The most versions of its weights that `rank` holds at once: 1 in a synchronous schedule."""
@@ -108,9 +130,9 @@ class Pipelined:
                 to = receiver(self.table, op)
                 if to is not None and (other := self.table.place(to.stage, to.microbatch)) != rank:
                     received[other] += 1
-        return max(received) * self._sent_s(machine, tokens, dtype)
+        return max(received) * self.sent_s(machine, tokens, dtype)
 
-    def _sent_s(self, machine: Machine, tokens: int, dtype: str) -> float:
+    def sent_s(self, machine: Machine, tokens: int, dtype: str) -> float:
         """Seconds of one activation between two stages."""
         kind = "cuda" if machine.device.startswith("cuda") else "cpu"
         message = BYTES[dtype] * tokens * self.parts[0].hidden_size
@@ -188,7 +210,7 @@ def layer_seconds(facts: ModelFacts, machine: Machine, *, tokens: int, seq_len: 
     return Timed(layers, seconds(machine, num_bytes=moved).value, of([], facts.vocab_size) - around)
 
 
-def _part(facts: ModelFacts, ranges: Sequence[range]) -> ModelFacts:
+def facts_of_layers(facts: ModelFacts, ranges: Sequence[range]) -> ModelFacts:
     """The facts of the layers in `ranges`, with embedding and head where these are the first and the last layers."""
     picked = tuple(facts.layers[index] for one in ranges for index in one)
     first, last = any(one.start == 0 for one in ranges), any(one.stop == facts.num_layers for one in ranges)

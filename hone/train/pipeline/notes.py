@@ -57,7 +57,7 @@ def notes(work: Work, machine: Machine) -> tuple[str, ...]:
     passes = played(work, work.pipeline, machine)
     found.append(
         f"pipeline {work.pipeline.table.name}: {passes.seconds:.3g} s, bubble {passes.bubble:.1%}; layers divided by "
-        + ("their seconds as calibrated" if work.pipeline.timed else "operations")
+        + work.pipeline.cut_by
     )
     found.append("of the ranks of each pipeline stage, in order:")
     found.append(f"{'rank':>4}  {'layers':<14}  {'weights':>9}  {'versions':>8}  {'memory':>9}  waits")
