@@ -1,4 +1,4 @@
-"""Products of few tokens per expert, and tokens sorted by expert, against torch."""
+"""Products of few and of many tokens per expert, and tokens sorted by expert, against torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import grouped_linear, permute, unpermute
+from hone.ops.moe.gluon_grouped import by_rows, by_weights
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -20,7 +21,46 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
     found = []
     for experts, out, width in ((128, 1536, 2048), (128, 2048, 768), (64, 2816, 2048)):
         found += [expert_row(limit, experts, out, width, each) for each in (1, 4, 16)]
+    for experts, out, width in ((64, 2816, 2048), (64, 2048, 1408), (128, 1536, 2048), (128, 2048, 768)):
+        found += training_rows(experts, out, width, 512)
+    found += training_rows(64, 2816, 2048, 512, even=False)
     return found + permute_rows(limit, 8192, 8, 128, 2048)
+
+
+def training_rows(experts: int, out: int, width: int, each: int, *, even: bool = True) -> list[dict[str, Any]]:
+    """The three products of training, with the dense product of as many numbers as the limit."""
+    tokens = experts * each
+    sizes = torch.full((experts,), each)
+    if not even:
+        shares = torch.distributions.Dirichlet(torch.ones(experts)).sample()
+        sizes = (shares * tokens).long()
+        sizes[-1] += tokens - sizes.sum()
+    ends = sizes.cumsum(0).int().cuda()
+    x, flow = torch.randn(tokens, width, **BF16), torch.randn(tokens, out, **BF16)
+    weight = torch.randn(experts, out, width, **BF16)
+    one = weight[0].clone()
+    products: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
+        "forward": (
+            lambda: by_rows(x, weight, ends, turned=False),
+            lambda: F.grouped_mm(x, weight.mT, offs=ends),
+            lambda: x @ one.T,
+        ),
+        "by x": (lambda: by_rows(flow, weight, ends, turned=True), lambda: F.grouped_mm(flow, weight, offs=ends), lambda: flow @ one),
+        "by weight": (lambda: by_weights(flow, x, ends), lambda: F.grouped_mm(flow.mT, x, offs=ends), lambda: flow.T @ x),
+    }  # fmt: skip
+    load = f"{each} tokens each" if even else f"{each} tokens on average, loads of a Dirichlet distribution"
+    flops = 2 * tokens * out * width
+    found = []
+    for name, runs in products.items():
+        ours, theirs, dense = interleaved(runs, captured=False)
+        found.append(
+            row(
+                f"grouped_linear in training, {name}, {experts} experts of {out} x {width}, {load}; limit: one dense product",
+                ours, amount=flops, unit="TFLOP/s", ceiling=flops / dense, peer="torch grouped_mm",
+                peer_seconds=theirs, target=1, of_target=0.85,
+            )
+        )  # fmt: skip
+    return found
 
 
 def expert_row(limit: Ceilings, experts: int, out: int, width: int, each: int) -> dict[str, Any]:

@@ -264,8 +264,10 @@ def _grouped_linear(
     if not grad and num_rows <= 32 * num_experts:
         return Choice("triton", "few tokens per expert: bound by reading the weights once")
     if any(size % 8 for size in sizes):
-        return Choice("reference", f"torch's grouped product needs sizes that are multiples of 8, not {sizes}")
-    return Choice("torch", "many tokens per expert, or a gradient: torch's grouped product")
+        return Choice("reference", f"grouped products need sizes that are multiples of 8, not {sizes}")
+    if where.runs_gluon:
+        return Choice("gluon", "many tokens per expert, or a gradient: Hopper's asynchronous products, without padding")
+    return Choice("torch", "many tokens per expert, or a gradient, on another GPU than Hopper: torch's grouped product")
 
 
 def _linear(
@@ -434,7 +436,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),
     "linear_cross_entropy": ("reference", "triton"),
-    "grouped_linear": ("reference", "torch", "triton"),
+    "grouped_linear": ("reference", "torch", "triton", "gluon"),
     "permute": ("reference", "triton"),
     **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS, *_PASSES), ("reference", "triton")),
 }

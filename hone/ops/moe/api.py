@@ -46,6 +46,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
                 fix="leave backend out, give 'torch', or call it under torch.no_grad()",
             )
         return _few_tokens_op(x, weight, ends)
+    if chosen == "gluon":
+        return _many_tokens_op(_aligned(x), _aligned(weight), ends)
     if chosen == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return reference.grouped_linear(x, weight, ends)
@@ -215,6 +217,61 @@ _combine_op.register_autograd(_combine_grad, setup_context=lambda ctx, inputs, o
 _take_rows_op.register_autograd(
     lambda ctx, upstream: (_combine_op(upstream, ctx.saved_tensors[0], None), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
+)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x as the tensor memory accelerator reads it: contiguous, at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if torch.compiler.is_compiling() or x.data_ptr() % 16 == 0 else x.clone()
+
+
+@torch.library.custom_op("hone::grouped_linear", mutates_args=())
+def _many_tokens_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    from hone.ops.moe.gluon_grouped import by_rows
+
+    return by_rows(x, weight, ends, turned=False)
+
+
+@_many_tokens_op.register_fake
+def _many_tokens_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("hone::grouped_linear_by_x", mutates_args=())
+def _grad_x_op(upstream: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    from hone.ops.moe.gluon_grouped import by_rows
+
+    return by_rows(upstream, weight, ends, turned=True)
+
+
+@_grad_x_op.register_fake
+def _grad_x_fake(upstream: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty(len(upstream), weight.shape[2], dtype=upstream.dtype, device=upstream.device)
+
+
+@torch.library.custom_op("hone::grouped_linear_by_weight", mutates_args=())
+def _grad_weight_op(upstream: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    from hone.ops.moe.gluon_grouped import by_weights
+
+    return by_weights(upstream, x, ends)
+
+
+@_grad_weight_op.register_fake
+def _grad_weight_fake(upstream: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty(len(ends), upstream.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+
+
+def _many_tokens_grad(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    x, weight, ends = ctx.saved_tensors
+    upstream = _aligned(upstream)
+    by_x = _grad_x_op(upstream, weight, ends) if ctx.needs_input_grad[0] else None
+    by_weight = _grad_weight_op(upstream, x, ends) if ctx.needs_input_grad[1] else None
+    return by_x, by_weight, None
+
+
+_many_tokens_op.register_autograd(
+    _many_tokens_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
 

@@ -79,7 +79,8 @@ def test_where_it_runs() -> None:
         ).backend
 
     assert backend() == "triton"
-    assert backend(grad=True) == backend(rows=10**5) == "torch"
+    assert backend(grad=True) == backend(rows=10**5) == "gluon"
+    assert backend(Where("cuda", (8, 0), 108, (3, 6)), grad=True) == "torch"
     assert backend(rows=10**5, width=2047) == backend(dtype=torch.float32) == backend(Where()) == "reference"
     assert choose("permute", H200, dtype=torch.bfloat16).backend == "triton"
     assert choose("permute", H200, dtype=F64).backend == choose("permute", Where(), dtype=F64).backend == "reference"

@@ -51,10 +51,38 @@ def test_few_tokens(experts: int, out: int, width: int, most: int, dtype: torch.
     assert error(ours, exact) < {torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
 
 
-def test_grouped_training_is_the_loop() -> None:
-    ends = torch.tensor([100, 100, 228, 512], device="cuda", dtype=torch.int32)
-    x, weight = torch.randn(512, 64, device="cuda"), torch.randn(4, 128, 64, device="cuda")
+@pytest.mark.parametrize(
+    ("sizes", "out", "width"),
+    [
+        ((100, 0, 128, 284), 128, 64),
+        ((1, 63, 64, 65, 0), 264, 200),  # tiles of few rows, the last features of a tile
+        ((0, 0, 700), 1408, 2048),
+        ((40,) * 200, 136, 72),
+        ((0, 0), 128, 64),
+    ],
+)
+@pytest.mark.parametrize("backend", ["gluon", "torch"])
+def test_training_is_the_loop(sizes: tuple[int, ...], out: int, width: int, backend: str) -> None:
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    x, weight = torch.randn(sum(sizes), width, device="cuda"), torch.randn(len(sizes), out, width, device="cuda")
+    if backend == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
     exact = graded(lambda a, b: grouped_linear(a, b, ends, backend="reference"), x.double(), weight.double())
-    found = graded(lambda a, b: grouped_linear(a, b, ends), x.bfloat16(), weight.bfloat16())
-    for one, truth in zip(found, exact):
+    poison()
+    found = graded(lambda a, b: grouped_linear(a, b, ends, backend=backend), x.bfloat16(), weight.bfloat16())
+    for one, truth in zip(found, exact, strict=True):
         assert error(one, truth) < 1e-2
+
+
+def test_an_experts_gradient_has_nothing_of_the_next_experts_rows() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    ends = torch.tensor([70, 200], device="cuda", dtype=torch.int32)
+    x = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    flow = torch.randn(200, 128, device="cuda", dtype=torch.bfloat16)
+    flow[70:] = float("inf")
+    leaf = weight.requires_grad_()
+    (found,) = torch.autograd.grad(grouped_linear(x, leaf, ends, backend="gluon"), leaf, flow)
+    assert torch.isfinite(found[0]).all()
+    assert not torch.isfinite(found[1]).all()
