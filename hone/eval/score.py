@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.base.errors import HoneError
 from hone.base.interval import ratio_half_width
 from hone.eval.compare import agreement, divergence
-from hone.eval.windows import LOGITS, Join, Piece, batches, cut
+from hone.eval.windows import LOGITS, Join, ScoredWindow, batches, cut
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
 
@@ -130,7 +130,7 @@ def score(
                 reference_loss[where[part]] = _loss(expected, targets[part]).cpu().numpy()
         scored[where] = True
         if watch is not None:
-            watch(sum(piece.stop - piece.start for piece in group))
+            watch(sum(window.stop - window.start for window in group))
     for name, values in (("loss", loss), ("divergence from the reference", kl)):
         if values is not None and not np.isfinite(values).all():
             raise _not_finite(name, values, int(scored.sum()), decoder.dtype)
@@ -146,16 +146,16 @@ def _not_finite(name: str, values: np.ndarray, num_scored: int, dtype: torch.dty
     )
 
 
-def _stack(tokens: np.ndarray, group: list[Piece]) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
+def _stack(tokens: np.ndarray, group: list[ScoredWindow]) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
     """Inputs int64 [B, S] padded at the end, and for the scored predictions: targets, mask over [B, S], token indices."""
-    longest = max(piece.stop - piece.start for piece in group)
+    longest = max(window.stop - window.start for window in group)
     inputs = np.zeros((len(group), longest), np.int64)
     kept = np.zeros((len(group), longest), bool)
-    for row, piece in enumerate(group):
+    for row, window in enumerate(group):
         # A causal model does not attend to later tokens, so padding at the end changes nothing before it.
-        inputs[row, : piece.stop - piece.start] = tokens[piece.start : piece.stop]
-        kept[row, piece.first - piece.start - 1 : piece.stop - piece.start] = True
-    where = np.concatenate([np.arange(piece.first, piece.stop + 1) for piece in group])
+        inputs[row, : window.stop - window.start] = tokens[window.start : window.stop]
+        kept[row, window.first - window.start - 1 : window.stop - window.start] = True
+    where = np.concatenate([np.arange(window.first, window.stop + 1) for window in group])
     targets = torch.from_numpy(np.asarray(tokens[where], np.int64))
     return torch.from_numpy(inputs), targets, torch.from_numpy(kept), where
 

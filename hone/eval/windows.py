@@ -15,7 +15,7 @@ Join = Literal["documents", "stream"]
 """documents: windows start anew in each document. stream: all documents concatenated, as in published perplexities."""
 
 
-class Piece(NamedTuple):
+class ScoredWindow(NamedTuple):
     """Input tokens `start` to `stop` (exclusive); the predictions of tokens `first` to `stop` (inclusive) are scored."""
 
     start: int
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     first: int
 
 
-def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join = "documents") -> list[Piece]:
+def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join = "documents") -> list[ScoredWindow]:
     """Windows over documents that begin at `starts` (int64 [num_documents + 1], the last is the end).
 
     Each window has at most `window` input tokens and begins `stride` (default: `window`) tokens after the one before.
@@ -34,26 +34,26 @@ def cut(starts: np.ndarray, window: int, stride: int | None = None, join: Join =
     stride = stride or window
     assert 0 < stride <= window, f"stride {stride} must lie in 1 to window {window}"
     borders = [int(starts[0]), int(starts[-1])] if join == "stream" else [int(start) for start in starts]
-    pieces = []
+    windows = []
     for begin, end in itertools.pairwise(borders):
         first = begin + 1
         for start in range(begin, end - 1, stride):
             stop = min(start + window, end - 1)
-            pieces.append(Piece(start, stop, first))
+            windows.append(ScoredWindow(start, stop, first))
             first = stop + 1
             if stop == end - 1:
                 break
-    return pieces
+    return windows
 
 
-def batches(pieces: list[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
-    """Batches of pieces of similar length, longest first, at most `batch_tokens` padded positions (but at least one piece)."""
-    group: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece.start)):
+def batches(windows: list[ScoredWindow], batch_tokens: int) -> Iterator[list[ScoredWindow]]:
+    """Batches of windows of similar length, longest first, at most `batch_tokens` padded positions (but at least one window)."""
+    group: list[ScoredWindow] = []
+    for one in sorted(windows, key=lambda one: (one.start - one.stop, one.start)):
         longest = group[0].stop - group[0].start if group else 0
         if group and longest * (len(group) + 1) > batch_tokens:
             yield group
             group = []
-        group.append(piece)
+        group.append(one)
     if group:
         yield group

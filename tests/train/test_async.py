@@ -201,7 +201,7 @@ def test_servers_have_equal_parts_and_whole_matrices_where_asked():
         seen = {name: np.zeros(math.prod(shape), int) for name, shape in shapes.items()}
         for server in range(3):
             used = np.zeros(keys.slice_size, int)
-            for name, start, stop, at in keys.pieces(server):
+            for name, start, stop, at in keys.ranges(server):
                 seen[name][start:stop] += 1
                 used[at : at + stop - start] += 1
                 assert name not in whole or stop - start == math.prod(shapes[name])

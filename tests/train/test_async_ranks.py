@@ -153,7 +153,7 @@ class Replayed:
         self.pending[server] = []
         targets = sum(weight for *_, weight in came)
         lr = sum(rate for _, _, rate, _ in came) / WORKERS
-        for name, start, stop, _ in self.keys.pieces(server):
+        for name, start, stop, _ in self.keys.ranges(server):
             at = slice(start, stop)
             mean = sum(self.gradient(worker, clock)[name][at] * weight / targets for worker, clock, _, weight in came)
             m, v = (one[name] for one in self.moments)
@@ -184,11 +184,11 @@ class Replayed:
     def _reads(self, server: int, worker: int) -> None:
         clock = sum(1 for one in self.parts[worker] if server in one) + 1
         part = self.parts[worker][clock]
-        part[server] = {name: self.values[name][start:stop].copy() for name, start, stop, _ in self.keys.pieces(server)}
+        part[server] = {name: self.values[name][start:stop].copy() for name, start, stop, _ in self.keys.ranges(server)}
         if len(part) == WORKERS:
             whole = {name: np.empty_like(one) for name, one in self.values.items()}
             for number, pieces in part.items():
-                for name, start, stop, _ in self.keys.pieces(number):
+                for name, start, stop, _ in self.keys.ranges(number):
                     whole[name][start:stop] = pieces[name]
             shapes = self.read[worker][0]
             self.read[worker].append(

@@ -274,7 +274,7 @@ def test_a_flat_layout_holds_every_element_once(whole):
             count = int(torch.tensor(shape).prod())
             seen = torch.zeros(count)
             for index in range(num_slices):
-                pieces = [one for one in flat.pieces(index) if one.name == name]
+                pieces = [one for one in flat.ranges(index) if one.name == name]
                 assert not whole or all((one.start, one.stop) == (0, count) for one in pieces)
                 for one in pieces:
                     assert one.start % ALIGN == 0

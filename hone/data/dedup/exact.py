@@ -28,17 +28,17 @@ class Exact(Joined):
     def joining(self, corpus: Corpus, kept: np.ndarray, state: Path, earlier: Sequence[Shard] = ()) -> Joining:
         from hone.data.dedup.joining import Equal, Joining
 
-        pieces = [
-            Piece(shard, first, end - first, int(kept[first:end].sum()), np.packbits(kept[first:end]).tobytes())
+        parts = [
+            ComparedRows(shard, first, end - first, int(kept[first:end].sum()), np.packbits(kept[first:end]).tobytes())
             for _, shard, first, end in corpus.spans()
         ]
         for shard in earlier:
             everyone = np.packbits(np.ones(shard.rows, bool)).tobytes()
-            pieces.append(Piece(shard.path, shard.first, shard.rows, shard.rows, everyone))
-        return Joining(Hashes(tuple(pieces)), Equal(1), state, counted(corpus, earlier))
+            parts.append(ComparedRows(shard.path, shard.first, shard.rows, shard.rows, everyone))
+        return Joining(Hashes(tuple(parts)), Equal(1), state, counted(corpus, earlier))
 
 
-class Piece(NamedTuple):
+class ComparedRows(NamedTuple):
     """The `count` documents of a shard that are compared: those whose bit is set in `chosen`. `first` is the index of its first document."""
 
     shard: Path
@@ -51,30 +51,30 @@ class Piece(NamedTuple):
 class Hashes(NamedTuple):
     """The column of hashes of some shards, read by the tasks that compare them: no process holds it for all documents."""
 
-    pieces: tuple[Piece, ...]
+    parts: tuple[ComparedRows, ...]
 
     @property
     def sizes(self) -> list[int]:
-        return [piece.count for piece in self.pieces]
+        return [part.count for part in self.parts]
 
     def content(self) -> list[Any]:
         return [
-            [piece.shard.name, piece.shard.stat().st_size, piece.first, piece.rows, _digest(piece.chosen)]
-            for piece in self.pieces
+            [part.shard.name, part.shard.stat().st_size, part.first, part.rows, _digest(part.chosen)]
+            for part in self.parts
         ]
 
     def part(self, begin: int, end: int) -> Hashes:
-        return Hashes(self.pieces[begin:end])
+        return Hashes(self.parts[begin:end])
 
     def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
         owners, numbers = np.empty(sum(self.sizes), kind), np.empty((1, sum(self.sizes)), np.uint64)
         done = 0
-        for piece in self.pieces:
-            chosen = np.unpackbits(np.frombuffer(piece.chosen, np.uint8), count=piece.rows).view(bool)
-            hashes = parquet.read_table(piece.shard, columns=["text_hash"]).column(0).to_numpy()
-            owners[done : done + piece.count] = np.flatnonzero(chosen) + piece.first
-            numbers[0, done : done + piece.count] = hashes[chosen]
-            done += piece.count
+        for part in self.parts:
+            chosen = np.unpackbits(np.frombuffer(part.chosen, np.uint8), count=part.rows).view(bool)
+            hashes = parquet.read_table(part.shard, columns=["text_hash"]).column(0).to_numpy()
+            owners[done : done + part.count] = np.flatnonzero(chosen) + part.first
+            numbers[0, done : done + part.count] = hashes[chosen]
+            done += part.count
         return owners, numbers
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.readers.documents import Fault, Noted, Options, Piece, poisoned
+from hone.data.readers.documents import Fault, Noted, Options, RawText, poisoned
 from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.fast import Fast
@@ -28,7 +28,7 @@ _STEP = 1 << 20
 _LONGEST_HEADER = 1 << 16
 
 
-def read_archive(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
+def read_archive(file: File, options: Options) -> Iterator[RawText | Fault | Noted]:
     """The text of each page in a WARC or ARC file and of each record of a WET file; a Fault for what cannot be read.
 
     Requests, metadata, other content types and responses with a status other than 200 are noted as what they are.
@@ -60,7 +60,7 @@ def _starts(file: File) -> bytes:
 
 def _warc(
     stream: IO[bytes], extractor: Extractor, compression: str | None, quirks: bool
-) -> Iterator[Piece | Fault | Noted]:
+) -> Iterator[RawText | Fault | Noted]:
     """Records of a WARC stream. With `compression` '' or '.gz' of a seekable stream, reading continues at the next record after damage.
 
     `quirks`: accepts malformed headers like those of WARC 0.18, which also hides damage.
@@ -75,7 +75,7 @@ def _warc(
     found = False
     while True:
         last = start
-        held: list[Piece | Fault | Noted] = []  # of the previous record, which may be the last and incomplete
+        held: list[RawText | Fault | Noted] = []  # of the previous record, which may be the last and incomplete
         try:
             if start:
                 stream.seek(start)
@@ -167,7 +167,7 @@ def _next_record(stream: IO[bytes], start: int, compression: str) -> int | None:
     return None
 
 
-def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[Piece | Fault | Noted]:
+def _record(record: Any, extractor: Extractor, *, is_text: bool) -> Iterator[RawText | Fault | Noted]:
     """The text of one WARC record, if it holds any."""
     if not is_text and record.is_http:
         status = record.http_headers.status_code if record.http_headers else None
@@ -209,13 +209,13 @@ def _of_kind(kind: str) -> Noted:
     return Noted(kind if _TYPE.fullmatch(kind) else "unknown content type")
 
 
-def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extractor) -> Piece | Fault:
+def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extractor) -> RawText | Fault:
     """The text of a page or text file from `url`; a page on which the extractor fails is set aside."""
     if len(raw) > MAX_RECORD_BYTES:
         return Fault("record_too_large", url, len(raw))
     try:
         text = decode_plain(raw, served) if kind == "text/plain" else page_text(raw, extractor, served)
-        return Piece(text, url=url)
+        return RawText(text, url=url)
     except (UnicodeDecodeError, LookupError):
         return Fault("wrong_encoding", url, len(raw))
     except Unreadable as stop:
@@ -227,7 +227,7 @@ def _text(raw: bytes, kind: str, served: str | None, url: str, extractor: Extrac
         return Fault("bad_record" if known else f"failed_{type(error).__name__}", f"{url}\n{error}", len(raw))
 
 
-def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[Piece | Fault | Noted]:
+def read_arc(stream: IO[bytes], extractor: Extractor) -> Iterator[RawText | Fault | Noted]:
     """Pages of an ARC file, version 1 or 2: repeatedly a line 'URL address date type length', then so many bytes."""
     while line := stream.readline(_LONGEST_HEADER):
         if not line.strip():

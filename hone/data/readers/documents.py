@@ -103,7 +103,7 @@ class Options(NamedTuple):
     metadata_fields: tuple[str, ...] = ()
 
 
-class Piece(NamedTuple):
+class RawText(NamedTuple):
     """A text as read from a file."""
 
     text: str

@@ -23,7 +23,7 @@ from hone.data.readers.documents import (
     Fault,
     Noted,
     Options,
-    Piece,
+    RawText,
     family_of,
     group_of,
     identify,
@@ -200,7 +200,7 @@ def _reason(error: BaseException) -> str:
     return f"failed_{type(error).__name__}"
 
 
-def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
+def _read_code(file: File, options: Options) -> Iterator[RawText | Fault]:
     """A source file, with its language and licence as metadata. Generated files are set aside."""
     language = language_of(file.name)
     raw = read_whole(file)
@@ -210,16 +210,16 @@ def _read_code(file: File, options: Options) -> Iterator[Piece | Fault]:
         yield Fault(fault, source[:SAMPLE_CHARS], len(raw))
         return
     about = {"language": language, **({"licence": file.licence} if file.licence else {})}
-    yield Piece(source, "code", metadata=json.dumps(about, sort_keys=True))
+    yield RawText(source, "code", metadata=json.dumps(about, sort_keys=True))
 
 
-def _read_python(file: File, options: Options) -> Iterator[Piece]:
+def _read_python(file: File, options: Options) -> Iterator[RawText]:
     """A module of the Python library: its prose, then its source."""
     source = _python_text(read_whole(file))
     for text in prose_of(source, file.name):
-        yield Piece(text)
+        yield RawText(text)
     if not file.name.endswith("pydoc_data/topics.py"):
-        yield Piece(source, "code")
+        yield RawText(source, "code")
 
 
 def _python_text(raw: bytes) -> str:
@@ -231,8 +231,8 @@ def _python_text(raw: bytes) -> str:
     return raw.decode(encoding)
 
 
-def _read_html(file: File, options: Options) -> Iterator[Piece]:
-    yield Piece(page_text(read_whole(file), options.extractor or Fast()))
+def _read_html(file: File, options: Options) -> Iterator[RawText]:
+    yield RawText(page_text(read_whole(file), options.extractor or Fast()))
 
 
 def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
@@ -243,7 +243,7 @@ def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
     yield known or Noted("(no ending)")
 
 
-_READERS: dict[str, Callable[[File, Options], Iterator[Piece | Rows | File | Fault | Noted]]] = {
+_READERS: dict[str, Callable[[File, Options], Iterator[RawText | Rows | File | Fault | Noted]]] = {
     "text": read_text,
     "code": _read_code,
     "python": _read_python,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 
-from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, Piece
+from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options, RawText
 from hone.data.readers.encodings import BAD, Decoder, decoder_of
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Salvage, open_stream
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 _SHOWN_BEFORE = 100
 
 
-def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
+def read_text(file: File, options: Options) -> Iterator[RawText | Fault]:
     """Documents separated by END_OF_TEXT; one longer than `max_document_chars` is cut, at a blank line if possible.
 
     A Fault for each document with undecodable bytes. Of a truncated compressed stream, what could be
@@ -36,15 +36,15 @@ def read_text(file: File, options: Options) -> Iterator[Piece | Fault]:
             raise
 
 
-def pieces(text: str, most: int) -> Iterator[Piece]:
+def pieces(text: str, most: int) -> Iterator[RawText]:
     """`text` as documents of at most `most` characters, cut as by `read_text`; none for blank text."""
     begin = 0
     while len(text) - begin > most:
         end, following = _cut(text, begin, most)
-        yield Piece(text[begin:end])
+        yield RawText(text[begin:end])
         begin = following
     if text[begin:].strip():
-        yield Piece(text[begin:])
+        yield RawText(text[begin:])
 
 
 def _chunks(first: bytes, stream: Salvage) -> Iterator[bytes]:
@@ -94,7 +94,7 @@ class _Documents:
         self._num_chars = self._num_bytes = 0
         self._is_cut = False
 
-    def add(self, raw: bytes, ends: bool) -> Iterator[Piece | Fault]:
+    def add(self, raw: bytes, ends: bool) -> Iterator[RawText | Fault]:
         """Documents complete after `raw`; with `ends`, also the rest of the current one."""
         self._num_bytes += len(raw)
         text = self._lines.decode(self._decoder.decode(raw, ends), ends)
@@ -111,23 +111,23 @@ class _Documents:
         if ends:
             yield from self.rest()
 
-    def rest(self) -> Iterator[Piece | Fault]:
+    def rest(self) -> Iterator[RawText | Fault]:
         """The current document so far, unless blank; then starts the next one."""
         text = "".join(self._texts)
         if text.strip():
             yield self._piece(text)
         self._begin()
 
-    def broken_off(self) -> Iterator[Piece | Fault]:
+    def broken_off(self) -> Iterator[RawText | Fault]:
         """The current document so far, at the truncation; without a character that was cut in two."""
         text = self._lines.decode(self._decoder.decode(b"", True), True)
         self._texts.append(text.rstrip(BAD))
         yield from self.rest()
 
-    def _piece(self, text: str) -> Piece | Fault:
+    def _piece(self, text: str) -> RawText | Fault:
         at = text.find(BAD)
         if at < 0:
-            return Piece(text)
+            return RawText(text)
         size = len(text.encode(self._decoder.encoding, "replace")) if self._is_cut else self._num_bytes
         begin = max(at - _SHOWN_BEFORE, 0)
         shown = text[begin : begin + SAMPLE_CHARS].replace(BAD, "\ufffd")

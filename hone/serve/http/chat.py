@@ -10,7 +10,7 @@ from typing import Any
 from hone.serve.http.protocol import ChatBody
 from hone.serve.http.reasoning import ReasoningForm, ReasoningSplitter
 from hone.serve.http.replies import ChatReply, Choice, Labels
-from hone.serve.http.tools.parser import Call, Piece, ToolParser
+from hone.serve.http.tools.parser import Call, TextOrCall, ToolParser
 from hone.serve.request import Output
 
 
@@ -61,12 +61,12 @@ class ChoiceReader:
         self._blank = ""
         return deltas
 
-    def _pieces(self, answer: str) -> list[Piece]:
+    def _pieces(self, answer: str) -> list[TextOrCall]:
         if self._parser is None:
             return [answer] if answer else []
         return self._parser.push(answer) if answer else []
 
-    def _deltas(self, reasoning: str, pieces: list[Piece]) -> list[dict[str, Any]]:
+    def _deltas(self, reasoning: str, pieces: list[TextOrCall]) -> list[dict[str, Any]]:
         deltas = []
         if reasoning:
             self.parsed.reasoning += reasoning

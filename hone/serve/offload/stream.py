@@ -25,7 +25,7 @@ _RESIDENT = ("kv_rounding",)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _LayerTensor:
     """One parameter or buffer of a layer: where it stands in the module, and in the layer's bytes."""
 
     module: nn.Module
@@ -50,7 +50,7 @@ class _Piece:
 @dataclass(frozen=True)
 class _Streamed:
     layer: nn.Module
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_LayerTensor, ...]
 
 
 class LayerStream:
@@ -94,7 +94,7 @@ class LayerStream:
         for module, name, tensor in found:
             like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             size = _span(tensor) * tensor.element_size()
-            pieces.append(_Piece(module, name, like, end, size))
+            pieces.append(_LayerTensor(module, name, like, end, size))
             end += -(-size // _ALIGNED) * _ALIGNED
         host = host_memory(end, pin=self._side is not None)
         for piece, (module, name, tensor) in zip(pieces, found, strict=True):

@@ -38,14 +38,14 @@ class Bucket:
         self._summing, self._travel = summing, travel
         self.parameters, self.flat, self.copies = dict(parameters), flat, copies
         self.shares_gradients, self.frees = shares_gradients, frees
-        self.pieces = flat.pieces(copies.shard.index)
+        self.ranges = flat.ranges(copies.shard.index)
         device = next(iter(parameters.values())).device
         self.weights = torch.zeros(flat.size, dtype=dtype, device=device)
         apart = frees or dtype != torch.float32
         self.master = (
             torch.zeros(flat.slice_size, device=device) if apart else flat.slice_of(self.weights, copies.shard.index)
         )
-        for piece in self.pieces if apart else ():
+        for piece in self.ranges if apart else ():
             values = self.parameters[piece.name].detach().view(-1)[piece.start : piece.stop]
             self.master[piece.at : piece.at + len(values)].copy_(values)
         for name, parameter in self.parameters.items():
@@ -161,7 +161,7 @@ class Bucket:
         assert self.part is not None, f"{next(iter(self.parameters))} got no gradient"
         others = self.copies.replicate  # they have the same slice: each takes a part of it
         if others.size == 1:  # weight by weight, as one process does
-            mine = [self.part[one.at : one.at + one.stop - one.start] for one in self.pieces] or [self.part]
+            mine = [self.part[one.at : one.at + one.stop - one.start] for one in self.ranges] or [self.part]
             return torch.stack(torch._foreach_norm(mine)).double().square().sum()
         mine = self.part.tensor_split(others.size)[others.index]
         return torch.linalg.vector_norm(mine).double().square()
@@ -171,7 +171,7 @@ class Bucket:
     def moved(self, masters: Mapping[str, Tensor]) -> None:
         """The masters are those in `masters`, on the host, from now on; what other ranks gather stays on the device."""
         self._elsewhere, self.master = (
-            {piece.name: masters[piece.name] for piece in self.pieces},
+            {piece.name: masters[piece.name] for piece in self.ranges},
             self.master[:0].clone(),
         )
 
@@ -180,7 +180,7 @@ class Bucket:
         if self._elsewhere is None:
             return self.master
         found = torch.zeros(self.flat.slice_size, device=self.weights.device)
-        for piece in self.pieces:
+        for piece in self.ranges:
             found[piece.at : piece.at + piece.stop - piece.start].copy_(self._elsewhere[piece.name].view(-1))
         return found
 
@@ -189,7 +189,7 @@ class Bucket:
         aliased = self._elsewhere is None and self._own.data_ptr() == self.master.data_ptr()
         if self._own.dtype != self.weights.dtype or aliased:
             return None
-        piece = next(piece for piece in self.pieces if piece.name == name)
+        piece = next(piece for piece in self.ranges if piece.name == name)
         self._rounded.add(name)
         size = piece.stop - piece.start
         shape = self.flat.shapes[name] if size == self.parameters[name].numel() else (size,)
@@ -198,7 +198,7 @@ class Bucket:
     def publish(self) -> None:
         """Rounds the master to what other ranks gather, and starts gathering it unless the weights are freed."""
         self.ready()
-        self._second, written = None, self._rounded >= {piece.name for piece in self.pieces}
+        self._second, written = None, self._rounded >= {piece.name for piece in self.ranges}
         written = written or (self._elsewhere is None and self._own.data_ptr() == self.master.data_ptr())
         self._rounded.clear()
         if self.frees:

@@ -12,7 +12,7 @@ ALIGN = 256
 """Elements at whose multiples weights and slices begin: the block of 8-bit optimizer state, and 16 bytes in any dtype."""
 
 
-class Piece(NamedTuple):
+class WeightRange(NamedTuple):
     """Elements `start` to `stop` of weight `name`, at element `at` of the slice that holds them."""
 
     name: str
@@ -58,14 +58,14 @@ class Flat:
         """Slice `index` of `flat` [size]."""
         return flat[index * self.slice_size : (index + 1) * self.slice_size]
 
-    def pieces(self, index: int) -> list[Piece]:
+    def ranges(self, index: int) -> list[WeightRange]:
         """What slice `index` holds."""
         first, last, found = index * self.slice_size, (index + 1) * self.slice_size, []
         for name, shape in self.shapes.items():
             begin, end = self.offsets[name], self.offsets[name] + math.prod(shape)
             start, stop = max(begin, first), min(end, last)
             if start < stop:
-                found.append(Piece(name, start - begin, stop - begin, start - first))
+                found.append(WeightRange(name, start - begin, stop - begin, start - first))
         return found
 
 

@@ -11,7 +11,7 @@ from hone.cost.replicas import BLOCK
 from hone.ops import widen
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.grid import Grid
-from hone.train.data_parallel.flat import Flat, Piece
+from hone.train.data_parallel.flat import Flat, WeightRange
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Handle
 
@@ -143,17 +143,17 @@ class ReducingApart:
 
     def __init__(self, axis: Axis, flat: Flat, gradients: Mapping[str, Tensor]) -> None:
         self._axis, self._flat, self._gradients = axis, flat, gradients
-        self._own = flat.pieces(axis.index)
+        self._own = flat.ranges(axis.index)
         like, others = next(iter(gradients.values())), [rank for rank in range(axis.size) if rank != axis.index]
         self._came = {rank: like.new_empty(flat.slice_size) for rank in others}
-        given = [[self._piece(one) for one in flat.pieces(rank)] if rank in others else [] for rank in range(axis.size)]
+        given = [[self._piece(one) for one in flat.ranges(rank)] if rank in others else [] for rank in range(axis.size)]
         taken = [
             [self._came[rank][one.at : one.at + one.stop - one.start] for one in self._own] if rank in others else []
             for rank in range(axis.size)
         ]
         self._moving = axis.trade(taken, given)
 
-    def _piece(self, piece: Piece) -> Tensor:
+    def _piece(self, piece: WeightRange) -> Tensor:
         return self._gradients[piece.name].view(-1)[piece.start : piece.stop]
 
     def part(self) -> Tensor:

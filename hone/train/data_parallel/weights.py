@@ -142,7 +142,7 @@ class DividedWeights(Weights):
 
     def _name(self, bucket: Bucket) -> None:
         """The masters of a bucket's weights: views of its own."""
-        for piece in bucket.pieces:
+        for piece in bucket.ranges:
             master = bucket.master[piece.at : piece.at + piece.stop - piece.start]
             entire = len(master) == bucket.parameters[piece.name].numel()
             self.masters[piece.name] = master.view(bucket.flat.shapes[piece.name]) if entire else master
@@ -239,7 +239,7 @@ class DividedWeights(Weights):
         """This rank's piece of the summed gradient of `name`, float32, in the shape of its master."""
         bucket = self._home[name]
         assert bucket.part is not None, f"{name} got no gradient"
-        at = next(piece.at for piece in bucket.pieces if piece.name == name)
+        at = next(piece.at for piece in bucket.ranges if piece.name == name)
         return bucket.part[at : at + self.masters[name].numel()].view(self.masters[name].shape)
 
     def holds(self, name: str) -> bool:
@@ -290,7 +290,7 @@ class DividedWeights(Weights):
     def stepped(self, names: Sequence[str]) -> None:
         """As `Weights.stepped`: starts to bring whole buckets to the other ranks, beside the steps of the others."""
         self._unstepped.difference_update(names)
-        while self._unpublished and self._unstepped.isdisjoint(one.name for one in self._unpublished[0].pieces):
+        while self._unpublished and self._unstepped.isdisjoint(one.name for one in self._unpublished[0].ranges):
             self._publish(self._unpublished.popleft())  # in one order on all ranks, whichever weights each has
 
     @staticmethod

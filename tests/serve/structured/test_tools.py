@@ -14,7 +14,7 @@ from hone.base.errors import SpecError
 from hone.serve.http.reasoning import REASONING_PARSERS, ReasoningSplitter, reasoning_form
 from hone.serve.http.tools import TOOL_PARSERS, tool_parser
 from hone.serve.http.tools.forced import NamedParser, RequiredParser, named_schema, required_schema
-from hone.serve.http.tools.parser import MOST_CALLS, Call, Piece, ToolParser
+from hone.serve.http.tools.parser import MOST_CALLS, Call, TextOrCall, ToolParser
 
 TOOLS: dict[str, Any] = {
     "weather": {
@@ -27,7 +27,7 @@ TOOLS: dict[str, Any] = {
 TRICKY = 'a "quote", \\ {"x": [1}, </tool_call> [TOOL_CALLS] ]\n</parameter> ü \U0001f600'
 
 
-def read(parser: ToolParser, parts: list[str]) -> list[Piece]:
+def read(parser: ToolParser, parts: list[str]) -> list[TextOrCall]:
     pieces = [piece for part in parts for piece in parser.push(part)]
     return ToolParser._joined([*pieces, *parser.finish()])
 
@@ -44,7 +44,7 @@ SUN, NOW = call("weather", city="Paris", days=3, tags=["a", {"b": None}]), call(
 HARD = call("write", text=TRICKY, force=True)
 
 # form: texts with the pieces that they mean
-WANTED: dict[str, list[tuple[str, list[Piece]]]] = {
+WANTED: dict[str, list[tuple[str, list[TextOrCall]]]] = {
     "hermes": [
         (f"Well:\n<tool_call>\n{body(SUN)}\n</tool_call>", ["Well:\n", SUN]),
         (f"<tool_call>{body(HARD)}</tool_call>\n<tool_call>\n{body(NOW)}\n</tool_call>!", [HARD, "\n", NOW, "!"]),
@@ -115,7 +115,7 @@ CASES = [(form, text, pieces or [text]) for form, each in WANTED.items() for tex
 
 
 @pytest.mark.parametrize(("form", "text", "pieces"), CASES)
-def test_each_form(form: str, text: str, pieces: list[Piece]) -> None:
+def test_each_form(form: str, text: str, pieces: list[TextOrCall]) -> None:
     assert read(tool_parser(form)(TOOLS), [text]) == pieces
     assert read(tool_parser(form)(TOOLS), list(text)) == pieces
     assert all(isinstance(json.loads(one.arguments), dict) for one in pieces if isinstance(one, Call))

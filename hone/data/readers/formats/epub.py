@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from zipfile import ZipFile
 
 from hone.base.errors import MissingExtra
-from hone.data.readers.documents import Options, Piece
+from hone.data.readers.documents import Options, RawText
 from hone.data.readers.extractor import Extractor, page_text
 from hone.data.readers.formats.containers import open_zip, unpacked
 from hone.data.readers.formats.xml_events import events
@@ -22,7 +22,7 @@ MAX_BOOK_CHARS = 256 << 20
 _PAGES = ("application/xhtml+xml", "text/html")
 
 
-def read_epub(file: File, options: Options) -> Iterator[Piece]:
+def read_epub(file: File, options: Options) -> Iterator[RawText]:
     """The chapters of a book in the order of its spine, as one text; the table of contents is left out. Raises Unreadable."""
     texts: list[str] = []
     size = 0

@@ -8,7 +8,7 @@ from email import message_from_bytes, policy
 from email.message import EmailMessage
 from typing import IO
 
-from hone.data.readers.documents import Fault, Noted, Options, Piece, poisoned
+from hone.data.readers.documents import Fault, Noted, Options, RawText, poisoned
 from hone.data.readers.encodings import decode_plain
 from hone.data.readers.extractor import page_text
 from hone.data.readers.fast import Fast
@@ -22,12 +22,12 @@ _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _STEP = 1 << 20
 
 
-def read_eml(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
+def read_eml(file: File, options: Options) -> Iterator[RawText | Fault | Noted]:
     """One message."""
     yield from _message(read_whole(file), options)
 
 
-def read_mbox(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
+def read_mbox(file: File, options: Options) -> Iterator[RawText | Fault | Noted]:
     """The messages of a mailbox, each after a line 'From ...'. A Fault for each without text."""
     with open_stream(file) as stream:
         for number, raw in enumerate(_messages(stream)):
@@ -72,7 +72,7 @@ def _lines(stream: Salvage) -> Iterator[bytes]:
         yield held
 
 
-def _message(raw: bytes, options: Options) -> Iterator[Piece | Fault | Noted]:
+def _message(raw: bytes, options: Options) -> Iterator[RawText | Fault | Noted]:
     try:
         message = message_from_bytes(raw, policy=policy.default)
         subject = " ".join(str(message.get("subject", "")).split())
@@ -100,7 +100,7 @@ def _message(raw: bytes, options: Options) -> Iterator[Piece | Fault | Noted]:
         yield Fault("bad_message", raw[:200].decode("latin-1"), len(raw), numbered=True)
         return
     body = "\n\n".join(text.strip() for text in texts["text/plain"] or texts["text/html"] if text.strip())
-    yield Piece(f"{subject}\n\n{body}" if subject and body else body or subject)
+    yield RawText(f"{subject}\n\n{body}" if subject and body else body or subject)
 
 
 def _text(part: EmailMessage, kind: str, options: Options) -> str:

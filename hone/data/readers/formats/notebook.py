@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hone.data.readers.documents import Options, Piece
+from hone.data.readers.documents import Options, RawText
 from hone.data.readers.texts import pieces
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Unreadable, read_whole
 
 
-def read_notebook(file: File, options: Options) -> Iterator[Piece]:
+def read_notebook(file: File, options: Options) -> Iterator[RawText]:
     """A notebook (formats 3 and 4) as Markdown: text cells as they are, code cells in fences with the kernel's language."""
     try:
         book = json.loads(read_whole(file))

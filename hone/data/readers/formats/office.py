@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from zipfile import ZipFile
 
-from hone.data.readers.documents import Options, Piece
+from hone.data.readers.documents import Options, RawText
 from hone.data.readers.formats.containers import open_zip, unpacked
 from hone.data.readers.formats.xml_events import Event, Skip, events
 from hone.data.readers.texts import pieces
@@ -19,7 +19,7 @@ _NOT_IN_DOCX = frozenset(["pPr", "rPr", "tblPr", "trPr", "tcPr", "sectPr", "del"
 _NOT_IN_ODT = frozenset(["tracked-changes", "annotation", "note-citation", "sequence-decls", "forms", "image", "desc"])
 
 
-def read_docx(file: File, options: Options) -> Iterator[Piece]:
+def read_docx(file: File, options: Options) -> Iterator[RawText]:
     """The text of a Word document: body, footnotes, endnotes, without deleted text and field codes."""
     with open_zip(file) as archive:
         parts = ["word/document.xml", "word/footnotes.xml", "word/endnotes.xml"]
@@ -29,7 +29,7 @@ def read_docx(file: File, options: Options) -> Iterator[Piece]:
     yield from pieces("\n".join(text for text in texts if text.strip()), options.max_document_chars)
 
 
-def read_odt(file: File, options: Options) -> Iterator[Piece]:
+def read_odt(file: File, options: Options) -> Iterator[RawText]:
     """The text of an OpenDocument text: body, then its notes, without deleted text and comments."""
     with open_zip(file) as archive:
         if "META-INF/manifest.xml" in archive.namelist() and b"encryption-data" in _part(

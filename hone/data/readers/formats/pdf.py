@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from hone.base.errors import MissingExtra
-from hone.data.readers.documents import Options, Piece
+from hone.data.readers.documents import Options, RawText
 from hone.data.readers.texts import pieces
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Unreadable, read_whole
@@ -26,7 +26,7 @@ _ENDS = '.!?:;。！？…"”»)'
 _FURNITURE_CHARS = 120
 
 
-def read_pdf(file: File, options: Options) -> Iterator[Piece]:
+def read_pdf(file: File, options: Options) -> Iterator[RawText]:
     """The text of a PDF file; running headers, footers and page numbers are left out. Raises Unreadable: 'no_text_layer' for
     scanned pages, 'encrypted', 'bad_pdf', 'too_large'. Raises MissingExtra without pypdfium2.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hone.data.readers.documents import Options, Piece
+from hone.data.readers.documents import Options, RawText
 from hone.data.readers.encodings import decode_text
 from hone.data.readers.texts import pieces
 from hone.feed.files.listing import File
@@ -31,7 +31,7 @@ _MAX_GROWTH = 4
 _MAX_MACROS = 500
 
 
-def read_tex(file: File, options: Options) -> Iterator[Piece]:
+def read_tex(file: File, options: Options) -> Iterator[RawText]:
     """The body of a LaTeX file; of plain TeX and of included files, everything. Macros without arguments are expanded once."""
     source = decode_text(read_whole(file), options.encoding)
     yield from pieces(body(source), options.max_document_chars)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hone.data.readers.documents import Fault, Noted, Options, Piece
+from hone.data.readers.documents import Fault, Noted, Options, RawText
 from hone.data.readers.formats.wikitext import cleaned
 from hone.data.readers.formats.xml_events import Event, events
 from hone.data.readers.rows import described
@@ -41,7 +41,7 @@ _INLINE = frozenset(
 _PAGE_FIELDS = ("title", "ns", "id", "timestamp", "text", "redirect")
 
 
-def read_xml(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
+def read_xml(file: File, options: Options) -> Iterator[RawText | Fault | Noted]:
     """The articles of a MediaWiki dump, wikitext cleaned; of other XML the text of each element called `text_field`, or, where
     there is none, of the whole file. Redirects and pages that are no articles are noted. Of a truncated stream the
     documents before its end are returned, then EOFError is raised. Raises Unreadable.
@@ -57,7 +57,7 @@ def read_xml(file: File, options: Options) -> Iterator[Piece | Fault | Noted]:
             yield from _elements(found, options)
 
 
-def _pages(found: Iterator[Event], options: Options) -> Iterator[Piece | Fault | Noted]:
+def _pages(found: Iterator[Event], options: Options) -> Iterator[RawText | Fault | Noted]:
     page: dict[str, str] = {}
     inside = ""
     parts: list[str] = []
@@ -87,7 +87,7 @@ def _pages(found: Iterator[Event], options: Options) -> Iterator[Piece | Fault |
             yield _article(page, options)
 
 
-def _article(page: dict[str, str], options: Options) -> Piece | Fault | Noted:
+def _article(page: dict[str, str], options: Options) -> RawText | Fault | Noted:
     if page.get("ns", "0") != "0":
         return Noted(f"MediaWiki namespace {page['ns'][:8]}")
     if "redirect" in page:
@@ -95,10 +95,10 @@ def _article(page: dict[str, str], options: Options) -> Piece | Fault | Noted:
     if "large" in page:
         return Fault("too_large", page.get("title", ""), numbered=True)
     about = {name: page.get(name) for name in options.metadata_fields}
-    return Piece(cleaned(page.get("text", "")), metadata=described(about) if about else "")
+    return RawText(cleaned(page.get("text", "")), metadata=described(about) if about else "")
 
 
-def _elements(found: Iterator[Event], options: Options) -> Iterator[Piece | Fault]:
+def _elements(found: Iterator[Event], options: Options) -> Iterator[RawText | Fault]:
     """The text of the elements called `text_field`; of a document without one, everything."""
     everything: list[str] = []
     parts: list[str] = []
@@ -122,7 +122,9 @@ def _elements(found: Iterator[Event], options: Options) -> Iterator[Piece | Faul
                 depth -= depth > 0
                 if any_element and not depth and event.name == options.text_field:
                     yield (
-                        Piece(_lines(parts)) if size <= MAX_TEXT_CHARS else Fault("too_large", "", size, numbered=True)
+                        RawText(_lines(parts))
+                        if size <= MAX_TEXT_CHARS
+                        else Fault("too_large", "", size, numbered=True)
                     )
             elif depth or event.name == options.text_field:
                 if not depth:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.base.errors import SpecError
-from hone.serve.http.tools.parser import Piece, ToolParser, loads
+from hone.serve.http.tools.parser import TextOrCall, ToolParser, loads
 
 
 class NamedParser(ToolParser):
     """The whole reply is the arguments of the one tool that `tool_choice` names."""
 
-    def _read(self, *, final: bool) -> list[Piece]:
+    def _read(self, *, final: bool) -> list[TextOrCall]:
         if not final:
             return []
         value = loads(self._held)
@@ -27,7 +27,7 @@ class NamedParser(ToolParser):
 class RequiredParser(ToolParser):
     """The whole reply is a list of {name, parameters}, as `required_schema` demands."""
 
-    def _read(self, *, final: bool) -> list[Piece]:
+    def _read(self, *, final: bool) -> list[TextOrCall]:
         if not final:
             return []
         calls = self._calls_of(loads(self._held), ("parameters",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hone.serve.http.tools.parser import Nesting, Piece, ToolParser, loads
+from hone.serve.http.tools.parser import Nesting, TextOrCall, ToolParser, loads
 
 _TAG = "<|python_tag|>"
 
@@ -18,8 +18,8 @@ class Llama3JsonParser(ToolParser):
         self._is_text = False
         self._nesting: Nesting | None = None
 
-    def _read(self, *, final: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read(self, *, final: bool) -> list[TextOrCall]:
+        pieces: list[TextOrCall] = []
         while self._held and not self._is_text:
             rest = self._held.lstrip()
             if self._num_calls:

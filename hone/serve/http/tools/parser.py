@@ -24,7 +24,7 @@ class Call:
     arguments: str
 
 
-Piece = str | Call
+TextOrCall = str | Call
 
 
 class ToolParser:
@@ -38,18 +38,18 @@ class ToolParser:
         self._held = ""
         self._num_calls = 0
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[TextOrCall]:
         """The pieces that are certain now that `text` has come."""
         self._held += text
         return self._joined(self._read(final=False))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[TextOrCall]:
         """The rest, at the end of the reply: a call that is not complete is text."""
         pieces = self._joined(self._read(final=True))
         rest, self._held = self._held, ""
         return self._joined([*pieces, rest])
 
-    def _read(self, *, final: bool) -> list[Piece]:
+    def _read(self, *, final: bool) -> list[TextOrCall]:
         """Takes what is certain from the front of `self._held`; what it leaves there at the end is text."""
         raise NotImplementedError
 
@@ -59,9 +59,9 @@ class ToolParser:
         return taken
 
     @staticmethod
-    def _joined(pieces: list[Piece]) -> list[Piece]:
+    def _joined(pieces: list[TextOrCall]) -> list[TextOrCall]:
         """Without empty texts, neighbouring texts joined."""
-        found: list[Piece] = []
+        found: list[TextOrCall] = []
         for piece in pieces:
             if isinstance(piece, str) and found and isinstance(found[-1], str):
                 found[-1] += piece
@@ -161,8 +161,8 @@ class MarkedParser(ToolParser):
         super().__init__(tools)
         self._inside = False
 
-    def _read(self, *, final: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read(self, *, final: bool) -> list[TextOrCall]:
+        pieces: list[TextOrCall] = []
         while self._held:
             if not self._inside:
                 place = self._held.find(self.marker)

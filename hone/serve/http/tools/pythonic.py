@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hone.serve.http.tools.parser import Call, Nesting, Piece, ToolParser
+from hone.serve.http.tools.parser import Call, Nesting, TextOrCall, ToolParser
 
 _START, _STOP = "<|python_start|>", "<|python_end|>"
 
@@ -20,7 +20,7 @@ class PythonicParser(ToolParser):
         self._is_text = False
         self._nesting = Nesting("\"'")
 
-    def _read(self, *, final: bool) -> list[Piece]:
+    def _read(self, *, final: bool) -> list[TextOrCall]:
         if self._is_text:
             return [self._take(len(self._held))]
         rest = self._held.lstrip()
@@ -29,7 +29,7 @@ class PythonicParser(ToolParser):
         rest = rest.removeprefix(_START).lstrip()
         if not rest:
             return []
-        pieces: list[Piece] = []
+        pieces: list[TextOrCall] = []
         if rest[0] == "[":
             length = self._nesting.end(rest)
             if length is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hone.train.data_parallel.flat import Flat, Piece
+from hone.train.data_parallel.flat import Flat, WeightRange
 from hone.train.update import Update
 from hone.train.weights import Weights, scaled
 
@@ -40,11 +40,11 @@ class Keys:
         self.slice_size = sum(one.slice_size for one in self._flats)
         """Elements of a server, with padding."""
 
-    def pieces(self, server: int) -> list[Piece]:
+    def ranges(self, server: int) -> list[WeightRange]:
         """What `server` holds, and where in its slice."""
         first, second = self._flats
-        moved = (piece._replace(at=piece.at + first.slice_size) for piece in second.pieces(server))
-        return [*first.pieces(server), *moved]
+        moved = (part._replace(at=part.at + first.slice_size) for part in second.ranges(server))
+        return [*first.ranges(server), *moved]
 
 
 class ShardWeights(Weights):
@@ -57,7 +57,7 @@ class ShardWeights(Weights):
         """Laid out as `values`."""
         self.masters, self.pieces, self.zeros = {}, {}, {}
         self._at: dict[str, slice] = {}
-        for name, start, stop, at in keys.pieces(server):
+        for name, start, stop, at in keys.ranges(server):
             self._at[name] = slice(at, at + stop - start)
             self.pieces[name] = (start, stop)
             entire = stop - start == math.prod(keys.shapes[name])

@@ -33,7 +33,7 @@ class ServedUpdate(Update):
         weights = self.shard.weights
         self._messages = torch.zeros(size, keys.slice_size)
         """By server, this worker's gradient and then the weights."""
-        self._places = [keys.pieces(server) for server in range(size)]
+        self._places = [keys.ranges(server) for server in range(size)]
         own, room = self._messages[mesh.rank], torch.zeros(size - 1, keys.slice_size)
         buffers = [*room[: mesh.rank], own, *room[mesh.rank :]]
         self.connections, self._waits = Connections(mesh), mesh.waits
