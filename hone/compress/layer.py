@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class Producer:
     """Where an input of linears comes from, if a scale per channel can be moved into it: a norm, or rows of another linear."""
 
     readers: tuple[str, ...]
@@ -79,7 +79,7 @@ class LayerWeights:
             self._module(path).weight.detach(), [self.tensors[f"{name}.weight"] for name in self.modules[path]]
         )
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Producer]:
         """Every input of the layer's linears into whose source a scale can be moved."""
         readers: dict[Input, list[str]] = {}
         for path, spec in self.specs.items():
@@ -87,24 +87,24 @@ class LayerWeights:
         found = [self._source(reads, paths) for reads, paths in readers.items()]
         return [one for one in found if one is not None]
 
-    def rows(self, source: Source) -> Tensor:
+    def rows(self, source: Producer) -> Tensor:
         """The rows [C, K] of the linear that `source` names."""
         assert source.linear is not None
         return self.weight(source.linear)[self._rows_of(source)]
 
-    def per_channel(self, source: Source, values: Tensor) -> Tensor:
+    def per_channel(self, source: Producer, values: Tensor) -> Tensor:
         """Largest of `values` [K] over the input features that belong to one channel of the source: [C]."""
         if source.shared == 1:
             return values
         return values.view(-1, source.shared, source.head_dim).amax(1).flatten()
 
-    def per_feature(self, source: Source, values: Tensor) -> Tensor:
+    def per_feature(self, source: Producer, values: Tensor) -> Tensor:
         """`values` [C] for every input feature: [K]."""
         if source.shared == 1:
             return values
         return values.view(-1, 1, source.head_dim).expand(-1, source.shared, -1).flatten()
 
-    def scale(self, source: Source, scales: Tensor) -> None:
+    def scale(self, source: Producer, scales: Tensor) -> None:
         """Multiplies the readers' columns by `scales` [C] > 0 and divides the source by them: the layer computes the same.
 
         A norm's weight is rounded to its stored dtype first, and the columns take the ratio that was reached.
@@ -145,14 +145,14 @@ class LayerWeights:
     def _module(self, path: str) -> nn.Module:
         return self._layer.get_submodule(path)
 
-    def _source(self, reads: Input, paths: list[str]) -> Source | None:
+    def _source(self, reads: Input, paths: list[str]) -> Producer | None:
         """The source of an input; None when no scale can be moved into it."""
         specs = [self.specs[path] for path in paths]
         if any(spec.experts is not None or spec.share != 1.0 for spec in specs):
             return None
         if isinstance(reads, Norm):
             multiplied = any(getattr(one, "multiplied", False) for one in self.parameters.values())
-            return None if multiplied else Source(tuple(paths), f"{reads.name}.weight")
+            return None if multiplied else Producer(tuple(paths), f"{reads.name}.weight")
         last = (None, *outputs_of(reads))[-1]
         if last is None or self.specs[last.linear].experts is not None:
             return None
@@ -160,9 +160,9 @@ class LayerWeights:
         shared, left = divmod(columns, self.specs[last.linear].piece(last.piece).out_features)
         if left or (shared > 1 and heads is None):
             return None
-        return Source(tuple(paths), None, last.linear, last.piece, shared, columns // heads if heads else 1)
+        return Producer(tuple(paths), None, last.linear, last.piece, shared, columns // heads if heads else 1)
 
-    def _divide_norm(self, source: Source, scales: Tensor) -> Tensor:
+    def _divide_norm(self, source: Producer, scales: Tensor) -> Tensor:
         """Divides a norm's weight; the scales that were reached with the weight in its stored dtype."""
         assert source.norm is not None
         norm = self.parameters[source.norm]
@@ -176,7 +176,7 @@ class LayerWeights:
         self.tensors[name] = made
         return torch.where(lost, torch.ones_like(scales), before / after)
 
-    def _divide_rows(self, source: Source, scales: Tensor) -> Tensor:
+    def _divide_rows(self, source: Producer, scales: Tensor) -> Tensor:
         """Divides the rows (and biases) of a piece of a linear."""
         assert source.linear is not None
         spec, rows = self.specs[source.linear], self._rows_of(source)
@@ -192,7 +192,7 @@ class LayerWeights:
                 self.tensors[f"{name}.bias"] = part.contiguous()
         return scales
 
-    def _rows_of(self, source: Source) -> slice:
+    def _rows_of(self, source: Producer) -> slice:
         """The rows of a source's piece in its linear."""
         assert source.linear is not None
         begin = 0

@@ -65,7 +65,7 @@ def num_groups(mixer: Any) -> int:
     return getattr(mixer, "num_kv_heads", mixer.num_heads)
 
 
-class Source(NamedTuple):
+class CutTensor(NamedTuple):
     """Where a tensor of the cut model comes from: its name in the whole one, and the rows and columns that stay."""
 
     name: str
@@ -89,7 +89,7 @@ class Source(NamedTuple):
 class CutWeights(View):
     """What a cut leaves of the weights of `source`, which may be cut themselves, under the names of a whole model."""
 
-    def __init__(self, source: WeightSource, sources: dict[str, Source]) -> None:
+    def __init__(self, source: WeightSource, sources: dict[str, CutTensor]) -> None:
         super().__init__(source)
         self.sources = sources
 
@@ -113,14 +113,14 @@ def cut_model(source: ModelSource, cut: Cut) -> ModelSource:
     return ModelSource(source.folder, config, config_values(config, source.dtype), weights)
 
 
-def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tuple[str, Source]]:
+def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tuple[str, CutTensor]]:
     """Every tensor of the cut model by name, and where it comes from."""
     for tensor in end_tensors(config):
-        yield tensor.name, Source(tensor.name, *((cut.hidden,) if len(tensor.shape) == 1 else (None, cut.hidden)))
+        yield tensor.name, CutTensor(tensor.name, *((cut.hidden,) if len(tensor.shape) == 1 else (None, cut.hidden)))
     for place, index in enumerate(cut.layers):
         axes = _Axes(whole, index, cut, place)
         for tensor, made in zip(layer_tensors(whole, index), layer_tensors(config, place), strict=True):
-            yield made.name, Source(tensor.name, *axes.of(tensor))
+            yield made.name, CutTensor(tensor.name, *axes.of(tensor))
 
 
 class _Axes:

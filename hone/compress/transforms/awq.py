@@ -18,7 +18,7 @@ from hone.cost.compress import Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.compress.layer import LayerWeights, Source
+    from hone.compress.layer import LayerWeights, Producer
     from hone.compress.quantizers.base import Quantizer
 
 ROWS = 2048
@@ -50,7 +50,7 @@ class AWQ(Transform):
             num_ops=tries * 20,
         )
 
-    def _best(self, layer: LayerWeights, source: Source, readers: list[str]) -> Tensor:
+    def _best(self, layer: LayerWeights, source: Producer, readers: list[str]) -> Tensor:
         """The candidate [C] with the least squared error of all readers' outputs; ones if none is better than no scale."""
         import torch
 

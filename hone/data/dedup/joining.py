@@ -20,7 +20,7 @@ TASK_KEYS = 1 << 22
 """Small tables share a task of about so many keys, a tenth of a second of work; smaller tasks are not worth their overhead."""
 
 
-class Source(Protocol):
+class KeySource(Protocol):
     """Where keys come from: rows of them in pieces (one per shard). Sent to tasks, so small and picklable."""
 
     @property
@@ -32,7 +32,7 @@ class Source(Protocol):
         """The identity of each piece's content (JSON), which does not depend on when it was written."""
         ...
 
-    def part(self, begin: int, end: int) -> Source:
+    def part(self, begin: int, end: int) -> KeySource:
         """The pieces from `begin` to `end`."""
         ...
 
@@ -84,7 +84,7 @@ class Joining:
     Files are named after their task, and reused only while the keys are those they were computed from.
     """
 
-    def __init__(self, source: Source, rule: Rule, state: Path, num_documents: int) -> None:
+    def __init__(self, source: KeySource, rule: Rule, state: Path, num_documents: int) -> None:
         self._state, self._num_documents = state, num_documents
         kind = union_find.kind_of(num_documents)
         content = source.content()
@@ -136,7 +136,7 @@ class Joining:
 
 
 def join_tables(
-    folder: Path, name: str, source: Source, rule: Rule, begin: int, end: int, kind: type
+    folder: Path, name: str, source: KeySource, rule: Rule, begin: int, end: int, kind: type
 ) -> dict[str, Any]:
     """Compares the tables `begin`..`end`; a pair that several of them join is written once."""
     rows = [rule.row(table) for table in range(begin, end)]
@@ -147,7 +147,7 @@ def join_tables(
     return _save(folder / name, parents, owners)
 
 
-def spread(folder: Path, name: str, source: Source, rule: Rule, table: int, bits: int, kind: type) -> dict[str, Any]:
+def spread(folder: Path, name: str, source: KeySource, rule: Rule, table: int, bits: int, kind: type) -> dict[str, Any]:
     """Writes the keys of a table, for some pieces, sorted by their 2^bits ranges: where each range begins, keys, documents."""
     row = rule.row(table)
     owners, numbers = source.read(row, row + 1, kind)

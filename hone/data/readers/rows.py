@@ -30,7 +30,7 @@ _ENDLESS = 1 << 62
 _FREE_TABLE_BYTES = 1 << 30
 
 
-class Source(Protocol):
+class Readable(Protocol):
     """A stream to read from; `read` returns fewer bytes only at its end, b'' there."""
 
     def read(self, size: int) -> bytes: ...
@@ -56,7 +56,7 @@ def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
         yield from read_blocks(Salvage(stream), options, place, last)
 
 
-def read_blocks(stream: Source, options: Options, place: int = 0, last: int = _ENDLESS) -> Iterator[Rows | Fault]:
+def read_blocks(stream: Readable, options: Options, place: int = 0, last: int = _ENDLESS) -> Iterator[Rows | Fault]:
     """The rows of the lines of `stream` that begin before offset `last`; the first begins at `place`."""
     plain = not options.metadata_fields and "." not in options.text_field + options.url_field
     for block in _blocks(stream, place, last):
@@ -96,7 +96,7 @@ def _start(stream: IO[bytes], part: tuple[int, int] | None) -> tuple[int, int]:
     return 0, last
 
 
-def _blocks(stream: Source, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
+def _blocks(stream: Readable, place: int, last: int) -> Iterator[tuple[int, bytes] | Fault]:
     """(offset, whole lines), about BLOCK_BYTES at a time, of the lines that begin before `last`; the first at `place`.
 
     A Fault for a line above MAX_ROW_BYTES, which is skipped.

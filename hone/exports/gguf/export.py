@@ -23,7 +23,7 @@ from hone.model.weights.tensors import TABLES, model_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.exports.gguf.source import Source
+    from hone.exports.gguf.source import FileTensor
     from hone.model.hf import Checkpoint
     from hone.model.quantized.scheme import Scheme
 
@@ -160,7 +160,7 @@ def _free(out: Path | str, redo: bool) -> Path:
     return path
 
 
-def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
+def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[FileTensor]:
     """Every tensor of the file, in its order."""
     config = checkpoint.config
     quantization = None
@@ -172,12 +172,12 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
                 fix="compress the model with rotation r4=false, or export the model it was made from",
             )
 
-    def matrix(module: str, rows: int, columns: int, end: bool = False, name: str | None = None) -> Source:
+    def matrix(module: str, rows: int, columns: int, end: bool = False, name: str | None = None) -> FileTensor:
         scheme = quantization.scheme(module) if quantization is not None else None
         asked = _asked(spec, checkpoint, scheme, columns, end)
         name = name or names.tensor_name(module)
         entry = container.Entry(f"{name}.weight", rows, columns, fitting(asked, columns))
-        found = sources.Source(entry, module, scheme=scheme, asked=asked)
+        found = sources.FileTensor(entry, module, scheme=scheme, asked=asked)
         if scheme is None or not found.repacked:
             return found
         change = sources.scales_change(sources.stored_of(checkpoint, module, scheme, rows, columns))
@@ -188,8 +188,10 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
             )
         return replace(found, change=change)
 
-    def vector(name: str, module: str, rows: int, leaf: str = "weight", offset: float = 0.0) -> Source:
-        return sources.Source(container.Entry(f"{name}.{leaf}", rows, 0, FORMATS["f32"]), module, leaf, offset=offset)
+    def vector(name: str, module: str, rows: int, leaf: str = "weight", offset: float = 0.0) -> FileTensor:
+        return sources.FileTensor(
+            container.Entry(f"{name}.{leaf}", rows, 0, FORMATS["f32"]), module, leaf, offset=offset
+        )
 
     for tensor in model_tensors(config):
         module = tensor.module
@@ -203,7 +205,7 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[Source]:
     if config.tie_embeddings and architectures.ARCHITECTURES[config.family].head == "stored":
         yield matrix("model.embed_tokens", config.vocab_size, config.hidden_size, end=True, name="output")
     for name, values in names.rope_factors(config).items():
-        yield sources.Source(container.Entry(name, len(values), 0, FORMATS["f32"]), "", values=values)
+        yield sources.FileTensor(container.Entry(name, len(values), 0, FORMATS["f32"]), "", values=values)
 
 
 def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: int, end: bool) -> str:
@@ -221,7 +223,7 @@ def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: i
     return _OF_DTYPE.get(str(checkpoint.dtype).removeprefix("torch."), "f32")
 
 
-def _notes(checkpoint: Checkpoint, parts: list[Source], spec: GGUF) -> list[str]:
+def _notes(checkpoint: Checkpoint, parts: list[FileTensor], spec: GGUF) -> list[str]:
     """What a user must know of the tensors: other types than asked for, codes that were kept or were not."""
     notes = []
     uneven: dict[tuple[str, str, int], list[str]] = {}

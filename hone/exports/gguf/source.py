@@ -26,7 +26,7 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 25}
 
 
 @dataclass(frozen=True)
-class Source:
+class FileTensor:
     """One tensor of the file and where it comes from: `module`.`leaf` of the checkpoint, or `values`."""
 
     entry: Entry
@@ -76,7 +76,7 @@ def scales_change(stored: Stored) -> float:
     return float(torch.where(exact == 0, 0.0, change).amax())
 
 
-def pieces(checkpoint: Checkpoint, source: Source, device: str, importance: Mapping[str, Tensor]) -> Iterator[Any]:
+def pieces(checkpoint: Checkpoint, source: FileTensor, device: str, importance: Mapping[str, Tensor]) -> Iterator[Any]:
     """The bytes of a tensor, in order."""
     entry = source.entry
     if source.values is not None:
