@@ -30,7 +30,7 @@ _POLL_S = 0.05
 """Seconds between looks for the other ranks' parts; one look reads the names of one folder."""
 
 
-class Stored:
+class SavedTensors:
     """The tensors of a checkpoint, whichever ranks wrote them: whole, or in parts of the elements of their weight."""
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class Stored:
             )
 
 
-def opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
+def opened(folder: Path) -> tuple[SavedTensors, dict[str, Any]]:
     """(tensors, numbers) of the checkpoint in `folder`.
 
     Raises ArtifactError when a file of it is missing, cut off or another's. The bytes of tensors are not looked at (`verified`).
@@ -140,12 +140,12 @@ def opened(folder: Path) -> tuple[Stored, dict[str, Any]]:
         for rank in range(count or 0):
             if not (folder / _name(rank, count)).exists():
                 raise FileNotFoundError(f"{_name(rank, count)} is missing")
-        return Stored(folder), numbers
+        return SavedTensors(folder), numbers
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from None
 
 
-def verified(folder: Path, mesh: Mesh) -> tuple[Stored, dict[str, Any]]:
+def verified(folder: Path, mesh: Mesh) -> tuple[SavedTensors, dict[str, Any]]:
     """As `opened`, after all bytes were compared with their checksums: each rank of `mesh` reads a part of the files.
 
     All ranks call it. Raises ArtifactError on all of them, naming the file and the tensor that is damaged.
@@ -393,7 +393,7 @@ class Checkpoints:
         if writing is not None:
             writing.close()
 
-    def newest(self, say: Callable[[str], None] = print) -> tuple[Stored, dict[str, Any]] | None:
+    def newest(self, say: Callable[[str], None] = print) -> tuple[SavedTensors, dict[str, Any]] | None:
         """(tensors, numbers) of the newest checkpoint that can be read; None when there is none. `say` is told of damaged ones.
 
         Raises ArtifactError when there are some, all damaged.
@@ -410,7 +410,7 @@ class Checkpoints:
             raise damaged
         return None
 
-    def of(self, step: int) -> tuple[Stored, dict[str, Any]]:
+    def of(self, step: int) -> tuple[SavedTensors, dict[str, Any]]:
         """(tensors, numbers) of the checkpoint after `step`. All ranks call it. Raises ArtifactError when it is damaged."""
         return verified(self.folder / f"{_PREFIX}{step:08d}", self.mesh)
 

@@ -21,7 +21,7 @@ from hone.measure.compilers import keep_kernels_apart
 from hone.model.context import Context
 from hone.model.decoder import Decoder
 from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
-from hone.train.checkpoint import Checkpoints, Stored
+from hone.train.checkpoint import Checkpoints, SavedTensors
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.fp8.linears import Fp8Linears
@@ -295,7 +295,7 @@ class Trainer:
         }
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.stored_cuts())
 
-    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+    def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """Restores what `save` wrote, with any number of ranks; the next step is then the one that would have followed.
 
         Bit for bit on a CPU with the same number of threads and ranks; on a GPU attention's backward pass may add in

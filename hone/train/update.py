@@ -14,7 +14,7 @@ from hone.cost.memory import BUCKET
 from hone.model.decoder import Decoder
 from hone.parallel.cut import Cut
 from hone.parallel.grid import Grid
-from hone.train.checkpoint import Stored
+from hone.train.checkpoint import SavedTensors
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.data_parallel.weights import DividedWeights
@@ -196,7 +196,7 @@ class Update:
         }
 
     @torch.no_grad()
-    def restore(self, stored: Stored) -> None:
+    def restore(self, stored: SavedTensors) -> None:
         """Restores the result of `state`, of a training divided in any way.
 
         Raises ArtifactError, before anything is changed, when it is the state of other weights or of another optimizer.
@@ -232,7 +232,7 @@ class Update:
         self.weights.published()
         self.weights.delay({name: stored.whole(f"{_DELAYED}.{name}") for name in late})
 
-    def _encoded_again(self, stored: Stored, name: str, found: Collection[str]) -> dict[str, Tensor]:
+    def _encoded_again(self, stored: SavedTensors, name: str, found: Collection[str]) -> dict[str, Tensor]:
         """The states of `name` whose blocks of elements begin elsewhere than in `stored`, because other parts of the weight were
         divided into blocks there: decoded, put together and encoded, for this rank's part; {} where they begin alike."""
         rule, keys = self._rules[name], [key for key in found if key != "weight"]
@@ -254,7 +254,7 @@ class Update:
             {key: (values if cut is None else cut.take(values)).reshape(-1) for key, values in whole.items()}
         )
 
-    def _must_be_of_these(self, stored: Stored, keys: Mapping[str, list[str]]) -> None:
+    def _must_be_of_these(self, stored: SavedTensors, keys: Mapping[str, list[str]]) -> None:
         """Raises ArtifactError unless `stored` has every weight in its size, with the state of its rule or none; `keys` by weight."""
         fix = "give the checkpoint of this model and optimizer, or start without it"
         for name, master in self.weights.masters.items():

@@ -13,7 +13,7 @@ from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, read_json
-from hone.model.weights.header import Stored, read_header
+from hone.model.weights.header import HeaderEntry, read_header
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CHUNK = 1 << 26
@@ -36,7 +36,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def has_own_head(folder: Path) -> bool:
     """Whether the folder stores a head with other bytes than the embedding's. False where a file cannot be read: reading tensors says why."""
-    found: dict[str, tuple[Path, Stored]] = {}
+    found: dict[str, tuple[Path, HeaderEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             if kind_of(path):
@@ -48,7 +48,7 @@ def has_own_head(folder: Path) -> bool:
     return len(found) == 2 and not _equal(found[HEAD], found[EMBEDDING])
 
 
-def _equal(one: tuple[Path, Stored], other: tuple[Path, Stored]) -> bool:
+def _equal(one: tuple[Path, HeaderEntry], other: tuple[Path, HeaderEntry]) -> bool:
     """Whether two stored tensors have the same dtype, shape and bytes."""
     (dtype, shape, first, last), (kind, size, start, end) = one[1], other[1]
     if (dtype, shape) != (kind, size):

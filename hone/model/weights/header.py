@@ -27,7 +27,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 """Formats of weights that are not quantized."""
 
 
-class Stored(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     """... to `end`."""
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of a safetensors file by name. Raises ArtifactError when its header cannot be read."""
     with open(path, "rb") as file:
         try:
@@ -47,7 +47,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             rows = json.loads(file.read(size))
             start = 8 + size
             return {
-                name: Stored(row["dtype"], tuple(row["shape"]), *(start + offset for offset in row["data_offsets"]))
+                name: HeaderEntry(
+                    row["dtype"], tuple(row["shape"]), *(start + offset for offset in row["data_offsets"])
+                )
                 for name, row in rows.items()
                 if name != "__metadata__"
             }

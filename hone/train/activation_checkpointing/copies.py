@@ -17,7 +17,7 @@ LEAST_BYTES = 1024
 """Smaller tensors stay where they are."""
 
 
-class _Stored:
+class _HostCopy:
     """One storage's bytes on the host, and on the device while it is needed there."""
 
     def __init__(self, tensor: Tensor, stream: Any) -> None:
@@ -61,8 +61,8 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.groups: list[list[_Stored]] = []
-        self.known: dict[StorageWeakRef, _Stored] = {}
+        self.groups: list[list[_HostCopy]] = []
+        self.known: dict[StorageWeakRef, _HostCopy] = {}
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Copies:
             reference = StorageWeakRef(tensor.untyped_storage())
             stored = self.known.get(reference)
             if stored is None:
-                stored = self.known[reference] = _Stored(tensor, self.stream)
+                stored = self.known[reference] = _HostCopy(tensor, self.stream)
                 self.groups[index].append(stored)
             return stored, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 

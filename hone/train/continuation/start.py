@@ -19,7 +19,7 @@ from hone.train.schedules.base import Schedule, span
 
 if TYPE_CHECKING:
     from hone.base.ranks import Mesh
-    from hone.train.checkpoint import Stored
+    from hone.train.checkpoint import SavedTensors
     from hone.train.loop import Trainer
 
 Load = Literal["weights", "data_position", "optimizer", "schedule"]
@@ -315,7 +315,7 @@ def trained_as(
     return Trained(spec=spec.model_dump(mode="json"), data=tuple(data), ended=place(steps), kept=kept)
 
 
-def read_state(folder: Path, mesh: Mesh) -> tuple[Stored, dict[str, Any]]:
+def read_state(folder: Path, mesh: Mesh) -> tuple[SavedTensors, dict[str, Any]]:
     """(tensors, numbers) of the checkpoint in `folder`, which all ranks read. Raises ArtifactError when it is damaged."""
     from hone.train.checkpoint import verified
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.feed.load import Batch
-from hone.train.checkpoint import Stored
+from hone.train.checkpoint import SavedTensors
 from hone.train.loop import Step, Trainer
 
 
@@ -59,7 +59,7 @@ class ApartTrainer(Trainer):
     def _combine(self) -> None:
         """Gives all ranks the same weights, in a meeting."""
 
-    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+    def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """As `Trainer.restore`, with as many ranks."""
         super().restore(stored, numbers)
         self._counted = self.tokens

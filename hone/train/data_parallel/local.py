@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.train.checkpoint import Checkpoints, Stored
+from hone.train.checkpoint import Checkpoints, SavedTensors
 from hone.train.data_parallel.apart import ApartTrainer
 
 
@@ -62,7 +62,7 @@ class LocalTrainer(ApartTrainer):
         checkpoints.save(self.done, tensors, numbers)
 
     @torch.no_grad()
-    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+    def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """As `Trainer.restore`, with as many ranks."""
         super().restore(_Own(stored, f"worker-{self.ranks.mesh.rank}."), numbers)  # type: ignore[arg-type]
         for name, master in self.update.weights.masters.items():
@@ -74,7 +74,7 @@ class LocalTrainer(ApartTrainer):
 class _Own:
     """What one rank reads of a checkpoint: common tensors and its own, by the names of a training on one rank."""
 
-    def __init__(self, stored: Stored, head: str) -> None:
+    def __init__(self, stored: SavedTensors, head: str) -> None:
         others = ("worker-", "velocity.")
         self._labels = {one: one for one in stored.labels if not one.startswith(others)}
         self._labels |= {one.removeprefix(head): one for one in stored.labels if one.startswith(head)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.base.ranks import Lost, Mesh
 from hone.feed.load import Batch
-from hone.train.checkpoint import Stored
+from hone.train.checkpoint import SavedTensors
 from hone.train.data_parallel.asynchronous.beside import Beside
 from hone.train.data_parallel.asynchronous.connections import Connections
 from hone.train.data_parallel.local import LocalTrainer
@@ -155,7 +155,7 @@ class PairedTrainer(LocalTrainer):
             super()._combine()
             self.update.give()
 
-    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+    def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """As `LocalTrainer.restore`; returns when all ranks have, so that weights may be averaged."""
         super().restore(stored, numbers)
         self.update.give()

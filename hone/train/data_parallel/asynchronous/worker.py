@@ -8,7 +8,7 @@ import torch
 
 from hone.base.ranks import Mesh
 from hone.feed.load import Batch
-from hone.train.checkpoint import Checkpoints, Stored
+from hone.train.checkpoint import Checkpoints, SavedTensors
 from hone.train.data_parallel.apart import ApartTrainer
 from hone.train.data_parallel.asynchronous.connections import Connections
 from hone.train.data_parallel.asynchronous.server import Servers
@@ -75,7 +75,7 @@ class ServedUpdate(Update):
         return self.shard.pieces()
 
     @torch.no_grad()
-    def restore(self, stored: Stored) -> None:
+    def restore(self, stored: SavedTensors) -> None:
         """As `Update.restore`: this rank's server, and the weights of its worker."""
         with self.servers.lock:
             self.shard.restore(stored)
@@ -122,7 +122,7 @@ class ServedTrainer(ApartTrainer):
         super().save(checkpoints, **more)
         self.ranks.mesh.gather(None)
 
-    def restore(self, stored: Stored, numbers: dict[str, Any]) -> None:
+    def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """As `Trainer.restore`, with as many ranks; returns when all have, so that servers may get gradients."""
         super().restore(stored, numbers)
         self.ranks.mesh.gather(None)
