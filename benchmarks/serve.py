@@ -299,9 +299,9 @@ class Bench:
         self.add("throughput", stats["output_tokens"] / spent, "tokens/s", n=args.requests, note=note)
         self.add("preemptions", stats["preemptions"], "", n=args.requests)
         self.window.__exit__(None, None, None)
-        facts = self.config.facts()
+        dims = self.config.dims()
         predicted = serve_bytes(
-            facts,
+            dims,
             weights_bytes=self.config.num_params * self.dtype.itemsize,
             kv_bytes=self.engine.cache_bytes,
             max_tokens=args.max_num_batched_tokens,

@@ -169,8 +169,8 @@ def limit(
     load has at its begin are counted as if all ran to the end: the limit is not reached by any schedule.
     """
     load = load_of(name, config.vocab_size)
-    facts = config.facts()
-    token = cache_bytes * facts.state_values(1)
+    dims = config.dims()
+    token = cache_bytes * dims.state_values(1)
     head = config.vocab_size * config.hidden_size
     body = config.num_params - (1 if config.tie_embeddings else 2) * head
     weights, seqs = weight_bytes * body + 2.0 * head, len(load.prompts)
@@ -180,7 +180,7 @@ def limit(
     own = [len(prompt) - shared for prompt in load.prompts]
     computed = sum(own) + (shared if "cold" in name else 0) + sum(load.outputs) - seqs
     attended = sum(length * (shared + length / 2) for length in own) + ("cold" in name) * shared**2 / 2
-    heads = sum(4.0 * layer.mixing.num_heads * layer.mixing.head_dim for layer in facts.layers)
+    heads = sum(4.0 * layer.mixing.num_heads * layer.mixing.head_dim for layer in dims.layers)
     flops = 2.0 * body * computed / product_rate + 2.0 * head * sum(load.outputs) + heads * attended
     cached = sum(out * (length + out / 2) for length, out in zip(own, load.outputs)) + shared * max(load.outputs)
     few = sum(

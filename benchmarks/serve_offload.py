@@ -63,7 +63,7 @@ class Bench:
         assert found is not None, "the share holds two buffers"
         assert spec.num_pages is not None
         cache = (spec.num_pages + 1) * pages_bytes(spec, [facts])
-        work = work_bytes(facts.config.facts(), spec, facts.dtype, args.device)
+        work = work_bytes(facts.config.dims(), spec, facts.dtype, args.device)
         total = int(ends + found.device_bytes + cache + work) + (1 << 20)
         self.spec = spec.model_copy(update={"gpu_memory": str(total)})
         self.resident = spec

@@ -39,7 +39,7 @@ def sizes() -> str:
         spec = sized(EngineSpec(tensor_parallel_size=count), h200())
         model = of_a_rank(spec, _facts())
         page, weights = pages_bytes(spec, [model]), model.loaded_bytes("bfloat16")
-        work = work_bytes(model.config.facts(), spec, "bfloat16", "cuda")
+        work = work_bytes(model.config.dims(), spec, "bfloat16", "cuda")
         longest = _facts().config.max_seq_len
         pages = cache_pages(spec, page, Memory.of(h200()), longest, weights=weights, work=work)
         tokens, seqs = pages * spec.block_size, spec.max_num_seqs

@@ -34,7 +34,7 @@ def build(folder: str, spec: Any, device: str, max_queue: int) -> tuple[Any, Any
     """The engine of `hone serve`, with pages full of NaN from when nobody can reach them until they are given out again."""
     from hone.serve.http.server import build_engine
 
-    engine, facts = build_engine(folder, spec, device, max_queue)
+    engine, info = build_engine(folder, spec, device, max_queue)
     one: Any = engine
     free, stats = one.pool.free, one.stats
 
@@ -54,7 +54,7 @@ def build(folder: str, spec: Any, device: str, max_queue: int) -> tuple[Any, Any
         return found
 
     one.pool.free, one.stats = poisoned, figures
-    return engine, facts
+    return engine, info
 
 
 def main() -> None:

@@ -166,9 +166,9 @@ def matmul_rate(device: str) -> float:
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
     """(causal-halved, attention counted in full) FLOPs of a training step for one token, recomputation not counted."""
-    facts = config.facts()
-    mixing = sum(12.0 * layer.widths.mixed * seq_len for layer in facts.layers)  # scores and sums of every pair, thrice
-    return 3 * facts.flops_per_token(seq_len), 6.0 * facts.matmul_params + mixing
+    dims = config.dims()
+    mixing = sum(12.0 * layer.widths.mixed * seq_len for layer in dims.layers)  # scores and sums of every pair, thrice
+    return 3 * dims.flops_per_token(seq_len), 6.0 * dims.matmul_params + mixing
 
 
 def whole_logits_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
@@ -276,8 +276,8 @@ def _cell(
     step_s = statistics.median(times[2:])
     rate = rows * seq_len / step_s
     causal, full = flops_per_token(config, seq_len)
-    facts = config.facts()
-    work = Work(facts, steps, rows, seq_len, "bfloat16", trainer.segments, adamw(facts), packed=False)
+    dims = config.dims()
+    work = Work(dims, steps, rows, seq_len, "bfloat16", trainer.segments, adamw(dims), packed=False)
     predicted = (start + growth_bytes(work, "cuda").value) / 2**30
     top = torch.cuda.max_memory_allocated(device) if window.peak_memory_bytes == 0 else window.peak_memory_bytes
     gib = top / 2**30
@@ -325,7 +325,7 @@ from hone.train.estimates.figures import growth_bytes
 from hone.train.estimates.sizes import Work
 sizes, vocab = SHAPES["tiny"]
 name, share = sys.argv[1:]
-facts = sizes.model_copy(update={"num_layers": 9}).config(vocab).facts()
+facts = sizes.model_copy(update={"num_layers": 9}).config(vocab).dims()
 work = Work(facts, 99, 16, 256, "float32", ACTIVATION_CHECKPOINTINGS.read("none").segments(9), adamw(facts), packed=False)
 room = float(share) * growth_bytes(work, "cpu").value
 options = {"memory_bytes": room} if float(share) else {}

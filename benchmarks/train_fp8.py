@@ -320,10 +320,10 @@ def predicted(config: Any, precision: str, batch: int, seq_len: int, accumulatio
     from hone.cost.update import adamw
     from hone.train.fp8.fits import fp8_products
 
-    facts = config.facts()
+    dims = config.dims()
     work = Work(
-        model=facts, steps=1, batch_size=batch, seq_len=seq_len, dtype="bfloat16", segments=keep_all(facts.num_layers),
-        update=adamw(facts), gradient_accumulation_steps=accumulation, packed=False, fp8=fp8_products(precision),
+        model=dims, steps=1, batch_size=batch, seq_len=seq_len, dtype="bfloat16", segments=keep_all(dims.num_layers),
+        update=adamw(dims), gradient_accumulation_steps=accumulation, packed=False, fp8=fp8_products(precision),
         fp8_recipe=FP8_RECIPES.get(precision, ""),
     )  # fmt: skip
     return growth_bytes(work, "cuda").value

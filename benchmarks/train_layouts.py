@@ -269,7 +269,7 @@ def _sizes(
     shared = parallelism.shared(config, costs, arguments.micro_batches, arguments.seq_len)
     kept = ACTIVATION_CHECKPOINTINGS.read(json.loads(arguments.activation_checkpointing))
     return Work(
-        model=config.facts(),
+        model=config.dims(),
         steps=1,
         batch_size=rows,
         seq_len=arguments.seq_len,

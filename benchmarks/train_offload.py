@@ -331,15 +331,15 @@ def _wait(on_gpu: bool) -> None:
 
 
 def _work(arguments: argparse.Namespace, config: ModelConfig, offload: Offload) -> Work:
-    facts = config.facts()
+    dims = config.dims()
     return Work(
-        model=facts,
+        model=dims,
         steps=1,
         batch_size=arguments.rows,
         seq_len=arguments.seq_len,
         dtype=TORCH_NAMES["bf16"],
-        segments=_policy().segments(facts.num_layers),
-        update=AdamW().cost(facts, TORCH_NAMES["bf16"], arguments.device),
+        segments=_policy().segments(dims.num_layers),
+        update=AdamW().cost(dims, TORCH_NAMES["bf16"], arguments.device),
         gradient_accumulation_steps=arguments.micro_batches,
         packed=False,
         offload=offload,

@@ -121,10 +121,10 @@ def _row(
     train_bytes: int,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    losses, facts = [one[0] for one in found], SHAPE.config(VOCAB).facts()
-    state = OPTIMIZERS.read(name).cost(facts, "float32", "cpu").state_bytes / facts.num_params
+    losses, dims = [one[0] for one in found], SHAPE.config(VOCAB).dims()
+    state = OPTIMIZERS.read(name).cost(dims, "float32", "cpu").state_bytes / dims.num_params
     tried = ", ".join(f"{lr:g}: {loss:.3f}" for lr, loss in sorted(grid.items()))
-    what = f"{facts.num_params:,} weights, {arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes of {len(arguments.text) - 1} books"
+    what = f"{dims.num_params:,} weights, {arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes of {len(arguments.text) - 1} books"
     return {
         "figure": f"{what}: {name}, validation loss at its best rate",
         "technique": f"optimizer/{name}",

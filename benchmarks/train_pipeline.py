@@ -215,7 +215,7 @@ def _planned(name: str, config: Any, arguments: argparse.Namespace) -> Work:
         *(() if name.endswith(BY_OPERATIONS) else (timed,)),
     )  # fmt: skip
     work = Work(
-        config.facts(), 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(config.num_layers), shared.update,
+        config.dims(), 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(config.num_layers), shared.update,
         gradient_accumulation_steps=arguments.micro_batches, packed=False, pipeline=shared.pipeline,
     )  # fmt: skip
     return work if name.endswith(BY_OPERATIONS) else cut(work, machine)

@@ -87,7 +87,7 @@ def _work(arguments: argparse.Namespace) -> None:
                     torch.cuda.reset_peak_memory_stats()
             if mesh.leads:
                 print(f"round {number + 1}: { ({name: min(times) for name, times in took.items()}) }", flush=True)
-        rows = _rows(took, peak, shape.config(vocab).facts(), arguments) if mesh.leads else []
+        rows = _rows(took, peak, shape.config(vocab).dims(), arguments) if mesh.leads else []
     if mesh.leads:
         arguments.out.write_text(json.dumps(rows))
 
@@ -173,7 +173,7 @@ def _threads(model: Decoder, device: str, arguments: argparse.Namespace, batch: 
     return step
 
 
-def _rows(took: dict[str, list[float]], peak: dict[str, int], facts: Any, arguments: argparse.Namespace) -> list[dict]:
+def _rows(took: dict[str, list[float]], peak: dict[str, int], dims: Any, arguments: argparse.Namespace) -> list[dict]:
     """A row for the rate of every technique, beside torch's where it has it, and on GPUs one for its peak memory."""
     best = {name: min(times) for name, times in took.items()}
     rows, machine = [], describe(arguments.device).model_copy(update={"num_ranks": arguments.ranks})
@@ -184,8 +184,8 @@ def _rows(took: dict[str, list[float]], peak: dict[str, int], facts: Any, argume
         technique = _technique(name, arguments.ranks)
         divided = Parallelism(data_parallel=technique).divided(arguments.ranks)
         work = Work(
-            facts, 1, arguments.ranks * arguments.batch, arguments.seq_len, TORCH_NAMES[arguments.precision],
-            KeepAll().segments(facts.num_layers), AdamW().cost(facts, "float32", arguments.device), packed=False,
+            dims, 1, arguments.ranks * arguments.batch, arguments.seq_len, TORCH_NAMES[arguments.precision],
+            KeepAll().segments(dims.num_layers), AdamW().cost(dims, "float32", arguments.device), packed=False,
             divided=divided,
         )  # fmt: skip
         predicted, grown = step_seconds(work, machine), growth_bytes(work, arguments.device).value

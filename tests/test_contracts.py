@@ -216,10 +216,10 @@ def test_a_mixer_says_its_cost(name, tmp_path):
     mixer = model.config.layers[1].mixer
     assert mixer.complexity.startswith("O(") and mixer.paper.startswith("arXiv:")
     assert model.config.num_params == sum(parameter.numel() for parameter in model.parameters())
-    facts = model.config.facts()
-    assert facts.layers[1].mixing.mixing_flops(48) > 0 and facts.layers[1].widths.total > 0
-    assert facts.state_values(47) > 0
-    assert pickle.loads(pickle.dumps(facts)) == facts
+    dims = model.config.dims()
+    assert dims.layers[1].mixing.mixing_flops(48) > 0 and dims.layers[1].widths.total > 0
+    assert dims.state_values(47) > 0
+    assert pickle.loads(pickle.dumps(dims)) == dims
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that transformers cannot read it
         hone.save(model, tmp_path)
@@ -247,7 +247,7 @@ def test_a_mixer_writes_what_whole_passes_would_or_says_that_it_cannot(name):
     carry: dict = {}
     for place in range(45):
         model.hidden(tokens[:, place : place + 1], Incremental(tokens[:, place : place + 1], place, carry))
-    assert numbers(carry) / 2 == pytest.approx(model.config.facts().state_values(45), rel=0.2)
+    assert numbers(carry) / 2 == pytest.approx(model.config.dims().state_values(45), rel=0.2)
 
 
 def numbers(state) -> int:

@@ -36,8 +36,8 @@ def poison() -> None:
 
 def backends(dtype: torch.dtype, columns: int, width: int, square: bool) -> list[str]:
     """The kernels that this GPU has for such a product: Triton's, and cuBLAS's where it is the chosen one."""
-    facts: dict[str, Any] = {"dtype": dtype, "columns": columns, "width": width, "square": square}
-    chosen = choose("fp8_block_product", locate("cuda"), **facts, library=factors.has_block_products()).backend
+    case: dict[str, Any] = {"dtype": dtype, "columns": columns, "width": width, "square": square}
+    chosen = choose("fp8_block_product", locate("cuda"), **case, library=factors.has_block_products()).backend
     return [*(["cublas"] if chosen == "cublas" else []), "triton"]
 
 

@@ -84,7 +84,7 @@ class Facts(BaseModel):
 
     @property
     def given(self) -> frozenset[str]:
-        """The facts it gives to techniques, named as in `Technique.needs`: 'weights:float', 'calibration'."""
+        """The properties that techniques may need, named as in `Technique.needs`: 'weights:float', 'calibration'."""
         return frozenset()
 
 
@@ -183,17 +183,19 @@ class Applied(Protocol):
 
 
 def check_order(steps: Iterable[Applied], given: frozenset[str], ways: Mapping[str, str]) -> frozenset[str]:
-    """The facts that hold after `steps`, in order, when `given` hold before: each adds and removes facts.
+    """The properties that hold after `steps`, in order, when `given` hold before: each adds and removes some.
 
-    Raises SpecError for the first step that needs a missing fact. `ways` gives the fix for each fact.
+    Raises SpecError for the first step that needs a missing one. `ways` gives the fix for each.
     """
     taken: dict[str, str] = {}
     for step in steps:
-        for fact in sorted(step.needs - given):
-            before = f", which {taken[fact]} removes" if fact in taken else ""
+        for missing in sorted(step.needs - given):
+            before = f", which {taken[missing]} removes" if missing in taken else ""
             raise SpecError(
-                f"{step.kind} needs {fact}{before}",
-                fix=f"put {step.kind} before {taken[fact]}" if fact in taken else ways.get(fact, f"give {fact} first"),
+                f"{step.kind} needs {missing}{before}",
+                fix=f"put {step.kind} before {taken[missing]}"
+                if missing in taken
+                else ways.get(missing, f"give {missing} first"),
             )
         given = (given | step.gives) - step.takes
         taken |= dict.fromkeys(step.takes, step.kind)

@@ -79,7 +79,7 @@ def all_tables(left_out: list[str] | None = None) -> dict[str, Table]:
 class Technique(Spec):
     """One alternative of a slot. Its fields are its options; its first docstring line describes it and cites its paper.
 
-    `kind` is its name in the slot's table (set by the table). `needs`, `gives` and `takes` are facts, never names
+    `kind` is its name in the slot's table (set by the table). `needs`, `gives` and `takes` are properties, never names
     of other techniques: a chain is valid when each step's needs are given by the input or an earlier step, and no step
     in between removes them (`hone.base.plan.check_order`).
     """

@@ -350,7 +350,7 @@ def work_of(
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
     return Compression(
-        model.config.facts(),
+        model.config.dims(),
         layers[:count],
         shards,
         head=layers[count : len(targets)],

@@ -287,7 +287,7 @@ def _rank(step: Step) -> tuple[int, bool]:
 def check_phases(steps: Sequence[Step]) -> None:
     """Raises ValueError or SpecError for steps in an order in which they cannot work.
 
-    Each says what it cannot follow, those of matrices first, for they know best what ends a matrix; between them the facts that
+    Each says what it cannot follow, those of matrices first, for they know best what ends a matrix; between them the properties that
     steps need, give and take are followed.
     """
     for phase in ("matrix", None, "model", "cache", "layer"):
@@ -303,9 +303,9 @@ def storing(steps: Iterable[Step]) -> Step | None:
     return next((step for step in steps if step.stores), None)
 
 
-def giving(fact: str, steps: Iterable[Step]) -> Step | None:
-    """The first step that gives `fact`; None without one."""
-    return next((step for step in steps if fact in step.gives), None)
+def giving(wanted: str, steps: Iterable[Step]) -> Step | None:
+    """The first step that gives `wanted`; None without one."""
+    return next((step for step in steps if wanted in step.gives), None)
 
 
 @dataclass(frozen=True)

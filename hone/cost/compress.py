@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hone.base.figure import Estimate, human_bytes
 from hone.base.ranks import CHUNK
 from hone.cost.activations.segments import saved_values
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.files import Disk
 from hone.cost.memory import BYTES, FORWARD_GAPS, forward_bytes
 from hone.cost.roofline import seconds, speed_of_light
@@ -156,7 +156,7 @@ class Compression:
     """A compression in numbers: the matrices of each layer, shard sizes (the first outside the layers, the last of `head`),
     calibration."""
 
-    facts: ModelFacts
+    dims: ModelDims
     layers: tuple[tuple[MatrixWork, ...], ...]
     shard_bytes: tuple[int, ...]
     stored_width: int
@@ -200,7 +200,7 @@ class Compression:
     @property
     def states_bytes(self) -> int:
         """Bytes of the hidden states of all calibration tokens."""
-        return (1 + self.paired) * self.tokens * self.facts.hidden_size * BYTES[self.dtype]
+        return (1 + self.paired) * self.tokens * self.dims.hidden_size * BYTES[self.dtype]
 
 
 def compress_seconds(machine: Machine, work: Compression) -> Estimate:
@@ -208,7 +208,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
     share = _share(machine, work)
-    outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
+    outside = work.dims.num_params - sum(layer.matmul_params for layer in work.dims.layers)
     disk = Disk.of(machine)
     ends = _passes(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
     ends += sum(_solve(machine, one, step) for each in work.embedding for one in each for step in one.steps)
@@ -269,7 +269,7 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     """Bytes that are in memory at once on a rank, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     every = (*work.layers, *work.head)
-    largest = [one.matmul_params for one in work.facts.layers] + [one.size for head in work.head for one in head]
+    largest = [one.matmul_params for one in work.dims.layers] + [one.size for head in work.head for one in head]
     layer = max(largest, default=0) * (width + work.stored_width)
     solved = (*every, *work.embedding)
     solve = max((_solve_bytes(one, work) for matrices in solved for one in matrices), default=0.0)
@@ -279,14 +279,14 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
         hessians *= 1 + work.paired
     widest = max((one.columns for matrices in every for one in matrices), default=0)
     share, checked = _share(machine, work), _share(machine, work, work.check_sequences)
-    saved = sum(saved_values(one, work.facts.hidden_size) for one in work.facts.layers)
+    saved = sum(saved_values(one, work.dims.hidden_size) for one in work.dims.layers)
     together = min(work.batch_size, max(work.num_sequences, work.check_sequences))
-    batch = forward_bytes(work.facts, tokens=together * work.seq_len, dtype=work.dtype)
+    batch = forward_bytes(work.dims, tokens=together * work.seq_len, dtype=work.dtype)
     return {
         "hidden states": share * variants * work.states_bytes
-        + checked * 2 * work.check_sequences * work.seq_len * work.facts.hidden_size * width,
+        + checked * 2 * work.check_sequences * work.seq_len * work.dims.hidden_size * width,
         "one layer": layer,
-        "the whole model": width * work.facts.num_params if work.probes or work.differentiated else 0,
+        "the whole model": width * work.dims.num_params if work.probes or work.differentiated else 0,
         "its backward pass": width * work.seq_len * saved if work.differentiated else 0,
         "sums of x x^T": hessians,
         "between ranks": 4 * machine.num_ranks * min(widest**2, CHUNK) if machine.num_ranks > 1 and work.tokens else 0,
@@ -301,8 +301,8 @@ def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> 
     """Seconds of measuring importances on the model of `work`; whether that is a bound."""
     (forward, bound), share = _forward(machine, work), _share(machine, work)
     count = len(work.layers)
-    outside = work.facts.num_params - sum(layer.matmul_params for layer in work.facts.layers)
-    head = (work.tokens, work.facts.vocab_size, work.facts.hidden_size)
+    outside = work.dims.num_params - sum(layer.matmul_params for layer in work.dims.layers)
+    head = (work.tokens, work.dims.vocab_size, work.dims.hidden_size)
     value = share * passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
     value += _passes(machine, 20.0 * outside + share * OBSERVED_BYTES * passes.observed * work.tokens)
     value += share * passes.logits * seconds(machine, matmul=head, dtype=work.dtype).value
@@ -339,9 +339,9 @@ def _compared(machine: Machine, work: Compression, forward: float, sequences: in
     """Seconds of comparing predictions on `sequences`: the layers of `models`, both heads, and the comparison."""
     if not sequences or not work.tokens:
         return 0.0
-    tokens, vocab_size = sequences * work.seq_len, work.facts.vocab_size
+    tokens, vocab_size = sequences * work.seq_len, work.dims.vocab_size
     layers = models * len(work.layers) * forward * sequences / work.num_sequences
-    heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.facts.hidden_size), dtype=work.dtype).value
+    heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.dims.hidden_size), dtype=work.dtype).value
     whole = layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
     return whole * (1 / machine.num_ranks if models == 1 else _share(machine, work, sequences))
 
@@ -352,7 +352,7 @@ def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
         return 0.0, False
     batch = min(work.batch_size, work.num_sequences)
     once = forward_seconds(
-        work.facts, machine, tokens=batch * work.seq_len, seq_len=work.seq_len, dtype=work.dtype, logit_tokens=1
+        work.dims, machine, tokens=batch * work.seq_len, seq_len=work.seq_len, dtype=work.dtype, logit_tokens=1
     )
     return once.value * work.num_sequences / batch / len(work.layers), once.bound
 
@@ -403,7 +403,7 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
     """Seconds of reading a layer's weights, of which a rank reads a part, and of building it."""
     matrices = (*work.layers, *work.head)[index]
     inside = index < len(work.layers)
-    weights = work.facts.layers[index].matmul_params if inside else sum(one.size for one in matrices)
+    weights = work.dims.layers[index].matmul_params if inside else sum(one.size for one in matrices)
     ops = LAYER_OPS + MATRIX_OPS * len(matrices)
     if machine.device.startswith("cuda"):
         read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)

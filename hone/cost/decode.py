@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.base.figure import Estimate
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.roofline import matmul_rate, seconds, speed_of_light
 from hone.cost.steps import AROUND_OPS, FORWARD_OPS, Product, moved_values, product_seconds, sum_up, traffic_seconds
@@ -37,7 +37,7 @@ AROUND_KERNELS = 6
 
 
 def decode_step_seconds(
-    facts: ModelFacts,
+    dims: ModelDims,
     machine: Machine,
     *,
     num_seqs: int,
@@ -57,29 +57,29 @@ def decode_step_seconds(
     """
     width = BYTES[dtype] if cache_width is None or not (in_place or captured) else cache_width
     # Keys and values of the sequences' cached positions.
-    cached = width * num_seqs * facts.state_values(context)
+    cached = width * num_seqs * dims.state_values(context)
     if in_place or captured:
         eight = width < BYTES[dtype] and width < 2
-        return _in_place(facts, machine, num_seqs, cached, dtype, weights_bytes, captured, eight)
-    products = _products(facts, num_seqs)
+        return _in_place(dims, machine, num_seqs, cached, dtype, weights_bytes, captured, eight)
+    products = _products(dims, num_seqs)
     gathered = 3.0 * cached
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
     parts = {
         f"{len(products)} matmuls": max(product_seconds(machine, products, dtype), weights_s),
         # Between two uses of a layer's pages those of all layers are used: they stay in a cache only if all fit.
         "pages": seconds(machine, num_bytes=gathered, op_bytes=gathered).value,
-        "element-wise": traffic_seconds(machine, facts, num_seqs, dtype, backward=False),
+        "element-wise": traffic_seconds(machine, dims, num_seqs, dtype, backward=False),
     }
-    return sum_up(machine, parts, decode_step_starts(facts), dtype)
+    return sum_up(machine, parts, decode_step_starts(dims), dtype)
 
 
-def decode_step_starts(facts: ModelFacts) -> float:
+def decode_step_starts(dims: ModelDims) -> float:
     """Starts of operations in one decoding step."""
-    return sum(len(layer.matmuls) for layer in facts.layers) + 1 + FORWARD_OPS * facts.num_layers + AROUND_OPS
+    return sum(len(layer.matmuls) for layer in dims.layers) + 1 + FORWARD_OPS * dims.num_layers + AROUND_OPS
 
 
 def _in_place(
-    facts: ModelFacts,
+    dims: ModelDims,
     machine: Machine,
     num_seqs: int,
     cached_bytes: float,
@@ -92,28 +92,28 @@ def _in_place(
     calibration = machine.calibration
     bound = calibration is None or dtype not in calibration.dtypes
     rate = speed_of_light(machine, dtype)[1] if bound else STREAMED * calibration.read_bytes_per_s
-    products = _products(facts, num_seqs)
-    weights_s = BYTES[dtype] * facts.matmul_params / rate
+    products = _products(dims, num_seqs)
+    weights_s = BYTES[dtype] * dims.matmul_params / rate
     if weights_bytes is not None:
         weights_s = weights_bytes / (rate if bound else QUANTIZED * calibration.read_bytes_per_s)
-    flops = 2.0 * num_seqs * facts.matmul_params
+    flops = 2.0 * num_seqs * dims.matmul_params
     if bound:
         matmuls_s = max(weights_s, flops / speed_of_light(machine, dtype)[0])
     elif num_seqs <= STREAM_ROWS or weights_bytes is not None:
         matmuls_s = max(weights_s, flops / matmul_rate(calibration, dtype, None))
     else:
         matmuls_s = max(weights_s, product_seconds(machine, products, dtype))
-    kernels = len(products) + LAYER_KERNELS * facts.num_layers + AROUND_KERNELS
+    kernels = len(products) + LAYER_KERNELS * dims.num_layers + AROUND_KERNELS
     parts = {
         f"{len(products)} matmuls": matmuls_s,
         "pages": cached_bytes / (rate if bound or not eight else PAGES_8 / STREAMED * rate),
-        "element-wise": BYTES[dtype] * num_seqs * moved_values(facts, backward=False) / rate,
+        "element-wise": BYTES[dtype] * num_seqs * moved_values(dims, backward=False) / rate,
     }
     if not bound:
         parts[f"{kernels:,} kernels"] = kernels * KERNEL_S
-    return sum_up(machine, parts, 0 if captured else decode_step_starts(facts), dtype)
+    return sum_up(machine, parts, 0 if captured else decode_step_starts(dims), dtype)
 
 
-def _products(facts: ModelFacts, num_seqs: int) -> list[Product]:
-    products: list[Product] = [((num_seqs, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-    return [*products, ((num_seqs, facts.vocab_size, facts.hidden_size), "forward")]
+def _products(dims: ModelDims, num_seqs: int) -> list[Product]:
+    products: list[Product] = [((num_seqs, *matmul), "forward") for layer in dims.layers for matmul in layer.matmuls]
+    return [*products, ((num_seqs, dims.vocab_size, dims.hidden_size), "forward")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.activations.segments import Segment, gradient_values, keep_all, layer_bytes, live_bytes
 from hone.cost.cache import BYTES as BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.replicas import Divided
 from hone.cost.update import UpdateCost, adamw
 
@@ -33,7 +33,7 @@ BUCKET = 1 << 26
 
 
 def train_bytes(
-    facts: ModelFacts,
+    dims: ModelDims,
     *,
     batch_tokens: int,
     seq_len: int,
@@ -66,28 +66,28 @@ def train_bytes(
     """
     width = BYTES[dtype]
     half = width < 4
-    params, vocab, hidden = facts.num_params, facts.vocab_size, facts.hidden_size
+    params, vocab, hidden = dims.num_params, dims.vocab_size, dims.hidden_size
     weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
-    update = update or adamw(facts)
+    update = update or adamw(dims)
     gradients = (4 if wide or passes > 1 else width) * params
     head = vocab * hidden
     taken = head * width + (4 * head if wide else 0)  # the head's gradient, and its float32 copy
     state = update.state_bytes
     if divided is not None and divided.num_ranks > 1:
-        weights, gradients = divided.weights_bytes(facts, width), divided.gradient_bytes(facts, passes)
+        weights, gradients = divided.weights_bytes(dims, width), divided.gradient_bytes(dims, passes)
         state, taken = state / divided.of("optimizer"), head * (width + 4)
     summed = gradients if passes > 1 else 0
     if summed and divided is not None and divided.num_ranks > 1:
-        summed = divided.summed_bytes(facts)
+        summed = divided.summed_bytes(dims)
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0
-    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask, fp8=fp8) for one in facts.layers]
+    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask, fp8=fp8) for one in dims.layers]
     live = live_bytes(
-        keep_all(facts.num_layers) if segments is None else segments, sizes, elsewhere=device.startswith("cuda")
+        keep_all(dims.num_layers) if segments is None else segments, sizes, elsewhere=device.startswith("cuda")
     )
     per_layer = max((one.saved for one in sizes), default=0)
-    making = batch_tokens * width * max((gradient_values(one, hidden) for one in facts.layers), default=0)
+    making = batch_tokens * width * max((gradient_values(one, hidden) for one in dims.layers), default=0)
 
     chunk = min(loss_chunk or batch_tokens, batch_tokens) * vocab
     # The head's gradient is summed in float32; scaling it makes a second one, rounding it a third in half precision.
@@ -112,7 +112,7 @@ def train_bytes(
 
 
 def serve_bytes(
-    facts: ModelFacts,
+    dims: ModelDims,
     *,
     weights_bytes: float = 0,
     kv_bytes: float = 0,
@@ -130,16 +130,16 @@ def serve_bytes(
     CPU are compiled, which brings the compiler into memory.
     """
     width = BYTES[dtype]
-    step = forward_bytes(facts, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
+    step = forward_bytes(dims, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
     # Logits, their float32 copy, and the sampler's copy (sorted or as probabilities).
-    logits = max_num_seqs * facts.vocab_size * (width + 3 * 4)
+    logits = max_num_seqs * dims.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
     code = FORWARD_TOUCHED + (COMPILER_BYTES if compiled else 0)
     return _sum_up(fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, code, device)
 
 
 def score_bytes(
-    models: Sequence[ModelFacts],
+    models: Sequence[ModelDims],
     *,
     weights_bytes: float,
     max_tokens: int,
@@ -167,14 +167,14 @@ def score_bytes(
     return _sum_up({"weights": weights_bytes}, parts, FORWARD_GAPS * step, FORWARD_TOUCHED, device)
 
 
-def forward_bytes(facts: ModelFacts, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:
+def forward_bytes(dims: ModelDims, *, tokens: int, dtype: str = "float32", context_tokens: int = 0) -> float:
     """Peak bytes of a forward pass without gradients beside weights and logits.
 
     In the attention: the residual, its norm, queries, keys and values as projected and rotated, keys and values gathered
     from `context_tokens` cached positions, the result. In the feed-forward: residual, norm, both halves, their product.
     """
-    width, hidden, most = BYTES[dtype], facts.hidden_size, 0.0
-    for layer in facts.layers:
+    width, hidden, most = BYTES[dtype], dims.hidden_size, 0.0
+    for layer in dims.layers:
         widths = layer.widths
         made = widths.projected + widths.turned + widths.mixed
         attention = tokens * (2 * hidden + made) + context_tokens * layer.kv_values_per_token

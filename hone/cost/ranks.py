@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.measure.calibration import CollectiveTime
 from hone.measure.machine import Machine
 
@@ -73,10 +73,10 @@ class Split:
         share = (self.tensor - 1) / self.tensor
         return MESSAGE_S[self._kind] + share * num_bytes / LINK_BYTES_PER_S[self._kind]
 
-    def step(self, facts: ModelFacts, num_tokens: int, num_logits: int, vocab_size: int, dtype: str) -> Estimate:
-        """Seconds that a stage (`facts`: its layers) spends on exchanges in a step: two sums a layer, one of embeddings, logits."""
-        message = BYTES[dtype] * num_tokens * facts.hidden_size
-        sums, logits = 2 * facts.num_layers + 1, BYTES[dtype] * num_logits * vocab_size
+    def step(self, dims: ModelDims, num_tokens: int, num_logits: int, vocab_size: int, dtype: str) -> Estimate:
+        """Seconds that a stage (`dims`: its layers) spends on exchanges in a step: two sums a layer, one of embeddings, logits."""
+        message = BYTES[dtype] * num_tokens * dims.hidden_size
+        sums, logits = 2 * dims.num_layers + 1, BYTES[dtype] * num_logits * vocab_size
         hop = MESSAGE_S[self._kind] + message / LINK_BYTES_PER_S[self._kind] if self.stages > 1 else 0.0
         value = sums * self.all_reduce_s(message) + self.gather_s(logits) + hop
         return Estimate(

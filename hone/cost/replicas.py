@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hone.cost.cache import BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.ranks import Transfers, messages_and_bytes
 
 GATHERED_LAYERS = 2
@@ -73,12 +73,12 @@ class Divided:
         """The number of parts into which `name` is divided."""
         return self.num_shards if name in self.sharded else 1
 
-    def weights_bytes(self, facts: ModelFacts, width: int) -> float:
+    def weights_bytes(self, dims: ModelDims, width: int) -> float:
         """Bytes of the weights of `width` bytes each and of their float32 masters on one rank."""
-        layers, ends = _layers(facts), facts.num_params - _layers(facts)
-        whole = width * facts.num_params
+        layers, ends = _layers(dims), dims.num_params - _layers(dims)
+        whole = width * dims.num_params
         if self.of("weights") > 1:
-            gathered = GATHERED_LAYERS * layers / max(facts.num_layers, 1)
+            gathered = GATHERED_LAYERS * layers / max(dims.num_layers, 1)
             # What a rank keeps of the layers in their own dtype, for the others to gather, unless it is the master.
             kept = width * layers / self.num_shards if width < 4 else 0.0
             if self.weight_bits:
@@ -87,32 +87,32 @@ class Divided:
             gathered = width * min(gathered, layers)
             whole = width * ends + (again if self.within == 1 else gathered + again) + kept
         apart = width < 4 or self.of("weights") > 1
-        whole += self.kept_bytes * facts.num_params
+        whole += self.kept_bytes * dims.num_params
         if self.served:
             # The rank's own float32 masters, what it sends and receives, what the others send to it; in fp32, its weights are the
             # masters, and those of the part it serves are further ones.
             others = (self.num_ranks - 1) / self.num_ranks
-            whole += 4 * facts.num_params * (1 + others + (1 if apart else 1 / self.num_ranks))
-        return whole + (4 * facts.num_params / self.of("optimizer") if apart else 0.0)
+            whole += 4 * dims.num_params * (1 + others + (1 if apart else 1 / self.num_ranks))
+        return whole + (4 * dims.num_params / self.of("optimizer") if apart else 0.0)
 
-    def gradient_bytes(self, facts: ModelFacts, passes: int) -> float:
+    def gradient_bytes(self, dims: ModelDims, passes: int) -> float:
         """Bytes of float32 gradients on one rank, at the end of the last of `passes` backward passes, when it has most of them.
 
         Ranks that share only the optimizer's state add up the gradients of several passes; those of one leave layer by layer.
         """
         apart = self.num_shards > 1 and not self.served
-        part = 4 * facts.num_params / self.num_shards if apart else 0.0
+        part = 4 * dims.num_params / self.num_shards if apart else 0.0
         if self.of("gradients") == 1 and not (apart and passes == 1):
-            return 4 * facts.num_params + part
-        flying = (FLYING_LAYERS - 1) * _layers(facts) / max(facts.num_layers, 1)
-        return part + 4 * (max(_ends(facts)) + min(flying, _layers(facts)))
+            return 4 * dims.num_params + part
+        flying = (FLYING_LAYERS - 1) * _layers(dims) / max(dims.num_layers, 1)
+        return part + 4 * (max(_ends(dims)) + min(flying, _layers(dims)))
 
-    def summed_bytes(self, facts: ModelFacts) -> float:
+    def summed_bytes(self, dims: ModelDims) -> float:
         """Bytes of float32 gradients that one rank keeps from one backward pass of a step to the next."""
-        return 4 * facts.num_params / self.of("gradients")
+        return 4 * dims.num_params / self.of("gradients")
 
     def step_s(
-        self, facts: ModelFacts, dtype: str, micro_batches: int, device: str, times: Transfers | None = None
+        self, dims: ModelDims, dtype: str, micro_batches: int, device: str, times: Transfers | None = None
     ) -> float:
         """Seconds in which a step's gradients and weights travel between ranks; `times` of a message are assumed without a table.
 
@@ -121,13 +121,13 @@ class Divided:
         """
         times = times or Transfers(device)
         if self.every:
-            return self._meeting_s(facts, times) + self._mixed_s(facts, times)
+            return self._meeting_s(dims, times) + self._mixed_s(dims, times)
         if self.served:
             times = _between_hosts(times)
-        messages = self.messages(facts, BYTES[dtype], micro_batches)
+        messages = self.messages(dims, BYTES[dtype], micro_batches)
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in messages)
 
-    def exposed_s(self, facts: ModelFacts, dtype: str, device: str, times: Transfers) -> float:
+    def exposed_s(self, dims: ModelDims, dtype: str, device: str, times: Transfers) -> float:
         """Of `step_s`, the seconds that no work of a step is left to pass beside, where sums and gathers pass beside passes.
 
         The gradient of the embedding comes last; new weights travel while those after them are updated. Where weights are gathered
@@ -135,44 +135,44 @@ class Divided:
         what a worker sends to its servers and gets from them; neighbours' weights come beside the passes.
         """
         if self.served:
-            return self.step_s(facts, dtype, 1, device, times)
+            return self.step_s(dims, dtype, 1, device, times)
         if self.every:
-            return self._meeting_s(facts, times)
-        found, last = self.messages(facts, BYTES[dtype], 1), facts.num_layers
-        each = len(found) // max(facts.num_layers + len(_ends(facts)), 1)
-        ends = found[last * each : (last + 1) * each] if facts.vocab_size else []
+            return self._meeting_s(dims, times)
+        found, last = self.messages(dims, BYTES[dtype], 1), dims.num_layers
+        each = len(found) // max(dims.num_layers + len(_ends(dims)), 1)
+        ends = found[last * each : (last + 1) * each] if dims.vocab_size else []
         waits = [one for one in ends if one.op != "all_gather"]
         if self.of("weights") > 1:
             waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)
 
-    def sent_bytes(self, facts: ModelFacts, width: int, micro_batches: int) -> float:
+    def sent_bytes(self, dims: ModelDims, width: int, micro_batches: int) -> float:
         """Bytes that a rank sends in a step, with weights of `width` bytes each: on average, where weights travel every so many steps."""
         if self.every:
             groups = self.num_ranks // self.num_shards
-            met = Message("all_gather", groups, groups * 4 * facts.num_params, 1 / self.every)
-            return met.sent_bytes + self.peers * 4 * facts.num_params
-        return sum(one.sent_bytes for one in self.messages(facts, width, micro_batches))
+            met = Message("all_gather", groups, groups * 4 * dims.num_params, 1 / self.every)
+            return met.sent_bytes + self.peers * 4 * dims.num_params
+        return sum(one.sent_bytes for one in self.messages(dims, width, micro_batches))
 
-    def _meeting_s(self, facts: ModelFacts, times: Transfers) -> float:
+    def _meeting_s(self, dims: ModelDims, times: Transfers) -> float:
         """Seconds a step of the exchanges of all weights, every so many steps."""
         groups = self.num_ranks // self.num_shards
-        return times.seconds("all_gather", groups, groups * 4 * facts.num_params) / self.every
+        return times.seconds("all_gather", groups, groups * 4 * dims.num_params) / self.every
 
-    def _mixed_s(self, facts: ModelFacts, times: Transfers) -> float:
+    def _mixed_s(self, dims: ModelDims, times: Transfers) -> float:
         """Seconds in which a rank gets the weights of its neighbours, and they its own before where they answer."""
         near, turns = 1 + self.peers, 1 + self.answered
-        return turns * _between_hosts(times).seconds("all_gather", near, near * 4 * facts.num_params)
+        return turns * _between_hosts(times).seconds("all_gather", near, near * 4 * dims.num_params)
 
-    def messages(self, facts: ModelFacts, width: int, micro_batches: int) -> list[Message]:
+    def messages(self, dims: ModelDims, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
         shards, groups = self.num_shards, self.num_ranks // self.num_shards
         if self.served:  # of float32 gradients, then of float32 weights
-            return [Message("all_to_all", self.num_ranks, 4 * facts.num_params, 2)]
+            return [Message("all_to_all", self.num_ranks, 4 * dims.num_params, 2)]
         passes = micro_batches if self.of("gradients") > 1 else 1
-        frees, layers, found = self.of("weights") > 1, _layers(facts), []
-        buckets = [(layers / max(facts.num_layers, 1), True)] * facts.num_layers
-        buckets += [(params, False) for params in _ends(facts)]
+        frees, layers, found = self.of("weights") > 1, _layers(dims), []
+        buckets = [(layers / max(dims.num_layers, 1), True)] * dims.num_layers
+        buckets += [(params, False) for params in _ends(dims)]
         near = self.within if 1 < self.within < shards else shards
         for index, (params, in_layer) in enumerate(buckets):
             if self.gradient_bits:
@@ -184,7 +184,7 @@ class Divided:
             else:
                 found.append(Message("reduce_scatter", shards, 4 * params, passes))
             if self.low_rank:
-                matrices = facts.layers[index].matmuls if in_layer else [(facts.vocab_size, facts.hidden_size)]
+                matrices = dims.layers[index].matmuls if in_layer else [(dims.vocab_size, dims.hidden_size)]
                 numbers = [self.low_rank * sum(shape) for shape in matrices]
                 # Two messages: P, then Q.
                 found.append(Message("all_reduce", groups, 4 * sum(numbers) / 2, 2, shards))
@@ -207,14 +207,14 @@ def _coded(bits: int) -> float:
     return bits / 8 + 4 / BLOCK
 
 
-def _layers(facts: ModelFacts) -> int:
+def _layers(dims: ModelDims) -> int:
     """Weights in the layers; the rest is embedding, head and last norm."""
-    return facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tie_embeddings else 2)
+    return dims.num_params - dims.vocab_size * dims.hidden_size * (1 if dims.tie_embeddings else 2)
 
 
-def _ends(facts: ModelFacts) -> list[float]:
+def _ends(dims: ModelDims) -> list[float]:
     """Weights of the embedding and, unless it is tied, of the head; the last norm is nothing beside them."""
-    return [float(facts.vocab_size * facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
+    return [float(dims.vocab_size * dims.hidden_size)] * (1 if dims.tie_embeddings else 2)
 
 
 def _between_hosts(times: Transfers) -> Transfers:

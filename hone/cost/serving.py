@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hone.base.figure import Estimate
 from hone.cost.decode import decode_step_seconds, decode_step_starts
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.offload import Offload
 from hone.cost.ranks import Split
@@ -173,7 +173,7 @@ def _chunks(prompts: list[_Running], budget: int) -> list[tuple[_Running, int]]:
 class Serving:
     """A model on a machine, with the engine's settings."""
 
-    facts: ModelFacts
+    dims: ModelDims
     machine: Machine
     dtype: str
     threads: int = 1
@@ -188,7 +188,7 @@ class Serving:
     """Whether decode steps on a CPU are one compiled call."""
 
     split: Split = field(default_factory=Split)
-    """How many ranks share the model; `facts` and `read_bytes` are then one rank's."""
+    """How many ranks share the model; `dims` and `read_bytes` are then one rank's."""
     vocab_size: int = 0
     """With several ranks: tokens of the whole vocabulary."""
     cache_width: float | None = None
@@ -221,7 +221,7 @@ class Serving:
             alone = self._gathered(step)
         if self.split.tensor * stages == 1:
             return alone
-        more = self.split.step(self.facts, step.num_tokens, step.samples, self.vocab_size, self.dtype)
+        more = self.split.step(self.dims, step.num_tokens, step.samples, self.vocab_size, self.dtype)
         times = stages if not step.chunks else 1
         formula = f"{times} x ({alone.formula} + {more.formula})" if times > 1 else f"{alone.formula} + {more.formula}"
         return Estimate(value=times * (alone.value + more.value), unit="s", formula=formula, bound=alone.bound)
@@ -229,7 +229,7 @@ class Serving:
     @property
     def launched_s(self) -> float:
         """Seconds of launching a step's kernels one by one from Python, which overlap the GPU's work."""
-        return seconds(self.machine, num_ops=LAUNCHED_PER_LAYER * self.facts.num_layers, dtype=self.dtype).value
+        return seconds(self.machine, num_ops=LAUNCHED_PER_LAYER * self.dims.num_layers, dtype=self.dtype).value
 
     def _on_gpu(self, step: StepKind) -> Estimate:
         captured = self.captured and not step.chunks and step.decoding <= MOST_CAPTURED
@@ -242,7 +242,7 @@ class Serving:
     def _decoding(self, step: StepKind, captured: bool) -> Estimate:
         """Seconds of a GPU where every sequence has one new token."""
         return decode_step_seconds(
-            self.facts,
+            self.dims,
             self.machine,
             num_seqs=step.decoding,
             context=int(step.context),
@@ -256,22 +256,22 @@ class Serving:
     def _mixed(self, step: StepKind) -> Estimate:
         """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once."""
         whole = forward_seconds(
-            self.facts,
+            self.dims,
             self.machine,
             tokens=step.num_tokens,
             seq_len=1,
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
         )
-        cached = self.cached_width * step.decoding * self.facts.state_values(int(step.context))
+        cached = self.cached_width * step.decoding * self.dims.state_values(int(step.context))
         pages = seconds(self.machine, num_bytes=cached, op_bytes=max(cached, 1.0), dtype=self.dtype).value
         return whole.model_copy(update={"value": whole.value + self._attention(step) + pages})
 
     def _compiled(self, step: StepKind) -> Estimate:
         """Seconds of a decode step that is one call on a CPU: weights and pages once, and Python around it."""
-        facts, machine, dtype = self.facts, self.machine, self.dtype
-        embedding = 0 if facts.tie_embeddings else facts.vocab_size * facts.hidden_size
-        dense = BYTES[dtype] * float(facts.num_params - embedding)
+        dims, machine, dtype = self.dims, self.machine, self.dtype
+        embedding = 0 if dims.tie_embeddings else dims.vocab_size * dims.hidden_size
+        dense = BYTES[dtype] * float(dims.num_params - embedding)
         read = dense if self.read_bytes is None else self.read_bytes / PACKED_RATE
         host = STEP_OPS + COMPILED_OPS + SEQ_OPS * step.decoding
         weights_s = seconds(machine, num_bytes=read, op_bytes=max(read, 1.0), dtype=dtype).value
@@ -290,25 +290,25 @@ class Serving:
 
     def _gathered(self, step: StepKind) -> Estimate:
         """Seconds of a step that gathers pages before attention and starts every operation from Python, one after another."""
-        facts, machine, dtype = self.facts, self.machine, self.dtype
+        dims, machine, dtype = self.dims, self.machine, self.dtype
         tokens, width = step.num_tokens, max(self.cached_width, BYTES[dtype])  # gathered pages are in `dtype`
-        products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-        products.append(((step.samples, facts.vocab_size, facts.hidden_size), "forward"))
+        products: list[Product] = [((tokens, *matmul), "forward") for layer in dims.layers for matmul in layer.matmuls]
+        products.append(((step.samples, dims.vocab_size, dims.hidden_size), "forward"))
         weights_s = seconds(machine, num_bytes=self.read_bytes, dtype=dtype).value if self.read_bytes else 0.0
         groups = bool(step.decoding) + bool(step.chunks)
         parts = {
             "matmuls": max(product_seconds(machine, products, dtype), weights_s),
             "pages": gather_seconds(machine, width * self._cached_values(step)),
             "attention": self._attention(step),
-            "element-wise": traffic_seconds(machine, facts, tokens, dtype, backward=False),
+            "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False),
         }
-        starts = decode_step_starts(facts) + GROUP_OPS * max(groups - 1, 0) * facts.num_layers
-        host = STEP_OPS + LAYER_OPS * facts.num_layers + SEQ_OPS * (step.decoding + len(step.chunks))
+        starts = decode_step_starts(dims) + GROUP_OPS * max(groups - 1, 0) * dims.num_layers
+        host = STEP_OPS + LAYER_OPS * dims.num_layers + SEQ_OPS * (step.decoding + len(step.chunks))
         calibration = machine.calibration
         bound = calibration is None or dtype not in calibration.dtypes
         shared = 1.0 if calibration is None else max(calibration.threads / self.threads, 1.0)
         started_s = seconds(machine, num_ops=starts + host, dtype=dtype).value
-        mapped_s = mapping_seconds(machine, width * self._cached_values(step) / max(facts.num_layers, 1))
+        mapped_s = mapping_seconds(machine, width * self._cached_values(step) / max(dims.num_layers, 1))
         value = sum(parts.values()) * shared + mapped_s + started_s
         formula = " + ".join(f"{name} {part * shared * 1e3:.2f} ms" for name, part in parts.items())
         return Estimate(
@@ -320,8 +320,8 @@ class Serving:
 
     def _cached_values(self, step: StepKind) -> float:
         """Numbers that the step's sequences read from pages."""
-        decoding = step.decoding * self.facts.state_values(int(step.context))
-        return decoding + sum(self.facts.state_values(before + count) for before, count in step.chunks)
+        decoding = step.decoding * self.dims.state_values(int(step.context))
+        return decoding + sum(self.dims.state_values(before + count) for before, count in step.chunks)
 
     def _attention(self, step: StepKind) -> float:
         """Seconds of the chunks' attention (of decoding sequences: the time of their pages). Later chunks compute all slots."""
@@ -330,7 +330,7 @@ class Serving:
             end = before + count
             visible = count * (before + (count + 1) / 2)
             done = count * end if before else visible
-            for layer in self.facts.layers:
+            for layer in self.dims.layers:
                 inside = layer.mixing.mixing_flops(end) * end - (
                     layer.mixing.mixing_flops(before) * before if before else 0
                 )

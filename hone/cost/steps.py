@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from hone.base.figure import Estimate
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, kernel_rate, linear_seconds, matmul_seconds, seconds
 from hone.cost.update import UpdateCost, adamw, update_seconds
@@ -48,7 +48,7 @@ divergence has three exponentials and eight passes over new memory, the equality
 
 
 def forward_seconds(
-    facts: ModelFacts,
+    dims: ModelDims,
     machine: Machine,
     *,
     tokens: int,
@@ -58,21 +58,21 @@ def forward_seconds(
 ) -> Estimate:
     """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all)."""
     rows = tokens if logit_tokens is None else logit_tokens
-    products: list[Product] = [((tokens, *matmul), "forward") for layer in facts.layers for matmul in layer.matmuls]
-    if facts.vocab_size:
-        products.append(((rows, facts.vocab_size, facts.hidden_size), "forward"))
-    flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in facts.layers)
+    products: list[Product] = [((tokens, *matmul), "forward") for layer in dims.layers for matmul in layer.matmuls]
+    if dims.vocab_size:
+        products.append(((rows, dims.vocab_size, dims.hidden_size), "forward"))
+    flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in dims.layers)
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         "attention": attention_seconds(machine, flops, dtype, seq_len=seq_len),
-        "element-wise": traffic_seconds(machine, facts, tokens, dtype, backward=False),
+        "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False),
     }
-    starts = len(products) + FORWARD_OPS * facts.num_layers + AROUND_OPS
+    starts = len(products) + FORWARD_OPS * dims.num_layers + AROUND_OPS
     return sum_up(machine, parts, starts, dtype)
 
 
 def train_step_seconds(
-    facts: ModelFacts,
+    dims: ModelDims,
     machine: Machine,
     *,
     batch_tokens: int,
@@ -98,15 +98,15 @@ def train_step_seconds(
     length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
     """
     once = pass_seconds(
-        facts, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
+        dims, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
         replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
         piece_len=piece_len, sequence_ranks=sequence_ranks,
     )  # fmt: skip
-    last = update_seconds(update or adamw(facts), facts, machine, dtype)
+    last = update_seconds(update or adamw(dims), dims, machine, dtype)
     value = micro_batches * once.value + last.value
     formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
     if fp8 and held:
-        cast = held_cast_seconds(facts, machine, dtype, recipe)
+        cast = held_cast_seconds(dims, machine, dtype, recipe)
         value, formula = value + cast, f"{formula} + codes of weights {cast:.3g} s"
     return Estimate(value=value, unit="s", formula=formula, bound=once.bound)
 
@@ -121,15 +121,15 @@ def _reads(recipe: str) -> int:
     return 1 if recipe == "blockwise" else 2
 
 
-def held_cast_seconds(facts: ModelFacts, machine: Machine, dtype: str, recipe: str) -> float:
+def held_cast_seconds(dims: ModelDims, machine: Machine, dtype: str, recipe: str) -> float:
     """Seconds in which the layers' weights are cast once, to codes for both of their products."""
-    weights = sum(layer.matmul_params for layer in facts.layers)
+    weights = sum(layer.matmul_params for layer in dims.layers)
     moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * weights
     return seconds(machine, num_bytes=moved, dtype=dtype).value
 
 
 def pass_seconds(
-    facts: ModelFacts,
+    dims: ModelDims,
     machine: Machine,
     *,
     batch_tokens: int,
@@ -148,11 +148,11 @@ def pass_seconds(
 
     `fp8`: the products of layers' linears that are of fp8 codes, which are cast before, as in `train_step_seconds`.
     """
-    vocab, hidden = facts.vocab_size, facts.hidden_size
+    vocab, hidden = dims.vocab_size, dims.hidden_size
     products: list[Product] = []
     linears: list[tuple[tuple[int, int, int], int]] = []
     attention, times = 0.0, Counter(recomputed)
-    for index, layer in enumerate(facts.layers):
+    for index, layer in enumerate(dims.layers):
         again = times[index]
         for out_features, in_features in layer.matmuls:
             shape = batch_tokens, out_features, in_features
@@ -169,7 +169,7 @@ def pass_seconds(
     chunk = min(loss_chunk or batch_tokens, batch_tokens) if machine.device.startswith("cuda") else batch_tokens
     for rows in _chunks(batch_tokens, chunk) if vocab else ():
         products += _three(rows, vocab, hidden, forwards=1)
-    twice = replace(facts, layers=tuple(facts.layers[index] for index in (*recomputed, *replayed)))
+    twice = replace(dims, layers=tuple(dims.layers[index] for index in (*recomputed, *replayed)))
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         **coded,
@@ -178,16 +178,16 @@ def pass_seconds(
             traffic_seconds(
                 machine, of, batch_tokens, dtype, backward=backward, kept=True, sequence_ranks=sequence_ranks
             )
-            for of, backward in ((facts, False), (twice, False), (facts, True))
+            for of, backward in ((dims, False), (twice, False), (dims, True))
         ),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype)
-        + _head_seconds(facts, machine, dtype),
+        + _head_seconds(dims, machine, dtype),
     }
     starts = (
         len(products)
         + round((FP8_BLOCK_OPS if recipe == "blockwise" else FP8_OPS) * 3 * len(linears))
         + FORWARD_OPS * len(recomputed)
-        + (FORWARD_OPS + BACKWARD_OPS) * facts.num_layers
+        + (FORWARD_OPS + BACKWARD_OPS) * dims.num_layers
     )
     starts += 4 * AROUND_OPS + LOOKED_AT_OPS * len(replayed)
     return sum_up(machine, parts, starts, dtype)
@@ -198,16 +198,16 @@ def _chunks(tokens: int, chunk: int) -> list[int]:
     return [min(chunk, tokens - begin) for begin in range(0, tokens, chunk)]
 
 
-def _head_seconds(facts: ModelFacts, machine: Machine, dtype: str) -> float:
+def _head_seconds(dims: ModelDims, machine: Machine, dtype: str) -> float:
     """Seconds of passes over the gradient of the head: on a CPU it is summed, scaled, and added to the embedding's.
 
     On a GPU it is scaled in its own dtype, and the embedding's starts as zeros; a tied one is the sum of both.
     """
-    numbers = facts.vocab_size * facts.hidden_size
+    numbers = dims.vocab_size * dims.hidden_size
     if not numbers:
         return 0.0
     if machine.device.startswith("cuda"):
-        passes = 2 + 1 + (3 if facts.tie_embeddings else 0)
+        passes = 2 + 1 + (3 if dims.tie_embeddings else 0)
         return seconds(machine, num_bytes=passes * BYTES[dtype] * numbers, dtype=dtype).value
     return seconds(machine, num_bytes=10 * 4 * numbers, op_bytes=8 * numbers).value
 
@@ -301,7 +301,7 @@ def _cast_bytes(products: Iterable[Product], width: int, *, held: bool, recipe: 
 
 def traffic_seconds(
     machine: Machine,
-    facts: ModelFacts,
+    dims: ModelDims,
     tokens: int,
     dtype: str,
     *,
@@ -316,32 +316,32 @@ def traffic_seconds(
     """
     on_gpu, calibration = machine.device.startswith("cuda"), machine.calibration
     if on_gpu and kept and calibration is not None:
-        found = fused_values(facts, backward=backward)
+        found = fused_values(dims, backward=backward)
         own = {
             "rms_norm": sequence_ranks,
             "": sequence_ranks,
         }  # with sequence parallelism a rank has a part of these tokens
         moved = {kernel: BYTES[dtype] * tokens * values / own.get(kernel, 1) for kernel, values in found.items()}
         return sum(size / (kernel_rate(machine, kernel, dtype, size) or 1.0) for kernel, size in moved.items() if size)
-    widest = 3 * max([facts.hidden_size, *(layer.intermediate_size for layer in facts.layers)])
-    num_bytes = BYTES[dtype] * tokens * moved_values(facts, backward=backward)
+    widest = 3 * max([dims.hidden_size, *(layer.intermediate_size for layer in dims.layers)])
+    num_bytes = BYTES[dtype] * tokens * moved_values(dims, backward=backward)
     op_bytes = num_bytes if kept else BYTES[dtype] * tokens * widest
     moved_s = seconds(machine, num_bytes=num_bytes, op_bytes=op_bytes, dtype=dtype).value
     if calibration is None or on_gpu:  # a GPU's exponentials overlap its traffic
         return moved_s
-    gates = tokens * sum(layer.intermediate_size for layer in facts.layers)
+    gates = tokens * sum(layer.intermediate_size for layer in dims.layers)
     # the gate's sigmoid; again for the backward pass
     return moved_s + gates * (2 if backward else 1) / calibration.exp_per_s
 
 
-def moved_values(facts: ModelFacts, *, backward: bool) -> float:
+def moved_values(dims: ModelDims, *, backward: bool) -> float:
     """Numbers per token that norms, rotations, gate and residual sums read and write in the torch calls of hone.ops.
 
     Forward: 5 passes per norm, 6 per rotation, 6 for the gate, 3 per sum. Backward: 10 per norm, 8 per rotation, 12 for the
     gate, 3 per sum, and 3 to concatenate the gradients of queries, keys and values.
     """
-    hidden, total = facts.hidden_size, 0.0
-    for layer in facts.layers:
+    hidden, total = dims.hidden_size, 0.0
+    for layer in dims.layers:
         turned, joined, inner = layer.widths.turned, layer.widths.projected, layer.intermediate_size
         if backward:
             total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined
@@ -350,7 +350,7 @@ def moved_values(facts: ModelFacts, *, backward: bool) -> float:
     return total
 
 
-def fused_values(facts: ModelFacts, *, backward: bool) -> dict[str, float]:
+def fused_values(dims: ModelDims, *, backward: bool) -> dict[str, float]:
     """The same in a training by the kernels of hone.ops, by kernel ('' for torch's own operations), each of which passes over its memory once.
 
     Forward: the first norm of a layer reads and writes, the second also adds the residual (4), and so does the layer's end (3); a
@@ -358,7 +358,7 @@ def fused_values(facts: ModelFacts, *, backward: bool) -> dict[str, float]:
     second reads what flows to its sum, too; the gate reads its three factors and writes two gradients; sums of what flows to
     a layer's input (3), and the gradients of queries, keys and values are concatenated (2).
     """
-    hidden, layers = facts.hidden_size * facts.num_layers, facts.layers
+    hidden, layers = dims.hidden_size * dims.num_layers, dims.layers
     turned, inner = sum(one.widths.turned for one in layers), sum(one.intermediate_size for one in layers)
     joined = sum(one.widths.projected for one in layers)
     if backward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hone.cost.cache import BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.ranks import MESSAGE_S, Transfers, link_bytes_per_s
 
 
@@ -13,12 +13,12 @@ from hone.cost.ranks import MESSAGE_S, Transfers, link_bytes_per_s
 class Tensor:
     """`degree` ranks that compute each layer together; with `sequence` they share the tokens between its regions.
 
-    `facts` are those of one rank's part (`part_of`), None with one rank. Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    `dims` are those of one rank's part (`part_of`), None with one rank. Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
 
     degree: int = 1
     sequence: bool = True
-    facts: ModelFacts | None = None
+    dims: ModelDims | None = None
     overlap: bool = False
     """Whether transfers of a layer are made in parts beside its products."""
 
@@ -36,7 +36,7 @@ class Tensor:
 
         A layer has two sums of its tokens forward and two backward, embedding and head one each in both directions.
         """
-        if self.degree == 1 or self.facts is None:
+        if self.degree == 1 or self.dims is None:
             return 0.0
         ends = 2  # the embedding forward, the head backward
         return self._layers_s(hidden_size, tokens, recomputed, micro_batches, dtype, device, times) + (
@@ -54,9 +54,9 @@ class Tensor:
         times: Transfers | None,
     ) -> float:
         """Of `step_s` those inside layers. With `overlap` a CPU, which hides none, also gathers two inputs again."""
-        assert self.facts is not None, "one rank has no transfers"
+        assert self.dims is not None, "one rank has no transfers"
         again = 1 if self.overlap and _kind(device) == "cpu" else 0
-        sums = (4 + again) * self.facts.num_layers + 2 * recomputed
+        sums = (4 + again) * self.dims.num_layers + 2 * recomputed
         return micro_batches * sums * self._sum_s(hidden_size, tokens, dtype, device, times)
 
     def forward_s(self, num_layers: int, hidden_size: int, tokens: int, dtype: str, device: str) -> float:
@@ -93,10 +93,10 @@ class Tensor:
         a link and not of a collective: copy engines carry them. The gradients of the weights, which come after, are not counted. On
         a CPU nothing is hidden: gloo takes the cores that would multiply.
         """
-        if not self.overlap or self.degree == 1 or self.facts is None or _kind(device) == "cpu":
+        if not self.overlap or self.degree == 1 or self.dims is None or _kind(device) == "cpu":
             return 0.0
-        borders = 2 * (2 * 2 * self.facts.num_layers + 2 * recomputed)
-        product = products_s / (4 * max(self.facts.num_layers, 1)) / self.degree
+        borders = 2 * (2 * 2 * self.dims.num_layers + 2 * recomputed)
+        product = products_s / (4 * max(self.dims.num_layers, 1)) / self.degree
         message = BYTES[dtype] * tokens * hidden_size / self.degree / link_bytes_per_s(device, self.degree)
         waits = micro_batches * borders * (self.degree - 1) * max(message - product, 0.0)
         return max(self._layers_s(hidden_size, tokens, recomputed, micro_batches, dtype, device, times) - waits, 0.0)
@@ -106,10 +106,10 @@ class Tensor:
 
         A layer has four sums, for each of which n - 1 parts are added, and backward two gathers to which it copies its own part.
         """
-        if not self.overlap or self.degree == 1 or self.facts is None:
+        if not self.overlap or self.degree == 1 or self.dims is None:
             return 0.0
         part = BYTES[dtype] * tokens * hidden_size / self.degree
-        sums, copies = 4 * self.facts.num_layers + 2 * recomputed, 2 * self.facts.num_layers
+        sums, copies = 4 * self.dims.num_layers + 2 * recomputed, 2 * self.dims.num_layers
         return micro_batches * part * (3 * (self.degree - 1) * sums + 2 * copies)
 
     def saved_bytes(self, hidden_size: int, tokens: int, kept_layers: int, dtype: str) -> float:
@@ -128,8 +128,8 @@ class Tensor:
         return rooms * BYTES[dtype] * tokens * hidden_size
 
 
-def part_of(local: ModelFacts, degree: int) -> ModelFacts:
-    """The facts of one of `degree` ranks; `local` has its layers (`ModelConfig.local`), and a whole embedding and head."""
+def part_of(local: ModelDims, degree: int) -> ModelDims:
+    """The dimensions of one of `degree` ranks; `local` has its layers (`ModelConfig.local`), and a whole embedding and head."""
     rows = -(-local.vocab_size // degree)
     less = (local.vocab_size - rows) * local.hidden_size * (1 if local.tie_embeddings else 2)
     return replace(local, vocab_size=rows, num_params=local.num_params - less, active_params=local.active_params - less)

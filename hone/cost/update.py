@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.roofline import kernel_rate, matmul_seconds, seconds
 from hone.measure.machine import Machine
 
@@ -72,24 +72,24 @@ ADAMW_OPS = 40
 """Starts of a fused update: one operation per list of tensors for the norm, the scaling and the step; reading the norm."""
 
 
-def adamw(facts: ModelFacts, *, fused: bool = False) -> UpdateCost:
+def adamw(dims: ModelDims, *, fused: bool = False) -> UpdateCost:
     """AdamW on all weights; `fused` as on a GPU."""
-    numbers = ADAMW_STATE_BYTES * facts.num_params, ADAMW_MOVED_BYTES * facts.num_params
+    numbers = ADAMW_STATE_BYTES * dims.num_params, ADAMW_MOVED_BYTES * dims.num_params
     return UpdateCost(*numbers, ADAMW_OPS, fused=fused)
 
 
-def layer_matrix_params(facts: ModelFacts) -> int:
+def layer_matrix_params(dims: ModelDims) -> int:
     """Weights in the layers, all experts counted: nearly all of them in matrices. The rest is embedding and head."""
-    return facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tie_embeddings else 2)
+    return dims.num_params - dims.vocab_size * dims.hidden_size * (1 if dims.tie_embeddings else 2)
 
 
-def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str) -> Estimate:
+def update_seconds(cost: UpdateCost, dims: ModelDims, machine: Machine, dtype: str) -> Estimate:
     """Seconds of one update of a rank's share, with weights in `dtype`: the gradient's norm, its scaling, the optimizer's own work."""
     around, half = (FUSED_BYTES, FUSED_ROUND_BYTES) if cost.fused else (AROUND_BYTES, WIDEN_BYTES)
-    moved = cost.share * (cost.moved_bytes + facts.num_params * (around + (half if dtype != "float32" else 0)))
-    whole = 4 * facts.num_params
+    moved = cost.share * (cost.moved_bytes + dims.num_params * (around + (half if dtype != "float32" else 0)))
+    whole = 4 * dims.num_params
     if cost.fused and (rate := kernel_rate(machine, "adamw", dtype, cost.op_bytes or whole)) is not None:
-        traffic = _fused(cost, facts, machine, dtype, moved, rate)
+        traffic = _fused(cost, dims, machine, dtype, moved, rate)
     else:
         traffic = seconds(machine, num_bytes=moved, num_ops=cost.num_ops, op_bytes=cost.op_bytes or whole, dtype=dtype)
     value, formula = traffic.value, f"update {traffic.value:.3g} s"
@@ -104,18 +104,18 @@ def update_seconds(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype:
     return Estimate(value=value, unit="s", formula=formula, bound=traffic.bound)
 
 
-def _fused(cost: UpdateCost, facts: ModelFacts, machine: Machine, dtype: str, moved: float, rate: float) -> Estimate:
+def _fused(cost: UpdateCost, dims: ModelDims, machine: Machine, dtype: str, moved: float, rate: float) -> Estimate:
     """Seconds of an update in one pass of `moved` bytes, if gradients are float32, and of the sums of its passes' gradients."""
     half, sums = BYTES[dtype] == 2, 0.0
     if half and not cost.widened:
-        moved -= cost.share * 2 * HALF_GRADIENT_BYTES * facts.num_params
+        moved -= cost.share * 2 * HALF_GRADIENT_BYTES * dims.num_params
     elif half:
-        size = facts.num_params * (WIDENED_BYTES + ADDED_BYTES * (cost.widened - 1))
+        size = dims.num_params * (WIDENED_BYTES + ADDED_BYTES * (cost.widened - 1))
         if (
             cost.senders > 1
         ):  # two in one pass, each further one read and added; the sum of a further pass is read twice and written
             one = 2 * WIDENED_BYTES - 4 + ADDED_BYTES * (cost.senders - 2)
-            size = cost.share * facts.num_params * (cost.widened * one + 12 * (cost.widened - 1))
+            size = cost.share * dims.num_params * (cost.widened * one + 12 * (cost.widened - 1))
         sums = size / (kernel_rate(machine, "widen", dtype, size) or rate)
     started = seconds(machine, num_ops=cost.num_ops, dtype=dtype)
     value = max(moved / rate, started.value) + sums

@@ -169,14 +169,14 @@ class Eval(Stage):
         self, models: list[CheckpointFacts], split: SplitFacts, machine: Machine, window: int
     ) -> dict[str, Estimate]:
         """Time, and the memory that the work adds. `models`: the model, then the reference if there is one."""
-        facts = [one.config.facts() for one in models]
-        compared, vocab_size = len(facts) > 1, facts[0].vocab_size
+        dims = [one.config.dims() for one in models]
+        compared, vocab_size = len(dims) > 1, dims[0].vocab_size
         tokens = max(min(split.tokens, self.max_tokens or split.tokens), 1)
         documents = max(round(split.documents * tokens / max(split.tokens, 1)), 1) if self.join == "documents" else 1
         mean_len = max(min(window, math.ceil(tokens / documents)), 1)
         repeated = window / (self.stride or window)
         batch = min(self.batch_tokens, tokens)
-        forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in facts]
+        forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in dims]
         softmax_s = (COMPARED if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
         each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
@@ -184,7 +184,7 @@ class Eval(Stage):
         return {
             "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound),
             "memory_growth_bytes": score_bytes(
-                facts,
+                dims,
                 weights_bytes=sum(one.loaded_bytes(self.dtype) for one in models),
                 max_tokens=batch,
                 max_rows=min(max(LOGITS // vocab_size, 1), batch),

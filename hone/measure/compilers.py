@@ -113,7 +113,7 @@ def _key() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
     except OSError:
         lines = []
-    facts = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    facts += [platform.processor(), platform.python_version(), version("torch")]
-    facts += [os.environ.get(name, "") for name in LIMITS]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+    found = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    found += [platform.processor(), platform.python_version(), version("torch")]
+    found += [os.environ.get(name, "") for name in LIMITS]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]

@@ -141,16 +141,16 @@ _SETTINGS = {
 
 
 def identity(machine: Machine) -> dict[str, str]:
-    """The facts that a calibration depends on: the processor, the part of it that is used, torch's version and its settings."""
+    """What a calibration depends on: the processor, the part of it that is used, torch's version and its settings."""
     kind = "cuda" if machine.device.startswith("cuda") else "cpu"
-    facts = {"device": kind, "processor": machine.processor, "torch": str(machine.torch)}
+    found = {"device": kind, "processor": machine.processor, "torch": str(machine.torch)}
     if machine.gpus and kind == "cuda":  # a slice of a GPU has its name, too
         gpu = machine.gpus[_index(machine.device)]
-        facts |= {"multiprocessors": str(gpu.num_multiprocessors), "memory_bytes": str(gpu.memory_bytes)}
+        found |= {"multiprocessors": str(gpu.num_multiprocessors), "memory_bytes": str(gpu.memory_bytes)}
     if kind == "cpu":
-        facts |= {"cores": str(machine.num_cores), "processors": str(machine.num_threads)}
-        facts |= {"cpu_isa_limit": str(machine.cpu_isa_limit)}
-    return facts | {name: os.environ[name] for name in _SETTINGS[kind] if name in os.environ}
+        found |= {"cores": str(machine.num_cores), "processors": str(machine.num_threads)}
+        found |= {"cpu_isa_limit": str(machine.cpu_isa_limit)}
+    return found | {name: os.environ[name] for name in _SETTINGS[kind] if name in os.environ}
 
 
 def _index(device: str) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.base.spec import Quiet, Spec
 from hone.base.table import Choice, Technique
-from hone.cost.facts import LayerFacts, ModelFacts
+from hone.cost.dims import LayerDims, ModelDims
 from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import Wrappers, wrappers
 from hone.model.families import FAMILIES
@@ -211,22 +211,22 @@ class ModelConfig(Spec):
         linears = (one for index in range(self.num_layers) for one in self.linears(index).values())
         return self.num_params - sum(one.num_params - one.active_params for one in linears)
 
-    def facts(self) -> ModelFacts:
+    def dims(self) -> ModelDims:
         """The sizes from which `hone.cost` computes estimates."""
-        return ModelFacts(
+        return ModelDims(
             num_params=self.num_params,
             active_params=self.active_params,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_seq_len=self.max_seq_len,
             tie_embeddings=self.tie_embeddings,
-            layers=tuple(self._layer_facts(index) for index in range(self.num_layers)),
+            layers=tuple(self._layer_dims(index) for index in range(self.num_layers)),
         )
 
-    def _layer_facts(self, index: int) -> LayerFacts:
+    def _layer_dims(self, index: int) -> LayerDims:
         layer = self.layers[index]
         parts = (*self.linears(index).values(), *self.parameters(index).values())
-        return LayerFacts(
+        return LayerDims(
             matmuls=tuple(matmul for part in parts for matmul in part.matmuls),
             mixing=layer.mixer.mixing(),
             widths=layer.mixer.widths(self.hidden_size),
@@ -242,12 +242,12 @@ class ModelConfig(Spec):
         elementwise work do not; mixing counts `Mixer.mixing_flops` (attention: the keys of a token, (seq_len + 1) / 2
         tokens on average, fewer with a window). A training step costs 3 times this.
         """
-        return self.facts().flops_per_token(seq_len)
+        return self.dims().flops_per_token(seq_len)
 
     def state_bytes(self, seq_len: int, bytes_per_value: float = 2) -> float:
         """Bytes of state that decoding keeps after `seq_len` tokens of a sequence, all layers."""
-        return self.facts().state_values(seq_len) * bytes_per_value
+        return self.dims().state_values(seq_len) * bytes_per_value
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> float:
         """Bytes of one token's keys and values in the engine's pages, all layers, at `bytes_per_value` bytes a number."""
-        return self.facts().kv_values_per_token * bytes_per_value
+        return self.dims().kv_values_per_token * bytes_per_value

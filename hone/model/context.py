@@ -285,8 +285,8 @@ def runs_fused(x: Tensor, head_dim: int) -> bool:
     """As `has_fused`, for heads of `head_dim` on the device and in the dtype of x."""
     from hone.ops.dispatch import runs_kernel
 
-    facts = {"head_dim": head_dim, "v_dim": head_dim, "block": 0, "dense": False, "plain": True}
-    return runs_kernel("attend", x.device, dtype=x.dtype, **facts)
+    case = {"head_dim": head_dim, "v_dim": head_dim, "block": 0, "dense": False, "plain": True}
+    return runs_kernel("attend", x.device, dtype=x.dtype, **case)
 
 
 def fused(

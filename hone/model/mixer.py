@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.cost.cache import LayerCache
-from hone.cost.facts import Mixing, Widths
+from hone.cost.dims import Mixing, Widths
 from hone.model.block import BlockSpec
 from hone.model.context import Context
 

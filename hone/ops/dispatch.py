@@ -21,8 +21,8 @@ from hone.ops.cpu.rules import GATHERED, ON_CPU, UP_TO_32
 from hone.ops.where import Choice, Where
 
 
-def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> Choice:
-    """The backend of `op` ('attend', 'linear', ...) for `facts`: the shapes, dtype and options that the op's rule takes.
+def choose(op: str, where: Where, *, compiling: bool = False, **case: Any) -> Choice:
+    """The backend of `op` ('attend', 'linear', ...) for `case`: the shapes, dtype and options that the op's rule takes.
 
     A pure function: equal arguments give an equal result on any machine. `compiling`: torch.compile is tracing the call.
     Raises SpecError for an op without a rule.
@@ -30,14 +30,14 @@ def choose(op: str, where: Where, *, compiling: bool = False, **facts: Any) -> C
     if op not in RULES:
         raise SpecError(f"op is {op!r}, which has no rule", fix=f"give one of {', '.join(RULES)}")
     if where.kind == "cpu" and where.cpu and op in ON_CPU and not compiling:
-        return ON_CPU[op](where, **facts)
+        return ON_CPU[op](where, **case)
     if where.kind != "cuda" and op in NO_GPU:
         return NO_GPU[op]
     if compiling and op in COMPILED:
         return COMPILED[op]
     if where.kind == "cuda" and not where.runs_triton:
         return Choice("reference", _why_no_triton(where))
-    return RULES[op](where, **facts)
+    return RULES[op](where, **case)
 
 
 def locate(device: torch.device | str) -> Where:
@@ -73,7 +73,7 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def backend_of(op: str, device: torch.device, forced: str | None = None, **facts: Any) -> str:
+def backend_of(op: str, device: torch.device, forced: str | None = None, **case: Any) -> str:
     """The backend's name: `forced` (for tests), else the chosen one. Warns once where a GPU runs the reference.
 
     Raises SpecError for a forced name that the op does not have.
@@ -84,15 +84,15 @@ def backend_of(op: str, device: torch.device, forced: str | None = None, **facts
             raise SpecError(said, fix="leave backend out to get the fastest one, or give one of these")
         return forced
     where = locate(device)
-    choice = choose(op, where, compiling=torch.compiler.is_compiling(), **facts)
+    choice = choose(op, where, compiling=torch.compiler.is_compiling(), **case)
     if choice.backend == "reference" and where.kind == "cuda":
         say_once(f"{op} runs its plain torch reference on {device.type}: {choice.reason}")
     return choice.backend
 
 
-def runs_kernel(op: str, device: torch.device, **facts: Any) -> bool:
+def runs_kernel(op: str, device: torch.device, **case: Any) -> bool:
     """Whether `op` runs a kernel of hone's on `device`, not torch's operations or its plain reference."""
-    return choose(op, locate(device), **facts).backend in KERNELS
+    return choose(op, locate(device), **case).backend in KERNELS
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the cache
@@ -114,7 +114,7 @@ def _why_no_triton(where: Where) -> str:
     return f"compute capability {where.capability[0]}.{where.capability[1]} is below 8.0"
 
 
-# One rule per op, in the order of hone.ops; each takes `where` and the op's facts by name and returns a Choice.
+# One rule per op, in the order of hone.ops; each takes `where` and the op's case by name and returns a Choice.
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -365,7 +365,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "attend_backward": _attend_backward,
     "attend_paged": _attend_paged,
     "attend_latent": _attend_latent,
-    "attend_shared": lambda where, **facts: _attend_paged(where, rows=1, **facts),
+    "attend_shared": lambda where, **case: _attend_paged(where, rows=1, **case),
     "scan": _scan,
     "linear": _linear,
     "quantized_linear": _quantized_linear,
@@ -411,11 +411,11 @@ NO_GPU: dict[str, Choice] = {
     **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
-"""Choices without a GPU, for any facts."""
+"""Choices without a GPU, for any case."""
 
 _INTO_ONE = Choice("torch", "torch.compile fuses it with the operations around it")
 COMPILED: dict[str, Choice] = {"rms_norm": _INTO_ONE, "rope": _INTO_ONE, "swiglu": _INTO_ONE}
-"""Choices under torch.compile, for any facts."""
+"""Choices under torch.compile, for any case."""
 
 _ROWS_OPS = ("reference", "torch", "triton")
 _FLASH = ("gluon", "triton", "cudnn")

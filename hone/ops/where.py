@@ -1,4 +1,4 @@
-"""The facts about a machine that the choice of a backend depends on, and what a choice is."""
+"""What of a machine the choice of a backend depends on, and what a choice is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Where:
-    """The facts about a machine that backends depend on: device type, compute capability, multiprocessors, Triton version.
+    """What of a machine backends depend on: device type, compute capability, multiprocessors, Triton version.
 
     `triton` is (0, 0) where Triton is not installed. `cpu` is the instruction set of a CPU that there are compiled kernels
     for (`hone.ops.cpu.isa.ISAS`), '' for none.

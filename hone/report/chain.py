@@ -29,7 +29,7 @@ class Node:
     id: str
     kind: str
     name: str
-    facts: list[str]
+    headlines: list[str]
     row: Row | None = None
     main: str | None = None
     others: list[tuple[str, str]] = field(default_factory=list)
@@ -45,10 +45,10 @@ class Node:
         if self.row is None:
             return f"{self.name}: from outside this line"
         inputs = ", ".join(f"{parent.role} {parent.name}" for parent in self.row.parents)
-        return f"{self.id}: {', '.join(self.facts) or 'no figures'}" + (f"; made from {inputs}" if inputs else "")
+        return f"{self.id}: {', '.join(self.headlines) or 'no figures'}" + (f"; made from {inputs}" if inputs else "")
 
 
-def facts(row: Row) -> list[str]:
+def headlines(row: Row) -> list[str]:
     """The two most informative figures of an artifact of this kind, in words."""
     words = {
         "kept_bytes": "{} kept",
@@ -72,7 +72,7 @@ def facts(row: Row) -> list[str]:
     return found
 
 
-def _mean_facts(arm: arms.Arm) -> list[str]:
+def _mean_rate(arm: arms.Arm) -> list[str]:
     """The rate of a serving arm with several runs, as the mean of its runs."""
     rates = arm.values("tokens_per_s")
     return [f"{units.show(fmean(rates), 'tokens/s').replace('tokens/s', 'tok/s')} on average"] if rates else []
@@ -93,7 +93,7 @@ def layout(line_: Line) -> list[Node]:
     rows = [row for row in line_.rows if row.id not in hidden]
     for row in rows:
         arm = repeats.get(row.id)
-        name, words = (f"{arm.name} x{len(arm.rows)}", _mean_facts(arm)) if arm else (row.name, facts(row))
+        name, words = (f"{arm.name} x{len(arm.rows)}", _mean_rate(arm)) if arm else (row.name, headlines(row))
         nodes[row.id] = Node(row.id, row.kind, name, words, row)
     ancestors: dict[str, set[str]] = {id: set() for id in nodes}
     for row in rows:
@@ -200,11 +200,12 @@ def _box(node: Node, x: float, y: float, width: float) -> Markup:
         text(x + 14, top + 18, node.kind, "kind"),
         text(x + 14 + kind_width, top + 18, fit(node.name, inner - kind_width, 13), "name"),
     ]
-    if node.height == _LOW or len(node.facts) < 2:
-        parts.append(text(x + 14, top + 35, fit(" · ".join(node.facts), inner, 12), "fact"))
+    if node.height == _LOW or len(node.headlines) < 2:
+        parts.append(text(x + 14, top + 35, fit(" · ".join(node.headlines), inner, 12), "headline"))
     else:
         parts += [
-            text(x + 14, top + 36 + 16 * n, fit(fact, inner, 12), "fact") for n, fact in enumerate(node.facts[:2])
+            text(x + 14, top + 36 + 16 * n, fit(words, inner, 12), "headline")
+            for n, words in enumerate(node.headlines[:2])
         ]
     return group(node.tooltip, *parts)
 
@@ -231,7 +232,9 @@ def _outline(nodes: dict[str, Node], width: float, label: str, anchors: dict[str
             rect(x, y, 4, height - 6, f"mark {node.kind}", 2),
             text(x + 13, y + 17, node.kind, "kind"),
             text(x + 13 + kind_width, y + 17, fit(node.name, inner - kind_width, 13), "name"),
-            text(x + 13, y + 34, fit(" · ".join([*node.facts[: 1 if beside else 2], *beside]), inner, 12), "fact"),
+            text(
+                x + 13, y + 34, fit(" · ".join([*node.headlines[: 1 if beside else 2], *beside]), inner, 12), "headline"
+            ),
         )
         parts.append(_linked(node, box, anchors))
         below = children(nodes, node.id)

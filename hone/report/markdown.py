@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hone.report import compare, curation, origin, sections, texts, units
-from hone.report.chain import facts
+from hone.report.chain import headlines
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
 
@@ -79,7 +79,7 @@ def _chain(line: Line) -> list[str]:
         [
             code(row.id),
             escape(", ".join(f"{parent.role} {parent.name}" for parent in row.parents)) or "-",
-            escape(", ".join(facts(row))),
+            escape(", ".join(headlines(row))),
         ]
         for row in line.rows
     ]
@@ -338,6 +338,6 @@ def _machines(line: Line) -> list[str]:
     for entry in origin.machines(line):
         parts += [
             f"- {escape(entry['title'])}: "
-            + escape("; ".join(f"{name} {words}".strip() for name, words in entry["facts"]))
+            + escape("; ".join(f"{name} {words}".strip() for name, words in entry["details"]))
         ]
     return parts

@@ -28,64 +28,64 @@ def summary(line: Line) -> str:
 def machines(line: Line) -> list[dict[str, Any]]:
     """One entry per distinct machine, then one per distinct set of versions, with the artifacts made there."""
     found = []
-    for title, key, words in (("Machine", "machine", machine_facts), ("Versions", "provenance", version_facts)):
+    for title, key, words in (("Machine", "machine", machine_details), ("Versions", "provenance", version_details)):
         groups: dict[str, tuple[list[tuple[str, str]], list[str]]] = {}
         for row in line.rows:
-            facts = words(getattr(row, key))
-            groups.setdefault(json.dumps(facts), (facts, []))[1].append(row.id)
-        for facts, ids in groups.values():
+            details = words(getattr(row, key))
+            groups.setdefault(json.dumps(details), (details, []))[1].append(row.id)
+        for details, ids in groups.values():
             of = (
                 ""
                 if len(groups) == 1
                 else f" of {', '.join(ids) if len(ids) <= 4 else f'{ids[0]} and {len(ids) - 1} more'}"
             )
-            found.append({"title": title + of, "facts": facts or [("", "not described")]})
+            found.append({"title": title + of, "details": details or [("", "not described")]})
     return found
 
 
-def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
+def machine_details(machine: dict[str, Any]) -> list[tuple[str, str]]:
     """A machine's description in words; nested descriptions are flattened."""
-    facts = []
+    details = []
     for key, value in machine.items():
         if key.endswith("_bytes") and isinstance(value, int | float):
-            facts.append((key.removesuffix("_bytes").replace("ram", "memory"), units.show_bytes(value)))
+            details.append((key.removesuffix("_bytes").replace("ram", "memory"), units.show_bytes(value)))
         elif key == "calibration":
-            facts += (
-                calibration_facts(value) if isinstance(value, dict) and value else [(key, "none: times are limits")]
+            details += (
+                calibration_details(value) if isinstance(value, dict) and value else [(key, "none: times are limits")]
             )
         elif isinstance(value, list):
             shown = [str(entry.get("name", entry)) if isinstance(entry, dict) else str(entry) for entry in value]
-            facts.append((key, ", ".join(shown) or "none"))
+            details.append((key, ", ".join(shown) or "none"))
         elif value is not None and not isinstance(value, dict):
-            facts.append((key.replace("num_", "").replace("_", " "), str(value)))
-    return facts
+            details.append((key.replace("num_", "").replace("_", " "), str(value)))
+    return details
 
 
-def version_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+def version_details(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     """hone, commit and packages, without the time and the command, which belong to single artifacts."""
     commit = provenance.get("commit")
-    facts = [("hone", str(provenance.get("hone", "unknown")))]
-    facts.append(
+    details = [("hone", str(provenance.get("hone", "unknown")))]
+    details.append(
         ("commit", f"{commit}{' with uncommitted changes' if provenance.get('dirty') else ''}" if commit else "unknown")
     )
     packages = provenance.get("packages")
-    return facts + [
+    return details + [
         (str(name), str(version or "absent"))
         for name, version in (packages.items() if isinstance(packages, dict) else ())
     ]
 
 
-def calibration_facts(calibration: dict[str, Any]) -> list[tuple[str, str]]:
+def calibration_details(calibration: dict[str, Any]) -> list[tuple[str, str]]:
     """The measured rates of a machine: memory, the best matmul per dtype, the overhead of an operation."""
-    facts = []
+    details = []
     read, op = calibration.get("read_bytes_per_s"), calibration.get("op_s")
     if isinstance(read, int | float):
-        facts.append(("memory read", f"{units.prefixed(read)}B/s"))
+        details.append(("memory read", f"{units.prefixed(read)}B/s"))
     best: dict[str, float] = {}
     for rate in mappings(calibration.get("matmuls")):
         if isinstance(rate.get("flops_per_s"), int | float):
             best[str(rate.get("dtype"))] = max(best.get(str(rate.get("dtype")), 0.0), float(rate["flops_per_s"]))
-    facts += [(f"best matmul, {dtype}", f"{units.prefixed(rate)}FLOP/s") for dtype, rate in best.items()]
+    details += [(f"best matmul, {dtype}", f"{units.prefixed(rate)}FLOP/s") for dtype, rate in best.items()]
     if isinstance(op, int | float):
-        facts.append(("start of an operation", units.seconds(op)))
-    return facts
+        details.append(("start of an operation", units.seconds(op)))
+    return details

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from hone.base.spec import dump_yaml
 from hone.report import compare, curation, origin, sections, texts, units
-from hone.report.chain import chain, facts
+from hone.report.chain import chain, headlines
 from hone.report.collect import Line
 from hone.report.findings import findings
 from hone.report.svg import drawing, el
@@ -62,7 +62,7 @@ def _context(line: Line) -> dict[str, Any]:
         "sampling": texts.sampling_words(line),
         "machines": origin.machines(line),
         "errors": {(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
-        "facts": facts,
+        "headlines": headlines,
         "technique_words": compare.technique_words,
         "yaml": dump_yaml,
     }

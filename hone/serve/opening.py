@@ -94,7 +94,7 @@ def open_parts(
         check_on(draft_name, drafted, draft_model.dtype, device)
         draft_dtype = getattr(torch, draft_name)
         one += page_bytes(drafted, size, draft_name)
-    work = work_bytes(model.config.facts(), spec, weights, str(device))
+    work = work_bytes(model.config.dims(), spec, weights, str(device))
     if drafter is not None:  # a draft model may be given beside the spec
         check_combination(spec.model_copy(update={"drafter": drafter}))
     kept = kept_of(spec, model.config)

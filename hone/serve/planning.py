@@ -1,4 +1,4 @@
-"""Estimates of a measured serving run from facts: the inputs of `hone.cost.serving`, and the memory."""
+"""Estimates of a measured serving run from its parents' facts: the inputs of `hone.cost.serving`, and the memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hone.base.errors import FitError
 from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES, serve_bytes
 from hone.cost.offload import Offload
 from hone.cost.ranks import Split
@@ -48,7 +48,7 @@ def estimates(
     spec = sized(spec, machine)
     models = [of_a_rank(spec, one) for one in models]
     formats = [one.dtype if spec.dtype == "auto" else spec.dtype for one in models]
-    facts = models[0].config.facts()
+    dims = models[0].config.dims()
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
     batching = Batching(
         max_num_seqs=spec.max_num_seqs,
@@ -62,7 +62,7 @@ def estimates(
     weights = sum(model.loaded_bytes(dtype) for model, dtype in zip(models, formats))
     weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
     longest = spec.max_model_len or models[0].config.max_seq_len
-    work = work_bytes(facts, spec, formats[0], machine.device)
+    work = work_bytes(dims, spec, formats[0], machine.device)
     memory = Memory.of(machine)
     if not machine.device.startswith("cuda"):  # all ranks share it
         memory = memory._replace(free=memory.free / spec.num_ranks)
@@ -87,7 +87,7 @@ def estimates(
             value=float((pages + 1) * one), unit="B", formula=f"{pages} pages and the null page"
         ),
         "memory_growth_bytes": _growth(
-            traffic, batching, facts, formats[0], weights, pages, one, machine, compiled=serving.compiled
+            traffic, batching, dims, formats[0], weights, pages, one, machine, compiled=serving.compiled
         ),
     }
 
@@ -105,7 +105,7 @@ def budget_on(
 
 
 def of_a_rank(spec: EngineSpec, model: CheckpointFacts) -> CheckpointFacts:
-    """The facts of the part that one rank holds: of the pipeline stage with most bytes, the layers; of those, its heads."""
+    """The dimensions of the part that one rank holds: of the pipeline stage with most bytes, the layers; of those, its heads."""
     if spec.num_ranks == 1:
         return model
     whole, size = model.config, spec.tensor_parallel_size
@@ -135,22 +135,22 @@ def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
 def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine, offload: Offload | None = None) -> Serving:
     """How `model` runs on `machine`: its dtype, threads and kernels, and which of its layers stream."""
     streams = offload is not None and bool(offload.streamed)
-    dtype, facts = model.dtype if spec.dtype == "auto" else spec.dtype, model.config.facts()
+    dtype, dims = model.dtype if spec.dtype == "auto" else spec.dtype, model.config.dims()
     tensors, kept = cache_tensors(model.config), cache_format(spec.kv_cache_dtype, dtype, model.quantization)
     check_format(kept.dtype, tensors, dtype, where_of(machine))
     check_bits(spec.kv_policy, kept.dtype)
     calibrated = machine.calibration.threads if machine.calibration is not None else machine.num_cores
     return Serving(
-        facts,
+        dims,
         machine,
         dtype,
-        threads=step_threads(spec, facts.num_params, spec.max_num_seqs or 1, calibrated),
+        threads=step_threads(spec, dims.num_params, spec.max_num_seqs or 1, calibrated),
         in_place=reads_in_place_on(machine, tensors, dtype, kept.dtype, softcap=has_softcap(model.config)),
         cache_width=_cache_width(tensors, kept),
         captured=spec.drafter is None and not streams,
         read_bytes=_read_bytes(spec, model, dtype),
         split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device),
-        vocab_size=facts.vocab_size * spec.tensor_parallel_size,
+        vocab_size=dims.vocab_size * spec.tensor_parallel_size,
         offload=offload if streams else None,
         compiled=not streams
         and kept.dtype == dtype
@@ -161,11 +161,11 @@ def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine, offlo
 
 def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float | None:
     """Bytes of weights that a decode step reads where they are less than the dense ones; None where they are those."""
-    facts = model.config.facts()
+    dims = model.config.dims()
     if model.packed:
-        return read_weights(facts, dtype, model.weights_bytes, _looked_up(model, dtype))
+        return read_weights(dims, dtype, model.weights_bytes, _looked_up(model, dtype))
     matrices = sparse_saving(spec, model, dtype)
-    return read_weights(facts, dtype, BYTES[dtype] * facts.num_params - matrices * READ_24) if matrices else None
+    return read_weights(dims, dtype, BYTES[dtype] * dims.num_params - matrices * READ_24) if matrices else None
 
 
 def sparse_saving(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float:
@@ -192,7 +192,7 @@ def _must_hold(traffic: Traffic, max_model_len: int) -> None:
 def _growth(
     traffic: Traffic,
     batching: Batching,
-    facts: ModelFacts,
+    dims: ModelDims,
     dtype: str,
     weights: float,
     pages: int,
@@ -207,7 +207,7 @@ def _growth(
     most = max(prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs))
     seqs = min(traffic.concurrency, batching.max_num_seqs)
     return serve_bytes(
-        facts,
+        dims,
         weights_bytes=weights,
         kv_bytes=pages * one,
         max_tokens=min(batching.max_num_batched_tokens, traffic.concurrency * most),
@@ -219,15 +219,15 @@ def _growth(
     )
 
 
-def read_weights(facts: ModelFacts, dtype: str, stored: float, width: float | None = None) -> float | None:
+def read_weights(dims: ModelDims, dtype: str, stored: float, width: float | None = None) -> float | None:
     """Bytes of quantized weights that a step reads, of `stored` ones; None when they are stored in `dtype`.
 
     `width`: bytes of a number of the embedding, of which a step reads a few rows; None: `dtype`'s.
     """
-    if stored >= 0.9 * BYTES[dtype] * facts.num_params:
+    if stored >= 0.9 * BYTES[dtype] * dims.num_params:
         return None
     width = BYTES[dtype] if width is None else width
-    return stored - (0 if facts.tie_embeddings else width * facts.vocab_size * facts.hidden_size)
+    return stored - (0 if dims.tie_embeddings else width * dims.vocab_size * dims.hidden_size)
 
 
 def _looked_up(model: CheckpointFacts, dtype: str) -> float:
@@ -267,7 +267,7 @@ def _cache_width(tensors: Sequence[LayerCache], kept: CacheFormat) -> float:
 
 
 def where_of(machine: Machine) -> Where:
-    """The facts about `machine` that the choice of kernels depends on."""
+    """What the choice of kernels depends on, of `machine`."""
     if not machine.device.startswith("cuda"):
         return Where()
     gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]

@@ -11,7 +11,7 @@ import torch
 
 from hone.base.errors import FitError
 from hone.base.figure import human_bytes
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import serve_bytes
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
@@ -129,11 +129,11 @@ def cache_pages(
     return count
 
 
-def work_bytes(facts: ModelFacts, spec: EngineSpec, dtype: str, device: str) -> float:
+def work_bytes(dims: ModelDims, spec: EngineSpec, dtype: str, device: str) -> float:
     """Peak bytes of one step of a `sized` engine beside weights and cache."""
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
     tokens, seqs = spec.max_num_batched_tokens, spec.max_num_seqs
-    return serve_bytes(facts, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device).value
+    return serve_bytes(dims, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device).value
 
 
 def check_weights(folder: str, needed: int, device: torch.device) -> None:

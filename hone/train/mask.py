@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
@@ -64,11 +64,11 @@ def zeros_of(folder: Path, device: str) -> dict[str, Tensor]:
     return found
 
 
-def masked(cost: UpdateCost, facts: ModelFacts) -> UpdateCost:
+def masked(cost: UpdateCost, dims: ModelDims) -> UpdateCost:
     """The update's cost with masks on all of the layers' matrices."""
-    inside = layer_matrix_params(facts)
+    inside = layer_matrix_params(dims)
     moved, held = cost.moved_bytes + MOVED_BYTES * inside, cost.work_bytes + MASK_BYTES * inside
-    return replace(cost, moved_bytes=moved, work_bytes=held, num_ops=cost.num_ops + 2 * len(facts.layers))
+    return replace(cost, moved_bytes=moved, work_bytes=held, num_ops=cost.num_ops + 2 * len(dims.layers))
 
 
 def sparsity(zeros: dict[str, Tensor]) -> float:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.base.spec import Circumstance, Spec
 from hone.base.table import Choice, Technique
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.replicas import Divided
 from hone.cost.tensor import Tensor, part_of
 from hone.cost.update import UpdateCost
@@ -142,16 +142,16 @@ class Parallelism(Spec):
     def shared(
         self,
         config: ModelConfig,
-        cost: Callable[[ModelFacts], UpdateCost],
+        cost: Callable[[ModelDims], UpdateCost],
         micro_batches: int,
         seq_len: int,
-        timed: Callable[[ModelFacts], Timed | None] = lambda _: None,
+        timed: Callable[[ModelDims], Timed | None] = lambda _: None,
     ) -> Shared:
         """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs, `timed` how
         long the layers of a part take, by which they are divided into stages."""
-        facts = config.facts()
-        degree, update = self.tensor_parallel_degree, cost(facts)
-        part = part_of(config.local(degree).facts(), degree) if degree > 1 else None
+        dims = config.dims()
+        degree, update = self.tensor_parallel_degree, cost(dims)
+        part = part_of(config.local(degree).dims(), degree) if degree > 1 else None
         if part is not None:
             cost = _of_parts(cost, update, cost(part))
             update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)  # of whole matrices
@@ -161,9 +161,9 @@ class Parallelism(Spec):
         table = self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
         # Where stages update at different times the division changes the result, which no measurement may.
         exact = self.pipeline_parallel_schedule.exact
-        seconds = timed(part or facts) if exact else None
+        seconds = timed(part or dims) if exact else None
         layers = self.stages(config, seq_len, seconds)
-        pipeline = Pipelined.of(table, layers, part or facts, cost)
+        pipeline = Pipelined.of(table, layers, part or dims, cost)
         pipeline = replace(
             pipeline,
             begins=self._begins(config) if exact else (),
@@ -251,10 +251,10 @@ class Parallelism(Spec):
         exchange = grid.exchange if self.enable_async_tensor_parallel else None
         return {"sequence": self.enable_sequence_parallel, "exchange": exchange}
 
-    def part_of(self, config: ModelConfig) -> ModelFacts:
+    def part_of(self, config: ModelConfig) -> ModelDims:
         """What of a teacher one rank computes."""
         degree = self.tensor_parallel_degree
-        return part_of(config.local(degree).facts(), degree) if degree > 1 else config.facts()
+        return part_of(config.local(degree).dims(), degree) if degree > 1 else config.dims()
 
     def decoder(self, model: Decoder, ranks: Ranks, seq_len: int, layers: Sequence[range] | None = None) -> Decoder:
         """This rank's part of `model`, with no axis that divides it the model itself; sequences have `seq_len` tokens.
@@ -372,13 +372,13 @@ class Parallelism(Spec):
 
 
 def _of_parts(
-    cost: Callable[[ModelFacts], UpdateCost], whole: UpdateCost, part: UpdateCost
-) -> Callable[[ModelFacts], UpdateCost]:
+    cost: Callable[[ModelDims], UpdateCost], whole: UpdateCost, part: UpdateCost
+) -> Callable[[ModelDims], UpdateCost]:
     """`cost` of a tensor-parallel rank's part of a model, or of some of its layers, with the states that such a rank has whole."""
     share = whole.whole_state_bytes / part.whole_state_bytes if part.whole_state_bytes else 1.0
 
-    def of_part(facts: ModelFacts) -> UpdateCost:
-        found = cost(facts)
+    def of_part(dims: ModelDims) -> UpdateCost:
+        found = cost(dims)
         more = (share - 1) * found.whole_state_bytes
         return replace(
             found,

@@ -111,7 +111,7 @@ def step(kind: str, needs=(), gives=(), takes=()) -> SimpleNamespace:
     return SimpleNamespace(kind=kind, needs=frozenset(needs), gives=frozenset(gives), takes=frozenset(takes))
 
 
-def test_the_order_of_techniques_is_checked_by_facts():
+def test_the_order_of_techniques_follows_from_needs_and_gives():
     prune = step("prune", {"weights:float"})
     fit = step("fit", {"weights:float", "calibration"}, {"weights:int"}, {"weights:float"})
     given = frozenset({"weights:float", "calibration"})

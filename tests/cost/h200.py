@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.measure import calibrate as micro
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Gpu, Machine
@@ -16,7 +16,7 @@ GPU = Gpu(name="NVIDIA H200", memory_bytes=150109880320, capability="9.0", num_m
 OP_S = 5e-6
 """Start of an operation in torch on a GPU. No row of the ledger: 4 to 6 us are usual, and nothing below hangs on it."""
 
-LLAMA_8B = ModelFacts.uniform(
+LLAMA_8B = ModelDims.uniform(
     num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
     vocab_size=128256, max_seq_len=8192,
 )  # fmt: skip

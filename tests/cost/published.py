@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.base.plan import MEMORY
-from hone.cost.facts import Attending, LayerFacts, ModelFacts
+from hone.cost.dims import Attending, LayerDims, ModelDims
 from hone.cost.roofline import data_sheets
 from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, KernelRate, MatmulRate
@@ -13,14 +13,14 @@ from hone.measure.machine import Gpu, Machine
 from hone.train.stage import Train
 
 
-def gpt(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = 51200) -> ModelFacts:
+def gpt(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = 51200) -> ModelDims:
     """A decoder as Megatron-LM's GPT: a feed-forward of 4 h without a gate, the head tied to the embedding."""
     h, inner = hidden_size, 4 * hidden_size
-    layer = LayerFacts.attention(
+    layer = LayerDims.attention(
         ((3 * h, h), (h, h), (inner, h), (h, inner)), Attending(num_heads, num_heads, h // num_heads), inner
     )
     num_params = num_layers * (layer.matmul_params + 2 * h) + vocab_size * h + h
-    return ModelFacts(num_params, num_params, vocab_size, h, 2048, True, (layer,) * num_layers)
+    return ModelDims(num_params, num_params, vocab_size, h, 2048, True, (layer,) * num_layers)
 
 
 def machine(name: str, ranks: int, calibration: Calibration | None = None) -> Machine:

@@ -12,7 +12,7 @@ import torch
 from hone.compress import PRUNERS, QUANTIZERS
 from hone.compress.matrix import Matrix
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from tests.cost.h200 import h200
 
 LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -20,12 +20,12 @@ LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_
 
 def compression(kind: str, num_sequences: int, num_layers: int = 2) -> Compression:
     """Llama-3-8B's layers, 4 bits in groups of 128, sequences of 2048 tokens; the head is of 4,096 rows."""
-    facts = ModelFacts.uniform(num_layers=num_layers, vocab_size=4096, max_seq_len=8192, tie_embeddings=True, **LAYER)
+    dims = ModelDims.uniform(num_layers=num_layers, vocab_size=4096, max_seq_len=8192, tie_embeddings=True, **LAYER)
     step = QUANTIZERS.read({"kind": kind, "bits": 4, "group_size": 128})
-    matrices = tuple(MatrixWork(n, k, (step.work(n, k),)) for n, k in facts.layers[0].matmuls)
+    matrices = tuple(MatrixWork(n, k, (step.work(n, k),)) for n, k in dims.layers[0].matmuls)
     sizes = (8192 * 4096, *[sum(one.size for one in matrices) * 33 // 64] * num_layers)
     calibration = {"num_sequences": num_sequences, "seq_len": 2048, "batch_size": 4} if num_sequences else {}
-    return Compression(facts, (matrices,) * num_layers, sizes, 2, "bfloat16", **calibration)
+    return Compression(dims, (matrices,) * num_layers, sizes, 2, "bfloat16", **calibration)
 
 
 @pytest.mark.parametrize(("num_sequences", "layer_s"), [(512, 2.82), (128, 1.14)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.cost.decode import decode_step_seconds, decode_step_starts
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Machine
 from tests.cost.h200 import GPU, LLAMA_8B, h200, row
@@ -72,7 +72,7 @@ def test_without_a_calibration_it_is_the_data_sheets_bound():
 
 def test_a_cpu_gathers_pages_and_starts_every_operation():
     """All rates alike, so that the parts can be written down."""
-    facts = ModelFacts.uniform(
+    dims = ModelDims.uniform(
         num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=32,
         vocab_size=100, max_seq_len=64,
     )  # fmt: skip
@@ -84,10 +84,10 @@ def test_a_cpu_gathers_pages_and_starts_every_operation():
     cpu = Machine(
         cpu="c", num_cores=1, num_threads=1, ram_bytes=1, os="x", python="3", torch="2", calibration=calibration
     )
-    weights = sum(n * k + 3 * n + 3 * k for layer in facts.layers for n, k in layer.matmuls) + 100 * 64 + 300 + 192
+    weights = sum(n * k + 3 * n + 3 * k for layer in dims.layers for n, k in layer.matmuls) + 100 * 64 + 300 + 192
     pages = 3 * 3 * 10 * 2 * (2 * 64)  # gathered (read, written) and read; sequences, context, layers, keys and values
     moved = 3 * 2 * (16 * 64 + 6 * 128 + 6 * 128)
     starts = 9 + 2 * 60 + 60
     gates = 3 * 2 * 128  # an exponential each
     expected = (4 * (weights + pages + moved) + gates) / 1e9 + starts * 1e-6
-    assert decode_step_seconds(facts, cpu, num_seqs=3, context=10).value == pytest.approx(expected, rel=1e-9)
+    assert decode_step_seconds(dims, cpu, num_seqs=3, context=10).value == pytest.approx(expected, rel=1e-9)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.cost.activations.segments import Segment, saved_values
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import score_bytes, serve_bytes, train_bytes
 from hone.model.context import Causal
 from hone.model.decoder import build
@@ -33,11 +33,11 @@ def test_saved_values_are_what_autograd_keeps(kv_heads, hidden):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder.layers[0](x, Causal(tokens))
     real = sum(kept.values()) / 4 / tokens.numel()
-    assert saved_values(decoder.config.facts().layers[0], hidden) == pytest.approx(real, rel=0.02)
+    assert saved_values(decoder.config.dims().layers[0], hidden) == pytest.approx(real, rel=0.02)
 
 
-def llama_8b() -> ModelFacts:
-    return ModelFacts.uniform(
+def llama_8b() -> ModelDims:
+    return ModelDims.uniform(
         num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
         vocab_size=128256, max_seq_len=8192,
     )  # fmt: skip

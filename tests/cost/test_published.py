@@ -6,7 +6,7 @@ import pytest
 
 from hone.cost import ranks
 from hone.cost.activations.segments import Segment, layer_bytes, live_bytes
-from hone.cost.facts import LayerFacts, ModelFacts, Widths
+from hone.cost.dims import LayerDims, ModelDims, Widths
 from hone.cost.replicas import Divided
 from hone.cost.tensor import Tensor
 from hone.parallel.pipeline.schedules import SCHEDULES
@@ -16,8 +16,8 @@ from tests.cost.published import gpt, llama_spec, machine, megatron_spec, memory
 
 def llama(
     hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, inner: int, vocab_size: int
-) -> ModelFacts:
-    return ModelFacts.uniform(
+) -> ModelDims:
+    return ModelDims.uniform(
         num_layers=num_layers, hidden_size=hidden_size, intermediate_size=inner, num_heads=num_heads,
         num_kv_heads=num_kv_heads, head_dim=128, vocab_size=vocab_size, max_seq_len=8192,
     )  # fmt: skip
@@ -67,11 +67,11 @@ MEGATRON = [
 """Table 1 of arXiv:2104.04473: GPT of a vocabulary of 51,200, sequences of 2,048 on A100, all layers recomputed."""
 
 
-def operations(facts: ModelFacts, seq_len: int, *, recomputed: bool) -> float:
+def operations(dims: ModelDims, seq_len: int, *, recomputed: bool) -> float:
     """A token's operations of forward and backward pass as Megatron counts them: attention to all positions, not half of them."""
-    mixing = sum(2 * layer.mixing.mixing_flops(seq_len) * seq_len / (seq_len + 1) for layer in facts.layers)
-    layers = 2.0 * (facts.matmul_params - facts.vocab_size * facts.hidden_size) + mixing
-    return (4 if recomputed else 3) * layers + 3 * 2.0 * facts.vocab_size * facts.hidden_size
+    mixing = sum(2 * layer.mixing.mixing_flops(seq_len) * seq_len / (seq_len + 1) for layer in dims.layers)
+    layers = 2.0 * (dims.matmul_params - dims.vocab_size * dims.hidden_size) + mixing
+    return (4 if recomputed else 3) * layers + 3 * 2.0 * dims.vocab_size * dims.hidden_size
 
 
 @pytest.mark.parametrize("row", MEGATRON, ids=[f"{row[3]}B" for row in MEGATRON])
@@ -117,9 +117,9 @@ def test_activations_of_megatron(row):
 
     # GELU's input and output are as many numbers as gate, up and product of a gated layer of 8 h / 3.
     d, inner = h // heads, 8 * h / (3 * t)
-    layer = LayerFacts((), None, Widths(3 * h // t, 2 * h // t, h // t, d), inner)  # type: ignore[arg-type]
+    layer = LayerDims((), None, Widths(3 * h // t, 2 * h // t, h // t, d), inner)  # type: ignore[arg-type]
     saved = layer_bytes(layer, h, s * b, 2, 0).saved
-    saved -= Tensor(t, facts=gpt(h, num_layers, heads)).saved_bytes(h, s * b, 1, "bfloat16")
+    saved -= Tensor(t, dims=gpt(h, num_layers, heads)).saved_bytes(h, s * b, 1, "bfloat16")
     rotated = 4 * whole / t + 2 * s * b * d  # the paper's positions are added to the embedding
     masks = 2 * whole / t  # hone has no dropout
     gathered = 4 * (1 - 1 / t) * whole  # inputs of two products: the paper keeps a part and gathers them again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.cost.decode import decode_step_seconds
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.roofline import copy_rate, data_sheets, matmul_rate, seconds, speed_of_light
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
@@ -68,17 +68,17 @@ def test_gpus_come_from_their_data_sheets():
 
 
 def test_steps_grow_with_their_work():
-    facts = ModelFacts.uniform(
+    dims = ModelDims.uniform(
         num_layers=4, hidden_size=192, intermediate_size=512, num_heads=6, num_kv_heads=6, head_dim=32,
         vocab_size=4096, max_seq_len=512, tie_embeddings=True,
     )  # fmt: skip
     here = machine(calibration=calibration())
-    forward = forward_seconds(facts, here, tokens=2048, seq_len=256).value
-    train = train_step_seconds(facts, here, batch_tokens=2048, seq_len=256).value
+    forward = forward_seconds(dims, here, tokens=2048, seq_len=256).value
+    train = train_step_seconds(dims, here, batch_tokens=2048, seq_len=256).value
     assert 2.5 * forward < train < 5 * forward
-    again = train_step_seconds(facts, here, batch_tokens=2048, seq_len=256, recomputed=range(4)).value
+    again = train_step_seconds(dims, here, batch_tokens=2048, seq_len=256, recomputed=range(4)).value
     assert train < again < 1.5 * train
-    assert train_step_seconds(facts, here, batch_tokens=1024, seq_len=256, micro_batches=2).value > 0.9 * train
-    one = decode_step_seconds(facts, here, num_seqs=1, context=100).value
-    assert one < decode_step_seconds(facts, here, num_seqs=64, context=100).value
-    assert decode_step_seconds(facts, machine(), num_seqs=1, context=100).bound
+    assert train_step_seconds(dims, here, batch_tokens=1024, seq_len=256, micro_batches=2).value > 0.9 * train
+    one = decode_step_seconds(dims, here, num_seqs=1, context=100).value
+    assert one < decode_step_seconds(dims, here, num_seqs=64, context=100).value
+    assert decode_step_seconds(dims, machine(), num_seqs=1, context=100).bound

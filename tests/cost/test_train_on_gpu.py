@@ -116,7 +116,7 @@ def layout_work(name: str, layers: int, precision: str, vocab: int = 128256, num
     ).config(vocab)
     shared = parallelism.shared(config, partial(AdamW().cost, dtype="bfloat16", device="cuda"), 1, 8192)
     return Work(
-        model=config.facts(), steps=1, batch_size=num_ranks, seq_len=8192, dtype="bfloat16",
+        model=config.dims(), steps=1, batch_size=num_ranks, seq_len=8192, dtype="bfloat16",
         segments=KeepAll().segments(layers), update=shared.update, packed=False, divided=parallelism.divided(num_ranks),
         tensor=shared.tensor, pipeline=shared.pipeline, fp8=fp8_products(precision), fp8_recipe=FP8_RECIPES.get(precision, ""),
     )  # fmt: skip

@@ -73,11 +73,11 @@ def test_experts_are_built_trained_saved_and_counted(tmp_path: Path) -> None:
     assert made.num_params == sum(parameter.numel() for parameter in model.parameters())
     expert = 3 * 24 * 32
     assert made.num_params - made.active_params == 2 * 2 * expert  # two layers, two of four experts each
-    facts = made.facts()
-    assert (facts.num_params, facts.active_params) == (made.num_params, made.active_params)
-    assert facts.layers[0].intermediate_size == 2 * 24
+    dims = made.dims()
+    assert (dims.num_params, dims.active_params) == (made.num_params, made.active_params)
+    assert dims.layers[0].intermediate_size == 2 * 24
     dense = 2 * (4 * 32 + 2 * expert + 32 * 32 + 32 * 64)
-    assert facts.matmul_params == dense + 50 * 32
+    assert dims.matmul_params == dense + 50 * 32
     losses = step(model)
     assert losses[-1] < 0.8 * losses[0]
     again = saved(model, tmp_path)
@@ -155,8 +155,8 @@ def test_a_wrapper_is_built_trained_saved_and_counted(targets, names, tmp_path: 
     assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in frozen.items())
     added = sum(one.numel() for name, one in model.named_parameters() if ".a_" in name or ".b_" in name)
     assert made.num_params - config().num_params == added
-    facts, base = made.facts(), config().facts()
-    assert facts.matmul_params - base.matmul_params == added
+    dims, base = made.dims(), config().dims()
+    assert dims.matmul_params - base.matmul_params == added
     again = saved(model, tmp_path)
     assert again.config == made and torch.equal(again(TOKENS), model(TOKENS))
     assert not torch.equal(model(TOKENS), plain(TOKENS))

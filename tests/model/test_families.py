@@ -147,7 +147,7 @@ def test_predictions() -> None:
     assert config.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2
     per_layer = (64 + 64) * 64 + 64 * 64 + 3 * 64 * 96
     assert config.flops_per_token(1) == 2 * (2 * per_layer + 100 * 64) + 2 * 4 * 4 * 16
-    assert config.facts().num_layers == 2
+    assert config.dims().num_layers == 2
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size"])

@@ -7,7 +7,7 @@ import signal
 import time
 
 from hone.base.errors import SpecError
-from hone.serve.http.worker import EngineFacts
+from hone.serve.http.worker import EngineInfo
 from hone.serve.request import BusyError, Output, Request
 
 VOCAB = 256
@@ -85,12 +85,12 @@ class FakeEngine:
         return {"running": len(self._rows), "aborted": self._aborted}
 
 
-def build(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """What `serve(..., build=build)` starts in the worker."""
-    return FakeEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4)
+    return FakeEngine(), EngineInfo(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4)
 
 
-def build_broken(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build_broken(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """A worker whose engine cannot be built."""
     raise RuntimeError("no engine today")
 
@@ -102,19 +102,19 @@ class FastEngine(FakeEngine):
         return [self._advance(request) for request in list(self._rows.values())]
 
 
-def build_fast(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build_fast(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """For measuring what HTTP costs."""
-    return FastEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=64)
+    return FastEngine(), EngineInfo(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=64)
 
 
-def build_wide(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build_wide(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """A context of any length, so that texts of megabytes are legal."""
-    return FakeEngine(), EngineFacts(max_model_len=2**30, vocab_size=100_000, max_num_seqs=4)
+    return FakeEngine(), EngineInfo(max_model_len=2**30, vocab_size=100_000, max_num_seqs=4)
 
 
-def build_one(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build_one(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """One sequence at a time: the second request waits."""
-    return FakeEngine(1), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=1)
+    return FakeEngine(1), EngineInfo(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=1)
 
 
 class SteadyEngine(FakeEngine):
@@ -135,6 +135,6 @@ class SteadyEngine(FakeEngine):
         return outputs
 
 
-def build_steady(**options: object) -> tuple[FakeEngine, EngineFacts]:
+def build_steady(**options: object) -> tuple[FakeEngine, EngineInfo]:
     """For measuring the front at the pace of a GPU."""
-    return SteadyEngine(), EngineFacts(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4096)
+    return SteadyEngine(), EngineInfo(max_model_len=100_000, vocab_size=VOCAB, max_num_seqs=4096)

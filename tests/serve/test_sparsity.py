@@ -68,7 +68,7 @@ def test_a_plan_expects_fewer_bytes(folder: Path, monkeypatch: pytest.MonkeyPatc
     counted = planning.sparse_saving(sparse, facts, "bfloat16")
     assert planning.sparse_saving(dense, facts, "bfloat16") == planning.sparse_saving(auto, facts, "bfloat16") == 0
     assert counted == matrices
-    whole = 2 * facts.config.facts().num_params
+    whole = 2 * facts.config.dims().num_params
     embedding = 0 if facts.config.tie_embeddings else 2 * VOCAB * 64
     assert planning.serving_of(sparse, facts, h200()).read_bytes == whole - counted * 7 / 16 - embedding
     assert planning.serving_of(dense, facts, h200()).read_bytes is None

@@ -13,7 +13,7 @@ import pytest
 
 from hone.base.errors import MachineError, SpecError
 from hone.serve.http.processes.wire import Refused, pack, unpack
-from hone.serve.http.worker import EngineFacts, EngineProcess, Loop
+from hone.serve.http.worker import EngineInfo, EngineProcess, Loop
 from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake
 
@@ -134,7 +134,7 @@ class Inbox:
 
 def test_across_processes():
     async def talk(process: EngineProcess) -> None:
-        assert process.facts == EngineFacts(max_model_len=100_000, vocab_size=256, max_num_seqs=4)
+        assert process.info == EngineInfo(max_model_len=100_000, vocab_size=256, max_num_seqs=4)
         inbox = Inbox()
         process.submit([request("a", 40), request("b", *range(100), max_tokens=2)], inbox.items.append)
         process.submit([request("c", fake.ADD_REFUSES)], inbox.items.append)

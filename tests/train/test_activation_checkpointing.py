@@ -76,8 +76,8 @@ def test_kept_bytes_are_estimated_within_five_percent(name, data_folder):
     """The shape of the tiny recipe: what autograd keeps beside weights, and the closed form's turn."""
     shape = Shape(hidden_size=96, intermediate_size=256, max_seq_len=256)
     measured = measure(PLANS[name], data_folder, shape)[2]
-    facts = shape.model_copy(update={"num_layers": LAYERS}).config(300).facts()
-    sizes = [layer_bytes(one, facts.hidden_size, 4 * 64, 4, 64) for one in facts.layers]
+    dims = shape.model_copy(update={"num_layers": LAYERS}).config(300).dims()
+    sizes = [layer_bytes(one, dims.hidden_size, 4 * 64, 4, 64) for one in dims.layers]
     assert live_bytes(PLANS[name], sizes).turn == pytest.approx(measured, rel=0.05)
 
 
@@ -123,8 +123,8 @@ def test_optimal_recomputes_as_little_as_any_plan(num_layers, room):
 
 
 def training(**changes):
-    facts = Shape(num_layers=12, max_seq_len=256).config(2048).facts()
-    return replace(Work(facts, 10, 16, 256, "float32", KeepAll().segments(12), adamw(facts)), **changes)
+    dims = Shape(num_layers=12, max_seq_len=256).config(2048).dims()
+    return replace(Work(dims, 10, 16, 256, "float32", KeepAll().segments(12), adamw(dims)), **changes)
 
 
 def test_more_bytes_never_take_longer_and_the_plan_keeps_to_them():

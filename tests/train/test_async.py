@@ -239,8 +239,8 @@ def test_what_a_straggler_costs():
 
 
 def test_what_travels_and_what_is_kept():
-    facts = SHAPE.config(256).facts()
-    params = facts.num_params
+    dims = SHAPE.config(256).dims()
+    params = dims.num_params
 
     def divided(kind: str, **more: Any) -> Any:
         return DATA_PARALLEL.read({"kind": kind, "num_workers": 4, **more}).divided(4)
@@ -248,13 +248,13 @@ def test_what_travels_and_what_is_kept():
     ddp = DATA_PARALLEL.read("ddp").divided(4)
     for kind in SERVED:
         one = divided(kind)
-        assert sum(message.sent_bytes for message in one.messages(facts, 4, 1)) == pytest.approx(2 * 4 * params * 3 / 4)
-        assert one.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == pytest.approx(8 * params)
-        assert one.weights_bytes(facts, 2) - ddp.weights_bytes(facts, 2) == pytest.approx(8 * params)
-        assert one.gradient_bytes(facts, 1) == ddp.gradient_bytes(facts, 1) and one.of("optimizer") == 4
+        assert sum(message.sent_bytes for message in one.messages(dims, 4, 1)) == pytest.approx(2 * 4 * params * 3 / 4)
+        assert one.weights_bytes(dims, 4) - ddp.weights_bytes(dims, 4) == pytest.approx(8 * params)
+        assert one.weights_bytes(dims, 2) - ddp.weights_bytes(dims, 2) == pytest.approx(8 * params)
+        assert one.gradient_bytes(dims, 1) == ddp.gradient_bytes(dims, 1) and one.of("optimizer") == 4
     for topology, rooms in (("ring", 2), ("exponential", 2)):
         one = divided("gossip", topology=topology)
-        assert one.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == 4 * (2 + rooms) * params
+        assert one.weights_bytes(dims, 4) - ddp.weights_bytes(dims, 4) == 4 * (2 + rooms) * params
     for topology, workers, rooms in (
         ("ring", 4, 2),
         ("ring", 2, 1),
@@ -264,24 +264,24 @@ def test_what_travels_and_what_is_kept():
     ):
         kind = {"kind": "ad_psgd", "topology": topology, "num_workers": workers}
         one = DATA_PARALLEL.read(kind).divided(workers)
-        more = one.weights_bytes(facts, 4) - DATA_PARALLEL.read("ddp").divided(workers).weights_bytes(facts, 4)
+        more = one.weights_bytes(dims, 4) - DATA_PARALLEL.read("ddp").divided(workers).weights_bytes(dims, 4)
         assert more == 4 * (2 + rooms) * params, "the common ones, those that are averaged, and of each who asks"
     for kind, peers in (("local_sgd", 0), ("gossip", 2), ("ad_psgd", 1)):
         one = divided(kind, sync_every=10)
-        assert one.sent_bytes(facts, 4, 1) == pytest.approx((peers + 3 / 10) * 4 * params), kind
-    assert ddp.sent_bytes(facts, 4, 1) == pytest.approx(2 * 4 * params * 3 / 4)
-    seconds = partial(divided("gossip", sync_every=10**6).step_s, facts, "float32", 1, "cpu")
-    less = partial(divided("gossip", sync_every=10**6, topology="exponential").step_s, facts, "float32", 1, "cpu")
-    often = partial(divided("gossip", sync_every=1).step_s, facts, "float32", 1, "cpu")
+        assert one.sent_bytes(dims, 4, 1) == pytest.approx((peers + 3 / 10) * 4 * params), kind
+    assert ddp.sent_bytes(dims, 4, 1) == pytest.approx(2 * 4 * params * 3 / 4)
+    seconds = partial(divided("gossip", sync_every=10**6).step_s, dims, "float32", 1, "cpu")
+    less = partial(divided("gossip", sync_every=10**6, topology="exponential").step_s, dims, "float32", 1, "cpu")
+    often = partial(divided("gossip", sync_every=1).step_s, dims, "float32", 1, "cpu")
     assert less() < seconds() < often()
 
 
 def test_workers_wait_for_their_servers_and_neighbours_send_beside_the_passes():
     """The seconds of a step that pass beside nothing, on GPUs, whose ranks exchange over their hosts' connections."""
-    facts, about = SHAPE.config(300).facts(), (SHAPE.config(300).facts(), "bfloat16")
+    dims, about = SHAPE.config(300).dims(), (SHAPE.config(300).dims(), "bfloat16")
     for kind in SERVED:
         one = DATA_PARALLEL.read({"kind": kind, "num_workers": 4}).divided(4)
-        sent = sum(message.sent_bytes for message in one.messages(facts, 2, 1))
+        sent = sum(message.sent_bytes for message in one.messages(dims, 2, 1))
         waits = one.exposed_s(*about, "cuda", Transfers("cuda"))
         assert (
             waits
@@ -292,12 +292,12 @@ def test_workers_wait_for_their_servers_and_neighbours_send_beside_the_passes():
         DATA_PARALLEL.read({"kind": "gossip", "num_workers": 4, "sync_every": every}).divided(4) for every in (2, 10**9)
     )
     mixed = never.step_s(*about, 1, "cuda")
-    assert mixed == pytest.approx(MESSAGE_S["cpu"] + 2 * 4 * facts.num_params / LINK_BYTES_PER_S["cpu"], rel=1e-3)
+    assert mixed == pytest.approx(MESSAGE_S["cpu"] + 2 * 4 * dims.num_params / LINK_BYTES_PER_S["cpu"], rel=1e-3)
     answered = DATA_PARALLEL.read({"kind": "ad_psgd", "num_workers": 4, "sync_every": 10**9}).divided(4)
-    turn = MESSAGE_S["cpu"] + 4 * facts.num_params / LINK_BYTES_PER_S["cpu"]
+    turn = MESSAGE_S["cpu"] + 4 * dims.num_params / LINK_BYTES_PER_S["cpu"]
     assert answered.step_s(*about, 1, "cuda") == pytest.approx(2 * turn, rel=1e-3), "there, and the mean back"
     assert answered.exposed_s(*about, "cuda", Transfers("cuda")) < turn / 1000, "beside the passes"
-    meeting = Transfers("cuda").seconds("all_gather", 4, 4 * 4 * facts.num_params) / 2
+    meeting = Transfers("cuda").seconds("all_gather", 4, 4 * 4 * dims.num_params) / 2
     assert often.exposed_s(*about, "cuda", Transfers("cuda")) == pytest.approx(meeting)
     assert often.step_s(*about, 1, "cuda") == pytest.approx(meeting + mixed)
 

@@ -294,11 +294,11 @@ def test_ranks_send_what_the_closed_forms_say(found, data_folder):
     """A worker sends its gradient to the other servers, a server its weights to the other workers: X (n - 1) / n each, beside padding."""
     results, _ = found
     params = SHAPE.model_copy(update={"num_layers": 1}).config(PackedTokens(data_folder).vocab_size).num_params
-    facts = SHAPE.model_copy(update={"num_layers": 1}).config(PackedTokens(data_folder).vocab_size).facts()
+    dims = SHAPE.model_copy(update={"num_layers": 1}).config(PackedTokens(data_folder).vocab_size).dims()
     for name in ("bsp", "ssp 2", "asp"):
         steps = SETTINGS[name]["steps"]
         divided = DATA_PARALLEL.read(SETTINGS[name]["data_parallel"]).divided(WORKERS)
-        planned = steps * sum(one.sent_bytes for one in divided.messages(facts, 4, 1))
+        planned = steps * sum(one.sent_bytes for one in divided.messages(dims, 4, 1))
         assert planned == pytest.approx(2 * steps * 4 * params * 3 / 4)
         for one in results[name]:
             assert one["sent"].keys() == {"push", "pull"} and one["sent"]["push"] == one["sent"]["pull"]

@@ -14,7 +14,7 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.measure.machine import describe
 from hone.model.hf import load
 from hone.train import CONTEXT_PARALLEL
@@ -169,11 +169,11 @@ def test_a_student_and_its_teacher_share_sequences(data_folder, tmp_path):
 
 def test_the_estimates_count_every_byte():
     """What the ranks receive, counted in their calls, is what the plan says."""
-    facts = SHAPE.config(256).facts()
+    dims = SHAPE.config(256).dims()
     for num_ranks in (2, 4):
         ended = on_ranks(num_ranks, moved_bytes)
         for technique, (forward, backward) in ended[0].items():
-            sizes = Sizes.of(facts, 2 * LENGTH // num_ranks, LENGTH, num_ranks, 4)
+            sizes = Sizes.of(dims, 2 * LENGTH // num_ranks, LENGTH, num_ranks, 4)
             said = CONTEXT_PARALLEL.read(technique).moved(sizes._replace(layers=sizes.layers[:1]))
             assert said[:2] == (pytest.approx(forward), pytest.approx(backward)), technique
 
@@ -190,7 +190,7 @@ def test_state_is_divided_over_all_ranks_that_hold_the_same_weights():
 
 def test_what_each_layer_sends():
     shape = SHAPE.model_copy(update=SETTINGS[2]["model"])
-    sizes = Sizes.of(shape.config(256).facts(), 64, 32, 2, 4)
+    sizes = Sizes.of(shape.config(256).dims(), 64, 32, 2, 4)
     assert [one.keys for one in sizes.layers] == [48, 48, 48, 4 * (12 + 8) + 4 * 16]  # shared keys go around again
     assert [one.queries for one in sizes.layers] == [48, 48, 48, 4 * (12 + 8)]
     assert [one.num_kv_heads for one in sizes.layers] == [2, 2, 2, 4]
@@ -198,11 +198,11 @@ def test_what_each_layer_sends():
 
 def test_which_technique_costs_what():
     """Llama-3 8B, 131,072 tokens on 8 ranks: Ulysses moves least, a ring keeps least, and only a ring hides its transfers."""
-    facts = ModelFacts.uniform(
+    dims = ModelDims.uniform(
         num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
         vocab_size=128256, max_seq_len=131072,
     )  # fmt: skip
-    sizes = Sizes.of(facts, 131072 // 8, 131072, 8, 2)
+    sizes = Sizes.of(dims, 131072 // 8, 131072, 8, 2)
     ways = {name: CONTEXT_PARALLEL.read(name) for name in ("ring", "all_gather", "ulysses")}
     moved = {name: sum(way.moved(sizes)[:2]) for name, way in ways.items()}
     kept = {name: way.kept_bytes(sizes, "cuda") for name, way in ways.items()}

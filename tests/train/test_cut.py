@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.measure.machine import Machine
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import Segment
@@ -90,13 +90,13 @@ def work_of(schedule: str, machine: Machine, layers: int, micro_batches: int, **
         pipeline_parallel_degree=machine.num_ranks, pipeline_parallel_schedule=PIPELINE_SCHEDULES.read(schedule)
     )
 
-    def timed(facts: ModelFacts) -> Any:
-        return layer_seconds(facts, machine, tokens=8192, seq_len=8192, dtype=dtype)
+    def timed(dims: ModelDims) -> Any:
+        return layer_seconds(dims, machine, tokens=8192, seq_len=8192, dtype=dtype)
 
     shared = parallelism.shared(config, lambda part: AdamW().cost(part, dtype, "cuda"), micro_batches, 8192, timed)
     kept = {"segments": (Segment(0, layers, False),), **others}
     return Work(
-        config.facts(), 1, micro_batches, 8192, dtype, update=shared.update, packed=False, pipeline=shared.pipeline,
+        config.dims(), 1, micro_batches, 8192, dtype, update=shared.update, packed=False, pipeline=shared.pipeline,
         gradient_accumulation_steps=micro_batches, **kept,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import train_bytes
 from hone.cost.replicas import Divided
 from hone.model.hf import load
@@ -290,36 +290,36 @@ def test_memory_falls_as_the_zero_paper_says():
     Gradients are float32 here and float16 there: 4 instead of 2 bytes. Of several micro-batches: the gradients of one leave
     layer by layer with zero1, too.
     """
-    facts = ModelFacts.uniform(
+    dims = ModelDims.uniform(
         num_layers=36, hidden_size=4096, intermediate_size=14400, num_heads=32, num_kv_heads=32, head_dim=128,
         vocab_size=50257, max_seq_len=2048,
     )  # fmt: skip
-    params, found = facts.num_params, {}
+    params, found = dims.num_params, {}
     for name in TECHNIQUES:
         divided = DATA_PARALLEL.read(name).divided(64)
         found[name] = (
-            divided.weights_bytes(facts, 2) + divided.gradient_bytes(facts, 2) + 8 * params / divided.of("optimizer")
+            divided.weights_bytes(dims, 2) + divided.gradient_bytes(dims, 2) + 8 * params / divided.of("optimizer")
         )
     assert found["ddp"] == pytest.approx((2 + 4 + 8 + 4) * params)
     assert found["zero1"] == pytest.approx((2 + 4 + 4 / 64 + 12 / 64) * params)
-    assert DATA_PARALLEL.read("zero1").divided(64).gradient_bytes(facts, 1) == DATA_PARALLEL.read("zero2").divided(
+    assert DATA_PARALLEL.read("zero1").divided(64).gradient_bytes(dims, 1) == DATA_PARALLEL.read("zero2").divided(
         64
-    ).gradient_bytes(facts, 1)
-    ends = 2 * facts.vocab_size * facts.hidden_size
+    ).gradient_bytes(dims, 1)
+    ends = 2 * dims.vocab_size * dims.hidden_size
     layer = (params - ends) / 36
     in_flight = 4 * (ends / 2 + 2 * layer)  # the embedding's gradient, which comes last, and those of two layers
     assert found["zero2"] - (2 + 16 / 64) * params == pytest.approx(in_flight, rel=0.01)
     assert found["zero3"] < 2 * ends + (18 / 64) * params + in_flight + 2 * 2 * layer
     growth = [
-        train_bytes(facts, batch_tokens=2048, seq_len=2048, dtype="bfloat16", device="cuda", divided=one).value
+        train_bytes(dims, batch_tokens=2048, seq_len=2048, dtype="bfloat16", device="cuda", divided=one).value
         for one in (None, *(DATA_PARALLEL.read(name).divided(64) for name in TECHNIQUES))
     ]
     assert growth[0] < growth[1] and growth[1:] == sorted(growth[1:], reverse=True)
 
 
 def test_the_transfers_of_a_step():
-    facts = SHAPE.config(256).facts()
-    moved = {name: DATA_PARALLEL.read(name).divided(4).step_s(facts, "bfloat16", 2, "cuda") for name in TECHNIQUES}
+    dims = SHAPE.config(256).dims()
+    moved = {name: DATA_PARALLEL.read(name).divided(4).step_s(dims, "bfloat16", 2, "cuda") for name in TECHNIQUES}
     assert moved["zero1"] < moved["zero2"] < moved["zero3"]  # more sums, then more gathers
     hsdp = DATA_PARALLEL.read(HSDP).divided(4)
     assert hsdp == Divided(4, 2, DATA_PARALLEL["zero3"].sharded)

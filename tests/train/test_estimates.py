@@ -25,8 +25,8 @@ CONFIG = Shape(max_seq_len=256).config(2048)
 
 
 def work(**changes) -> Work:
-    facts = CONFIG.facts()
-    base = Work(facts, 10, 16, 256, "float32", KeepAll().segments(4), adamw(facts))
+    dims = CONFIG.dims()
+    base = Work(dims, 10, 16, 256, "float32", KeepAll().segments(4), adamw(dims))
     return replace(base, **changes)
 
 
@@ -35,19 +35,19 @@ def test_less_memory_is_predicted_where_less_is_kept():
     assert growth_bytes(work(segments=EveryNth(n=1).segments(4)), "cpu").value < whole
     assert growth_bytes(work(gradient_accumulation_steps=4), "cpu").value < whole
     assert growth_bytes(work(dtype="bfloat16"), "cpu").value < whole
-    assert growth_bytes(work(update=AdamW8bit().cost(CONFIG.facts(), "float32", "cpu")), "cpu").value < whole
-    assert growth_bytes(work(teacher=CONFIG.facts()), "cpu").value > whole
+    assert growth_bytes(work(update=AdamW8bit().cost(CONFIG.dims(), "float32", "cpu")), "cpu").value < whole
+    assert growth_bytes(work(teacher=CONFIG.dims()), "cpu").value > whole
 
 
 def test_the_layers_that_run_twice_are_those_that_are_recomputed():
     """Of a cheap and a dear layer, recomputing the dear one takes longer, wherever it stands."""
-    cheap, dear = CONFIG.facts().layers[0], CONFIG.facts().layers[0]
+    cheap, dear = CONFIG.dims().layers[0], CONFIG.dims().layers[0]
     dear = replace(dear, matmuls=tuple((8 * rows, columns) for rows, columns in dear.matmuls))
-    facts = replace(CONFIG.facts(), layers=(cheap, dear, cheap, cheap))
+    dims = replace(CONFIG.dims(), layers=(cheap, dear, cheap, cheap))
 
     def seconds(layer: int) -> float:
         segments = tuple(Segment(at, at + 1, at == layer) for at in range(4))
-        return step_seconds(work(model=facts, segments=segments), describe("cpu")).value
+        return step_seconds(work(model=dims, segments=segments), describe("cpu")).value
 
     assert seconds(1) > 1.05 * seconds(0)
     assert seconds(0) == pytest.approx(seconds(2)) and seconds(0) == pytest.approx(seconds(3))
@@ -100,7 +100,7 @@ def test_utilization_by_its_convention(tmp_path):
 
 def test_sqrt_keeps_less_than_every_second_layer_of_a_deep_stack():
     config = Shape(num_layers=36).config(2048)
-    deep = work(model=config.facts(), update=adamw(config.facts()))
+    deep = work(model=config.dims(), update=adamw(config.dims()))
     root = growth_bytes(replace(deep, segments=SquareRoot().segments(36)), "cuda").value
     second = growth_bytes(replace(deep, segments=EveryNth(n=2).segments(36)), "cuda").value
     assert root < second
@@ -108,17 +108,17 @@ def test_sqrt_keeps_less_than_every_second_layer_of_a_deep_stack():
 
 def test_the_passes_of_a_stage_are_those_of_both_directions():
     """The loss computes its gradients with it, so head and loss are in F alone; what is recomputed is in I, for W needs no more."""
-    machine, facts = describe(), CONFIG.facts()
+    machine, dims = describe(), CONFIG.dims()
     sizes = {**work().pass_options("cpu"), "batch_tokens": 512, "recomputed": ()}
-    forward, inputs, weights = passes_of(facts, machine, sizes, 0.0)
-    both = pass_seconds(facts, machine, **sizes).value
+    forward, inputs, weights = passes_of(dims, machine, sizes, 0.0)
+    both = pass_seconds(dims, machine, **sizes).value
     assert forward + inputs + weights == pytest.approx(both)
-    inner = replace(facts, vocab_size=0)
+    inner = replace(dims, vocab_size=0)
     bare = passes_of(inner, machine, sizes, 0.0)
     assert bare[1:] == (inputs, weights)
     head = both - pass_seconds(inner, machine, **sizes).value
     assert forward - bare[0] == pytest.approx(head) and head > 0
-    again = passes_of(facts, machine, {**sizes, "recomputed": (0, 1)}, 0.0)
+    again = passes_of(dims, machine, {**sizes, "recomputed": (0, 1)}, 0.0)
     assert again[0] == pytest.approx(forward) and again[1] > inputs and again[2] == weights
-    moved = passes_of(facts, machine, sizes, 1.0)
+    moved = passes_of(dims, machine, sizes, 1.0)
     assert moved == pytest.approx((forward + 0.5, inputs + 0.5, weights)), "transfers of layers travel with F and I"

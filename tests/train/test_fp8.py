@@ -272,11 +272,11 @@ def test_kept_bytes_are_fewer_as_estimated(precision, data_folder):
     batch = data.batch(0, 8, SEQ, 0)
     batch = batch._replace(document_ids=np.zeros_like(batch.document_ids))
     plain, coded = (make(data, name) for name in ("bf16", precision))
-    facts = plain.model.config.facts()
+    dims = plain.model.config.dims()
     less = sum(
-        layer_bytes(one, facts.hidden_size, 8 * SEQ, 2, 0).saved
-        - layer_bytes(one, facts.hidden_size, 8 * SEQ, 2, 0, fp8=1 + 4 / 128 if "block" in precision else 1).saved
-        for one in facts.layers
+        layer_bytes(one, dims.hidden_size, 8 * SEQ, 2, 0).saved
+        - layer_bytes(one, dims.hidden_size, 8 * SEQ, 2, 0, fp8=1 + 4 / 128 if "block" in precision else 1).saved
+        for one in dims.layers
     )
     measured = saved_bytes(plain.model, batch) - saved_bytes(coded.model, batch)
     assert less > 0 and measured == pytest.approx(less, rel=0.15)

@@ -162,7 +162,7 @@ def test_estimates_of_ranks_expect_the_gain_and_the_bytes():
         shared = how.shared(config, adamw, 4, 2048)
         for name in ("bf16", "fp8_blockwise", "fp8"):
             work = Work(
-                model=config.facts(), steps=1, batch_size=8, seq_len=2048, dtype="bfloat16", segments=keep_all(4),
+                model=config.dims(), steps=1, batch_size=8, seq_len=2048, dtype="bfloat16", segments=keep_all(4),
                 update=shared.update, gradient_accumulation_steps=4, packed=False, divided=how.divided(2),
                 tensor=shared.tensor, pipeline=shared.pipeline, fp8=fp8_products(name), fp8_recipe=FP8_RECIPES.get(name, ""),
             )  # fmt: skip

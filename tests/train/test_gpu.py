@@ -73,7 +73,7 @@ def test_an_optimizer_steps_as_on_the_cpu(data_folder, name):
         batch = data.batch(step, 4, 48, 0)
         assert exact.step(batch).loss == pytest.approx(other.step(batch).loss, rel=2e-2 if name == "muon" else 3e-3)
     kept = sum(tensor.nbytes for state in other.update.states.values() for tensor in state.values())
-    cost = other.optimizer.cost(other.model.config.facts(), "float32", "cuda")
+    cost = other.optimizer.cost(other.model.config.dims(), "float32", "cuda")
     assert cost.state_bytes == pytest.approx(kept, rel=0.02)
 
 
@@ -125,8 +125,8 @@ def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
         for _ in range(3):
             tokens = draw.integers(0, 16000, (8, 1024))
             trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))
-    facts, dtype = config.facts(), TORCH_NAMES[precision]
-    work = Work(facts, 3, 8, 1024, dtype, trainer.segments, adamw(facts), packed=False, fp8=fp8_products(precision))
+    dims, dtype = config.dims(), TORCH_NAMES[precision]
+    work = Work(dims, 3, 8, 1024, dtype, trainer.segments, adamw(dims), packed=False, fp8=fp8_products(precision))
     assert growth_bytes(work, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
 
 

@@ -220,16 +220,16 @@ def test_what_does_not_work_is_said(data_folder):
 def test_what_travels_and_what_is_kept():
     from hone.train import DATA_PARALLEL
 
-    facts = SHAPE.config(256).facts()
+    dims = SHAPE.config(256).dims()
     ddp = DATA_PARALLEL.read("ddp").divided(2)
 
     def divided(kind: Any) -> Any:
         return DATA_PARALLEL.read(kind).divided(2)
 
-    seconds = {kind: divided(kind).step_s(facts, "float32", 1, "cpu") for kind in ("ddp", "bf16_gradients", "powersgd")}
+    seconds = {kind: divided(kind).step_s(dims, "float32", 1, "cpu") for kind in ("ddp", "bf16_gradients", "powersgd")}
     assert seconds["ddp"] > seconds["bf16_gradients"]
     rarely, often = divided({"kind": "diloco", "sync_every": 20}), divided({"kind": "diloco", "sync_every": 10})
-    assert often.step_s(facts, "float32", 1, "cpu") == pytest.approx(2 * rarely.step_s(facts, "float32", 1, "cpu"))
-    params = facts.num_params
-    assert rarely.weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == 8 * params
-    assert divided("local_sgd").weights_bytes(facts, 4) - ddp.weights_bytes(facts, 4) == 4 * params
+    assert often.step_s(dims, "float32", 1, "cpu") == pytest.approx(2 * rarely.step_s(dims, "float32", 1, "cpu"))
+    params = dims.num_params
+    assert rarely.weights_bytes(dims, 4) - ddp.weights_bytes(dims, 4) == 8 * params
+    assert divided("local_sgd").weights_bytes(dims, 4) - ddp.weights_bytes(dims, 4) == 4 * params

@@ -149,8 +149,8 @@ def test_masks_that_are_none_are_refused(line, tmp_path):
 
 
 def test_masks_have_a_cost():
-    facts = SHAPE.config(300).facts()
-    plain = adamw(facts)
-    more = masked(plain, facts)
+    dims = SHAPE.config(300).dims()
+    plain = adamw(dims)
+    more = masked(plain, dims)
     assert more.moved_bytes > plain.moved_bytes and more.state_bytes == plain.state_bytes
-    assert more.work_bytes >= facts.num_params - 300 * facts.hidden_size - 10 * facts.hidden_size
+    assert more.work_bytes >= dims.num_params - 300 * dims.hidden_size - 10 * dims.hidden_size

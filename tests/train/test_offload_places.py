@@ -329,7 +329,7 @@ def test_what_several_ranks_cannot():
 CONFIG = Shape(
     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336, max_seq_len=512
 ).config(128256)
-FACTS = CONFIG.facts()
+DIMS = CONFIG.dims()
 RATES = Rates(link=50e9, update=100e9, read=2e9, write=4e9, said="given")
 GPU = describe("cpu").model_copy(
     update={
@@ -342,12 +342,12 @@ GPU = describe("cpu").model_copy(
 
 
 def load(**more: Any) -> Load:
-    return Load(FACTS, OPTIMIZERS.read("adamw").cost(FACTS, "bfloat16", "cuda:0"), "bfloat16", **more)
+    return Load(DIMS, OPTIMIZERS.read("adamw").cost(DIMS, "bfloat16", "cuda:0"), "bfloat16", **more)
 
 
 def test_bytes_of_every_place():
     """In bf16 masters and moments, 12 bytes a weight, leave the GPU; with gradients 2 more, with parameters nearly 2 more."""
-    params, host = FACTS.num_params, Host(kind="host")
+    params, host = DIMS.num_params, Host(kind="host")
     assert places(Resident(kind="none"), load(), "cuda:0").device == 0
     assert places(host, load(), "cuda:0").device == 12 * params
     assert places(host, load(shards=4, ranks=4), "cuda:0").device == 3 * params
@@ -364,7 +364,7 @@ def test_bytes_of_every_place():
 
 def test_seconds_of_every_place():
     """An update takes as long as its slowest part; what travels beside passes costs what it takes longer than they do."""
-    params, layers = FACTS.num_params, load().layer_weights
+    params, layers = DIMS.num_params, load().layer_weights
     found = times(Host(kind="host"), load(), GPU, 1.0, RATES)
     assert found.update == pytest.approx(params * (28 + 18) / 100e9) and found.waits == 0
     few = times(Host(kind="host"), load(), GPU.model_copy(update={"num_threads": 2}), 1.0, RATES)
@@ -383,9 +383,9 @@ def test_seconds_of_every_place():
 def work(offload: Any, **more: Any) -> Work:
     sizes = {"batch_size": 8, "seq_len": 512, "dtype": "bfloat16", "packed": False, "steps": 4}
     return Work(
-        model=FACTS,
+        model=DIMS,
         segments=KeepAll(kind="none").segments(32),
-        update=OPTIMIZERS.read("adamw").cost(FACTS, "bfloat16", "cuda:0"),
+        update=OPTIMIZERS.read("adamw").cost(DIMS, "bfloat16", "cuda:0"),
         offload=OFFLOADS.read(offload),
         **{**sizes, **more},
     )
@@ -398,7 +398,7 @@ def test_auto_takes_what_fits(monkeypatch):
         f_bavail, f_frsize = 1 << 30, 4096
 
     monkeypatch.setattr(choose.os, "statvfs", lambda _: Status)
-    params, took = FACTS.num_params, []
+    params, took = DIMS.num_params, []
     much = 40 * params
     here = GPU.model_copy(update={"gpus": (GPU.gpus[0].model_copy(update={"num_multiprocessors": 132}),)})
     monkeypatch.setattr(rates, "_disk", lambda folder: (2e9, 2e9))

@@ -92,8 +92,8 @@ def test_what_it_keeps_is_predicted(name, tied, data_folder):
     trainer = make(data, optimizer, shape=SHAPE.model_copy(update={"tie_embeddings": tied}))
     trainer.step(data.batch(0, 2, 16, 0))
     kept = sum(tensor.nbytes for state in trainer.update.states.values() for tensor in state.values())
-    facts = trainer.model.config.facts()
-    assert optimizer.cost(facts, "float32", "cpu").state_bytes == pytest.approx(kept, rel=0.02)
+    dims = trainer.model.config.dims()
+    assert optimizer.cost(dims, "float32", "cpu").state_bytes == pytest.approx(kept, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS])

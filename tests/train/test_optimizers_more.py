@@ -57,7 +57,7 @@ def test_they_learn_resume_and_take_the_bytes_that_the_plan_says(optimizer, data
         assert trainer.step(batch).loss == again.step(batch).loss
     assert validate(trainer.model, val, batch_size=8, seq_len=64) < 0.7 * before
     held = sum(part.nbytes for state in trainer.update.states.values() for part in state.values())
-    predicted = optimizer.cost(trainer.model.config.facts(), "float32", "cpu").state_bytes
+    predicted = optimizer.cost(trainer.model.config.dims(), "float32", "cpu").state_bytes
     assert held == pytest.approx(predicted, rel=0.15)
 
 

@@ -281,11 +281,11 @@ def test_layers_are_divided_by_measured_seconds(data_folder):
     assert divide(config, 2, 32, Timed((1.0,) * 8, 2.0, 0.0)) == [range(3), range(3, 8)]
     calibrated = describe("cpu")
     sizes = {"tokens": 64, "seq_len": 32, "dtype": "float32"}
-    found = layer_seconds(config.facts(), calibrated, **sizes)
+    found = layer_seconds(config.dims(), calibrated, **sizes)
     assert found is not None and len(set(found.layers)) == 1 and min(*found.layers, found.embedding, found.head) > 0
-    whole = pass_seconds(config.facts(), calibrated, batch_tokens=64, seq_len=32, dtype="float32").value
+    whole = pass_seconds(config.dims(), calibrated, batch_tokens=64, seq_len=32, dtype="float32").value
     assert sum(found.layers) + found.head == pytest.approx(whole, rel=0.1)
-    assert layer_seconds(config.facts(), calibrated.model_copy(update={"calibration": None}), **sizes) is None
+    assert layer_seconds(config.dims(), calibrated.model_copy(update={"calibration": None}), **sizes) is None
     facts, two = {"data": facts_of(Artifact.read(data_folder))}, calibrated.model_copy(update={"num_ranks": 2})
     spec = {**SPEC, "gradient_accumulation_steps": 4}
     by_seconds = ("their seconds as calibrated", "the simulated seconds of a step")  # which, this machine's rates say

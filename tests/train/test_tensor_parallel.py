@@ -186,7 +186,7 @@ def test_plans_are_of_one_rank(data_folder):
     assert len({one["num_params"].value for one in plans.values()}) == 1
     assert len({one["model_bytes"].value for one in plans.values()}) == 1
     whole = SHAPE.config(259)
-    part = Parallelism(tensor_parallel_degree=2).shared(whole, adamw, 1, 64).tensor.facts
+    part = Parallelism(tensor_parallel_degree=2).shared(whole, adamw, 1, 64).tensor.dims
     held = [sum(torch.Size(cut.local_shape).numel() for cut in cuts_of(whole, rank, 2).values()) for rank in (0, 1)]
     norms = (2 * whole.num_layers + 1) * whole.hidden_size
     assert part.num_params == max(held) + norms

@@ -10,7 +10,7 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.base.ranks import Mesh
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.replicas import Divided
 from hone.feed.load import PackedTokens
 from hone.train import DATA_PARALLEL
@@ -60,16 +60,16 @@ def moved(request, data_folder, tmp_path_factory):
     return request.param, settings, on_ranks(request.param, counted, str(data_folder), str(out), settings), out
 
 
-def facts_of(data: PackedTokens) -> ModelFacts:
-    return trainer(data, Mesh(), {"model": MODEL}).model.config.facts()
+def dims_of(data: PackedTokens) -> ModelDims:
+    return trainer(data, Mesh(), {"model": MODEL}).model.config.dims()
 
 
 def test_data_parallel_ranks_send_what_the_closed_forms_say(moved, data):
     """Rajbhandari et al. 2019, section 7: 2 X a step for ddp, zero1 and zero2, 3 X for zero3, of which a ring sends (n - 1) / n."""
     num_ranks, settings, found, _ = moved
-    facts = facts_of(data)
-    params, share = facts.num_params, (num_ranks - 1) / num_ranks
-    ends = (2 - facts.tie_embeddings) * facts.vocab_size * facts.hidden_size + facts.hidden_size
+    dims = dims_of(data)
+    params, share = dims.num_params, (num_ranks - 1) / num_ranks
+    ends = (2 - dims.tie_embeddings) * dims.vocab_size * dims.hidden_size + dims.hidden_size
     layers = params - ends
     reduced = 4 * params * share
     coded, four = 1 + 4 / 256, 0.5 + 4 / 256
@@ -107,7 +107,7 @@ def test_data_parallel_ranks_send_what_the_closed_forms_say(moved, data):
         if "activation_checkpointing" in setting:  # a layer that is recomputed is gathered once for both
             passes = 1
         planned: dict[str, float] = {}
-        for one in divided.messages(facts, width, passes):
+        for one in divided.messages(dims, width, passes):
             planned[one.op] = planned.get(one.op, 0.0) + one.sent_bytes
         assert {op: size for op, size in planned.items() if size} == pytest.approx(forms, rel=0.01), setting
 
@@ -238,9 +238,9 @@ def test_memory_of_the_zero_paper():
 
 
 def test_weights_that_stay_need_their_memory(data):
-    facts, sharded = facts_of(data), DATA_PARALLEL["zero3"].sharded
-    layers = facts.num_params - facts.vocab_size * facts.hidden_size * (2 - facts.tie_embeddings)
-    always, near, never = (Divided(8, 8, sharded, within=one).weights_bytes(facts, 2) for one in (8, 2, 1))
+    dims, sharded = dims_of(data), DATA_PARALLEL["zero3"].sharded
+    layers = dims.num_params - dims.vocab_size * dims.hidden_size * (2 - dims.tie_embeddings)
+    always, near, never = (Divided(8, 8, sharded, within=one).weights_bytes(dims, 2) for one in (8, 2, 1))
     assert near - always == pytest.approx(2 * layers / 2)
     assert always <= never <= always + 2 * layers
 

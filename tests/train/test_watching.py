@@ -19,7 +19,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.ranks import Mesh, Waits
 from hone.base.run import Bar, Run
 from hone.cli import main
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train.curves.wandb import WandbCurves
@@ -170,7 +170,9 @@ def test_a_long_training_keeps_a_curve_of_bounded_length(monkeypatch):
 def test_a_small_terminal_has_the_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "50")
-    with Run().progress("x", 3, screen=lambda *facts: Screen.where_it_fits(*facts, ranks=1, on_gpus=False)) as progress:
+    with Run().progress(
+        "x", 3, screen=lambda *options: Screen.where_it_fits(*options, ranks=1, on_gpus=False)
+    ) as progress:
         assert type(progress) is Bar
     with Run(quiet=True).progress("x", 3, screen=lambda *_: pytest.fail("quiet")) as progress:
         progress.saw({"step": 1})
@@ -179,13 +181,13 @@ def test_a_small_terminal_has_the_bar(monkeypatch, capsys):
 def test_mfu_in_both_conventions_and_joules(tmp_path):
     """Attention is 4 x heads x head_dim x positions a token, of which a causal sequence has half on average."""
     sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
-    facts = ModelFacts.uniform(num_layers=2, intermediate_size=96, vocab_size=300, max_seq_len=64, **sizes)
-    seq, weights = 64, 2 * facts.matmul_params
+    dims = ModelDims.uniform(num_layers=2, intermediate_size=96, vocab_size=300, max_seq_len=64, **sizes)
+    seq, weights = 64, 2 * dims.matmul_params
     full = weights + 2 * 4 * 64 * seq
-    assert facts.flops_per_token(2 * seq - 1) == full
+    assert dims.flops_per_token(2 * seq - 1) == full
     spent = iter([1.0, 3.0, None, 4.0])
     (tmp_path / "log").mkdir()
-    halved = facts.flops_per_token(seq)
+    halved = dims.flops_per_token(seq)
     watch = Watch(
         tmp_path, tmp_path / "log", device="cpu", step_positions=128, forward_flops_per_token=halved,
         full_flops_per_token=full, peak_flops_per_s=1e12, joules=lambda: next(spent),

@@ -48,6 +48,6 @@ def measured(
         if passes is not None:
             layers = ((),) * config.num_layers
             sequences = {"num_sequences": num_sequences, "seq_len": seq_len}
-            found.append((Compression(config.facts(), layers, (), **sequences, **options), passes))
+            found.append((Compression(config.dims(), layers, (), **sequences, **options), passes))
         config = step.reshape(config)
     return tuple(found)

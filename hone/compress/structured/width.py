@@ -72,7 +72,7 @@ class Width(StructuredPruner):
         return made, {}
 
     def passes(self, config: ModelConfig) -> Passes | None:
-        layers = config.facts().layers
+        layers = config.dims().layers
         return Passes(
             1.0, observed=sum(one.widths.mixed + one.intermediate_size + 2 * config.hidden_size for one in layers)
         )

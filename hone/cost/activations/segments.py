@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from hone.cost.facts import LayerFacts
+from hone.cost.dims import LayerDims
 
 
 class Segment(NamedTuple):
@@ -45,7 +45,7 @@ class Live(NamedTuple):
 
 
 def layer_bytes(
-    layer: LayerFacts, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: float = 0.0
+    layer: LayerDims, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: float = 0.0
 ) -> LayerBytes:
     """Bytes of a layer over `tokens` tokens of `width` bytes a number; `mask` is what attention's mask has a token.
 
@@ -64,7 +64,7 @@ def layer_bytes(
     )
 
 
-def saved_values(layer: LayerFacts, hidden_size: int) -> int:
+def saved_values(layer: LayerDims, hidden_size: int) -> int:
     """Numbers per token that one layer saves for the backward pass.
 
     Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, saved whole because
@@ -73,7 +73,7 @@ def saved_values(layer: LayerFacts, hidden_size: int) -> int:
     return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size
 
 
-def gradient_values(layer: LayerFacts, hidden_size: int) -> int:
+def gradient_values(layer: LayerDims, hidden_size: int) -> int:
     """Numbers per token that the backward pass of a feed-forward adds at its widest.
 
     Gradients of the product, of gate and up, one temporary; the product itself is free by then. Two residual gradients.

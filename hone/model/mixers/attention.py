@@ -12,7 +12,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.base.spec import Quiet
 from hone.cost.cache import LayerCache, keys_and_values
-from hone.cost.facts import Attending, Widths, attention_widths
+from hone.cost.dims import Attending, Widths, attention_widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import (

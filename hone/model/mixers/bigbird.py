@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.cost.facts import mean_positions
+from hone.cost.dims import mean_positions
 from hone.model.block import Placement
 from hone.model.context import Context, KeyValues, sdpa
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hone.cost.facts import Widths, mean_positions
+from hone.cost.dims import Widths, mean_positions
 from hone.model.block import Placement
 from hone.model.context import Context, sdpa
 from hone.model.linear_spec import Computed, LinearSpec, projection_in

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hone.cost.facts import Widths
+from hone.cost.dims import Widths
 from hone.model.block import Placement
 from hone.model.context import Context
 from hone.model.mixers.attention import GroupedHeads, GroupedHeadsLayer

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.cost.cache import CacheTensor, LayerCache
-from hone.cost.facts import Widths, mean_positions
+from hone.cost.dims import Widths, mean_positions
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import Computed, LinearSpec, Norm, NormSpec, Parameter, Piece, projection_in, projection_out

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hone.cost.facts import mean_positions
+from hone.cost.dims import mean_positions
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import Computed, LinearSpec, NormSpec, Parameter, Piece, projection_in, projection_out

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from hone.cost.facts import Widths
+from hone.cost.dims import Widths
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.linear_spec import (

@@ -143,8 +143,8 @@ class Dequantizing(nn.Module):
             or (torch.is_grad_enabled() and x.requires_grad)
         ):
             return False
-        facts = {"rows": 1, "out_features": self.out_features, "in_features": self.in_features, "blockwise": False}
-        return runs_kernel("fp8_linear", x.device, dtype=x.dtype, **facts, integer=integer)
+        case = {"rows": 1, "out_features": self.out_features, "in_features": self.in_features, "blockwise": False}
+        return runs_kernel("fp8_linear", x.device, dtype=x.dtype, **case, integer=integer)
 
     def _code_product(self, x: Tensor, kind: Literal["fp8", "int8"], scale: Tensor | None) -> Tensor:
         """The product of codes: x rounded with a scale for each row (each 128 columns where the weight has blocks), or `scale`."""

@@ -261,16 +261,16 @@ def blocks_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
     """Whether a compiled kernel of a CPU reads 4-bit weights of `scheme` in blocks."""
     if device.type != "cpu" or scheme.bits != 4:
         return False
-    facts = {"bits": 4, "group_size": scheme.group_size or in_features, "in_features": in_features}
-    return runs_kernel("quantized_linear", device, **facts, dtype=torch.float32, rows=1, tiled=False, plain=True)
+    case = {"bits": 4, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    return runs_kernel("quantized_linear", device, **case, dtype=torch.float32, rows=1, tiled=False, plain=True)
 
 
 def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
     """Whether a kernel of `device` multiplies weights of `scheme` in tiles, for 16-bit x without gradient."""
-    facts = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    case = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
     tiled = scheme.bits in (4, 8) and in_features % 64 == 0
     return tiled and runs_kernel(
-        "quantized_linear", device, **facts, dtype=torch.bfloat16, rows=1, tiled=True, plain=True
+        "quantized_linear", device, **case, dtype=torch.bfloat16, rows=1, tiled=True, plain=True
     )
 
 

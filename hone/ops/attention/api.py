@@ -63,8 +63,8 @@ def attend(
     scale = scale_of(q, scale, softcap)
     extras = return_lse or sinks is not None or softcap is not None
     dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
-    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
-    chosen = _choose(*facts, not extras, backend)
+    case = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
+    chosen = _choose(*case, not extras, backend)
     if chosen == "torch":
         if extras:
             raise SpecError(
@@ -79,7 +79,7 @@ def attend(
         wants_grad = torch.is_grad_enabled() and any(made.requires_grad for made in (q, k, v))
         reverse = ""
         if wants_grad:
-            reverse = _choose_backward(*facts, deterministic, backend)
+            reverse = _choose_backward(*case, deterministic, backend)
         out, lse = _fused(q, k, v, mask, scale, softcap, chosen, reverse)
     if sinks is not None:
         drop = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
@@ -120,11 +120,11 @@ def attend_backward(
                 fix="give out and lse of attend(..., return_lse=True), merged over all parts, and the gradient of out",
             )
     dense = softcap is None and _is_dense(mask, q.shape[1], k.shape[1])
-    facts = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
-    chosen = _choose(*facts, False, backend)
+    case = (q.device, q.dtype, q.shape[-1], v.shape[-1], mask.block, dense)
+    chosen = _choose(*case, False, backend)
     if chosen in ("torch", "reference"):
         return reference.backward(q, k, v, out, lse, d_out, mask, scale=scale, softcap=softcap)
-    reverse = _choose_backward(*facts, False, backend)
+    reverse = _choose_backward(*case, False, backend)
     blocks = _blocks(chosen, reverse, q.shape[3], v.shape[3], mask.block)[2:]
     tiles = mask.tiles(q.shape[1], k.shape[1], *blocks, q.device, transposed=True)
     kind = "causal" if tiles.causal else "full" if tiles.full else "lists"
@@ -198,8 +198,8 @@ def _choose(
     plain: bool,
     forced: str | None,
 ) -> str:
-    facts = {"dtype": dtype, "head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "plain": plain}
-    return backend_of("attend", device, forced, **facts)
+    case = {"dtype": dtype, "head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "plain": plain}
+    return backend_of("attend", device, forced, **case)
 
 
 @torch.compiler.assume_constant_result
@@ -214,8 +214,8 @@ def _choose_backward(
     forced: str | None,
 ) -> str:
     forced = "triton" if forced is not None and deterministic else forced
-    facts = {"head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "deterministic": deterministic}
-    return backend_of("attend_backward", device, forced, **facts)
+    case = {"head_dim": head_dim, "v_dim": v_dim, "block": block, "dense": dense, "deterministic": deterministic}
+    return backend_of("attend_backward", device, forced, **case)
 
 
 @torch.compiler.assume_constant_result

@@ -109,7 +109,7 @@ def _delta_kernel(
 
 
 @triton.jit
-def _row_facts(lse, delta, rows, seq_q):
+def _row_stats(lse, delta, rows, seq_q):
     """(lse in log2, delta) of query rows; +inf for rows past the end and rows without keys, so that their weights are 0."""
     inside = rows < seq_q
     level = tl.load(lse + rows, mask=inside, other=float("inf")) * LOG2E
@@ -195,7 +195,7 @@ def _walk_queries(
         upstream = tl.dot(v0, g0.T)
         if V1 > 0:
             upstream = tl.dot(v1, g1.T, upstream)
-        level, drop = _row_facts(lse, delta, rows, seq_q)
+        level, drop = _row_stats(lse, delta, rows, seq_q)
         keep = True
         if MASKED:
             q_values = 0
@@ -344,7 +344,7 @@ def _dq_kernel(
     queries = (q_desc, q_rest, d_desc, d_rest)
     q0, q1, g0, g1 = _loaded(queries, b, m * BM, h, BM, D0, D1, V0, V1)
     line = bh.to(tl.int64) * seq_q
-    level, drop = _row_facts(lse + line, delta + line, rows, seq_q)
+    level, drop = _row_stats(lse + line, delta + line, rows, seq_q)
     dq0 = tl.zeros([BM, D0], tl.float32)
     dq1 = tl.zeros([BM, D1 if D1 > 0 else 16], tl.float32)
     dq0, dq1 = _walk_keys(

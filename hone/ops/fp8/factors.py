@@ -115,8 +115,8 @@ def _block_product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *,
     square: bool, backend: str | None,
 ) -> Tensor:  # fmt: skip
-    facts: dict[str, Any] = {"dtype": dtype, "columns": len(b), "width": a.shape[1], "square": square}
-    chosen = backend_of("fp8_block_product", a.device, backend, **facts, library=has_block_products())
+    case: dict[str, Any] = {"dtype": dtype, "columns": len(b), "width": a.shape[1], "square": square}
+    chosen = backend_of("fp8_block_product", a.device, backend, **case, library=has_block_products())
     if chosen == "reference":
         return blocks.block_product(a, a_scales, b, b_scales, bias, dtype, square=square)
     if chosen == "triton":

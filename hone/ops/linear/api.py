@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     """
     _check_features(x, weight, bias)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    facts = {
+    case = {
         "dtype": _product_dtype(x, weight, bias),
         "rows": x.numel() // max(1, x.shape[-1]),
         "out_features": weight.shape[0],
@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         "in_rows": weight.stride(1) == 1,
         "plain": not (wants_grad or torch.is_autocast_enabled(x.device.type)),
     }
-    chosen = backend_of("linear", x.device, backend, **facts)
+    chosen = backend_of("linear", x.device, backend, **case)
     if chosen == "compiled":
         from hone.ops.linear.cpu_product import product
 
@@ -70,7 +70,7 @@ def quantized_linear(
     num_rows = codes.shape[0] if out_features is None else out_features
     _check_codes(x, codes, scales, bits, num_rows, tiled)
     _check_bias(bias, num_rows)
-    facts = {
+    case = {
         "dtype": x.dtype,
         "rows": x.numel() // max(1, x.shape[-1]),
         "bits": bits,
@@ -79,7 +79,7 @@ def quantized_linear(
         "tiled": tiled,
         "plain": not (torch.is_grad_enabled() and x.requires_grad),
     }
-    chosen = backend_of("quantized_linear", x.device, backend, **facts)
+    chosen = backend_of("quantized_linear", x.device, backend, **case)
     if chosen == "gluon":
         return _quantized_op(x, codes, scales, bias, bits, num_rows)
     if chosen == "compiled":
@@ -159,9 +159,9 @@ def fp8_linear(
     blockwise = x_scales.dim() == 2
     _check_fp8(x, x_scales, weight, weight_scales, bias, blockwise)
     integer = x.dtype == torch.int8
-    facts = {"rows": len(x), "out_features": len(weight), "in_features": x.shape[1], "blockwise": blockwise}
-    facts["integer"] = integer
-    chosen = backend_of("fp8_linear", x.device, backend, dtype=dtype, **facts)
+    case = {"rows": len(x), "out_features": len(weight), "in_features": x.shape[1], "blockwise": blockwise}
+    case["integer"] = integer
+    chosen = backend_of("fp8_linear", x.device, backend, dtype=dtype, **case)
     if chosen == "triton":
         return _fp8_op(x, x_scales, weight, weight_scales, bias, dtype)
     if chosen == "torch" and integer:

@@ -161,14 +161,14 @@ def sparse_linear(x: Tensor, weight: Sparse24, bias: Tensor | None = None, *, ba
             f"bias has shape {tuple(bias.shape)}, not ({features},)",
             fix=f"give one number per output feature, {features} in all, or None",
         )
-    facts = {
+    case = {
         "dtype": x.dtype if x.dtype == weight.values.dtype else None,  # torch's product raises where they differ
         "rows": x.numel() // max(1, columns),
         "in_features": columns,
         "masked": weight.masks is not None,
         "plain": not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled(x.device.type),
     }
-    chosen = backend_of("sparse_linear", x.device, backend, **facts)
+    chosen = backend_of("sparse_linear", x.device, backend, **case)
     if chosen == "gluon":
         assert weight.masks is not None
         return _sparse_op(x, weight.values, weight.masks, bias)

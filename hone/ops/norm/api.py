@@ -48,10 +48,10 @@ def rms_norm(
             f"weight has {weight.numel()} values in {list(weight.shape)}, x rows have {x.shape[-1]}",
             fix=f"give weight [{x.shape[-1]}]",
         )
-    facts = {"dtype": x.dtype, "weight_dtype": weight.dtype, "width": x.shape[-1]}
+    case = {"dtype": x.dtype, "weight_dtype": weight.dtype, "width": x.shape[-1]}
     if offset:
-        facts["offset"] = True
-    chosen = backend_of("rms_norm", x.device, backend, **facts)
+        case["offset"] = True
+    chosen = backend_of("rms_norm", x.device, backend, **case)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise SpecError(
             f"residual {tuple(residual.shape)} {residual.dtype} is not like x {tuple(x.shape)} {x.dtype}",

@@ -158,7 +158,7 @@ def attend_paged(
 
 def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, **options: Any) -> bool:
     """Whether `attend_paged` runs a kernel, which reads lengths and pages on the device. Else call `plan_sequences` once per step
-    and `attend_planned` in every layer. `options`: further facts of the dispatch rule (softcap=True)."""
+    and `attend_planned` in every layer. `options`: further options of the dispatch rule (softcap=True)."""
     return _backend(q, k_pages, v_pages, num_rows, None, **options) == "triton"
 
 
@@ -204,9 +204,9 @@ def attend_latent(
     _check_options(scale, window, 0)
     keys = pages.unsqueeze(1)
     rope_dim = pages.shape[2] - value_dim
-    facts = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim}
+    case = {"dtype": q.dtype, "page_dtype": pages.dtype, "heads": q.shape[1], "value_dim": value_dim}
     boxed = window is None and pages.shape[1] % 64 == 0 and _aligned(pages)
-    chosen = backend_of("attend_latent", q.device, backend, **facts, rope_dim=rope_dim, rows=len(q), boxed=boxed)
+    chosen = backend_of("attend_latent", q.device, backend, **case, rope_dim=rope_dim, rows=len(q), boxed=boxed)
     if chosen in ("triton", "gluon"):
         from hone.ops.paged import triton_launch as paged_launch
 

@@ -36,14 +36,14 @@ def attend_shared(
             f"shared is {shared.dtype} {tuple(shared.shape)}",
             fix="give int32 [3]: first sequence, end, number of pages",
         )
-    facts = {"dtype": q.dtype, "page_dtype": k_pages.dtype}
+    case = {"dtype": q.dtype, "page_dtype": k_pages.dtype}
     if q.dim() == 3 and k_pages.dim() == v_pages.dim() == 4:
-        facts |= {"head_dim": k_pages.shape[3], "v_dim": v_pages.shape[3]}
+        case |= {"head_dim": k_pages.shape[3], "v_dim": v_pages.shape[3]}
         fits = (
             k_pages.dtype == q.dtype and len(q) == len(seq_lens) == len(page_table) and q.shape[2] == k_pages.shape[3]
         )
         if fits and k_pages.shape[:3] == v_pages.shape[:3] and k_pages.shape[1] and q.shape[1] % k_pages.shape[1] == 0:
-            if backend_of("attend_shared", q.device, backend, **facts) == "triton":
+            if backend_of("attend_shared", q.device, backend, **case) == "triton":
                 from hone.ops.paged.triton_shared import launch_shared
 
                 return launch_shared(q, k_pages, v_pages, page_table, seq_lens, shared, scale)

@@ -247,7 +247,7 @@ def _passes(backend: str, fall: Any, q: Tensor, heads: int) -> tuple[Any, Any]:
     if backend == "gluon":
         from hone.ops.scan import gluon_outputs as hopper
 
-        known = {"known": hopper.facts(fall, q.shape[0], heads, q.shape[1], q.device)}
+        known = {"known": hopper.chunk_decays(fall, q.shape[0], heads, q.shape[1], q.device)}
         outputs = hopper.outputs
     return portable.segment_states, lambda *given, **options: outputs(*given, **known, **options)
 

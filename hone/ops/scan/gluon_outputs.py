@@ -38,7 +38,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-class Facts(NamedTuple):
+class ChunkDecays(NamedTuple):
     """A chunk's decays and resets, computed once for all programs of the output pass.
 
     `tokens` float32 [B, H, chunks, 4, 64]: log2 decay since the chunk's start, weight of the incoming state in a token's
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
 
 
 @triton.jit
-def _facts(tokens, through, decay, reset, seq_len, chunks, heads, decay_b, decay_s, decay_h, reset_b,
+def _chunk_decays(tokens, through, decay, reset, seq_len, chunks, heads, decay_b, decay_s, decay_h, reset_b,
            CHUNK: tl.constexpr, MODE: tl.constexpr, RESET: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -69,61 +69,61 @@ def _facts(tokens, through, decay, reset, seq_len, chunks, heads, decay_b, decay
     tl.store(through + at, kept)
 
 
-def facts(fall: Fall, batch: int, heads: int, seq_len: int, device: torch.device) -> Facts | None:
-    """The facts of every chunk; None without decays and resets."""
+def chunk_decays(fall: Fall, batch: int, heads: int, seq_len: int, device: torch.device) -> ChunkDecays | None:
+    """The decays and resets of every chunk; None without decays and resets."""
     if fall.decay is None and fall.reset is None:
         return None
     chunks = triton.cdiv(seq_len, CHUNK)
     tokens = torch.empty((batch, heads, chunks, 4, CHUNK), dtype=torch.float32, device=device)
     through = torch.empty((batch, heads, chunks), dtype=torch.float32, device=device)
-    _facts[(batch * heads, chunks)](
+    _chunk_decays[(batch * heads, chunks)](
         tokens, through, *fall.arguments(), seq_len, chunks, heads, *fall.strides(),
         CHUNK=CHUNK, **fall.modes(), num_warps=2,
     )  # fmt: skip
-    return Facts(tokens, through, fall.reset is not None)
+    return ChunkDecays(tokens, through, fall.reset is not None)
 
 
 @gluon.jit
-def _fetch(q_desc, k_desc, v_desc, facts_desc, q_shared, k_shared, v_shared, facts_shared, ready, buffer, batch, head_q,
-           head_k, head_v, first, column, fact, FALLS: gl.constexpr):  # fmt: skip
+def _fetch(q_desc, k_desc, v_desc, decays_desc, q_shared, k_shared, v_shared, decays_shared, ready, buffer, batch, head_q,
+           head_k, head_v, first, column, decays_at, FALLS: gl.constexpr):  # fmt: skip
     """Starts the loads of one chunk into `buffer`."""
     bar = ready.index(buffer)
     SIZE: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
     if FALLS:
-        mbarrier.expect(bar, SIZE + facts_desc.block_type.nbytes)
+        mbarrier.expect(bar, SIZE + decays_desc.block_type.nbytes)
     else:
         mbarrier.expect(bar, SIZE)
     tma_load(q_desc, [batch, head_q, first, 0], bar, q_shared.index(buffer))
     tma_load(k_desc, [batch, head_k, first, 0], bar, k_shared.index(buffer))
     tma_load(v_desc, [batch, head_v, first, column], bar, v_shared.index(buffer))
     if FALLS:
-        tma_load(facts_desc, [fact], bar, facts_shared.index(buffer))
+        tma_load(decays_desc, [decays_at], bar, decays_shared.index(buffer))
 
 
 @gluon.jit
-def _seen(scores, facts, layout: gl.constexpr, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr):
+def _seen(scores, decays, layout: gl.constexpr, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr):
     """Scores [row, column] decayed and masked."""
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     seen = (column >= row) if REVERSE else (column <= row)
     if RESET:
-        ours = facts.slice(192, 64).load(gl.SliceLayout(1, layout))
-        theirs = facts.slice(192, 64).load(gl.SliceLayout(0, layout))
+        ours = decays.slice(192, 64).load(gl.SliceLayout(1, layout))
+        theirs = decays.slice(192, 64).load(gl.SliceLayout(0, layout))
         seen = seen & (ours[:, None] == theirs[None, :])
     if FALLS:
-        at_row = facts.slice(0, 64).load(gl.SliceLayout(1, layout))[:, None]
-        at_column = facts.slice(0, 64).load(gl.SliceLayout(0, layout))[None, :]
+        at_row = decays.slice(0, 64).load(gl.SliceLayout(1, layout))[:, None]
+        at_column = decays.slice(0, 64).load(gl.SliceLayout(0, layout))[None, :]
         fall = (at_column - at_row) if REVERSE else (at_row - at_column)
         scores = scores * gl.exp2(gl.where(seen, fall, 0.0))  # masked first: masked differences may overflow
     return gl.where(seen, scores, 0.0)
 
 
 @gluon.jit
-def _weigh(v, into, facts, REVERSE: gl.constexpr):
+def _weigh(v, into, decays, REVERSE: gl.constexpr):
     """Stores v, each token times its weight in the outgoing state, to shared memory."""
     BLOCK_V: gl.constexpr = v.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
-    weights = facts.slice(64 if REVERSE else 128, 64).load(gl.SliceLayout(1, layout))
+    weights = decays.slice(64 if REVERSE else 128, 64).load(gl.SliceLayout(1, layout))
     into.store((v.load(layout).to(gl.float32) * weights[:, None]).to(into.dtype))
 
 
@@ -143,7 +143,7 @@ def _rows_of(at, stride, first, seq_len, columns, dim_v, layout: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    q, k, v, state, state_shared, facts, kept, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr
+    q, k, v, state, state_shared, decays, kept, FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr
 ):
     """One chunk: (out, the state after it), both still in flight. `state_shared` holds the state before it."""
     BLOCK_V: gl.constexpr = v.type.shape[1]
@@ -154,11 +154,11 @@ def _multiply(
     out = gl.zeros([64, BLOCK_V], gl.float32, on_out)
     out = warpgroup_mma(q, state_shared, out, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    scores = _seen(scores, facts, on_scores, FALLS, RESET, REVERSE)
+    scores = _seen(scores, decays, on_scores, FALLS, RESET, REVERSE)
     scores = gl.convert_layout(scores.to(v.dtype), gl.DotOperandLayout(operand_index=0, parent=on_out, k_width=2))
     out = warpgroup_mma_wait(0, deps=[out])
     if FALLS:
-        enters = facts.slice(128 if REVERSE else 64, 64).load(gl.SliceLayout(1, on_out))
+        enters = decays.slice(128 if REVERSE else 64, 64).load(gl.SliceLayout(1, on_out))
         out = out * enters[:, None]
     out = warpgroup_mma(scores, v, out, is_async=True)
     leaving = v
@@ -166,7 +166,7 @@ def _multiply(
         state = state * kept
         warpgroup_barrier()  # every warp has finished q S: its buffer is free
         leaving = state_shared.slice(0, 64, 0)
-        _weigh(v, leaving, facts, REVERSE)
+        _weigh(v, leaving, decays, REVERSE)
         fence_async_shared()
         warpgroup_barrier()
     state = warpgroup_mma(k.permute((1, 0)), leaving, state, is_async=True)
@@ -174,7 +174,7 @@ def _multiply(
 
 
 @gluon.jit
-def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, final, dots, other, scale, seq_len,
+def _outputs(q_desc, k_desc, v_desc, out_desc, decays_desc, through, starts, final, dots, other, scale, seq_len,
              seg_chunks, num_segs, batches, heads, share_q, share_k, share_v, share_other, dim_k, dim_v,
              start_place, start_k, start_v, other_b, other_s, other_h, tiles_v,
              FALLS: gl.constexpr, RESET: gl.constexpr, REVERSE: gl.constexpr, STARTS: gl.constexpr,
@@ -193,9 +193,9 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
     state_shared = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_V], tiled)
     out_shared = gl.allocate_shared_memory(dtype, [1, 1, 64, BLOCK_V], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    facts_shared = ready  # unused without facts
+    decays_shared = ready  # unused without decays
     if FALLS:
-        facts_shared = gl.allocate_shared_memory(gl.float32, [2, 4 * 64], facts_desc.layout)
+        decays_shared = gl.allocate_shared_memory(gl.float32, [2, 4 * 64], decays_desc.layout)
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
@@ -211,7 +211,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
     begin = seg * seg_chunks
     count = gl.minimum(seg_chunks, chunks - begin)
     chunk = begin + count - 1 if REVERSE else begin
-    _fetch(q_desc, k_desc, v_desc, facts_desc, q_shared, k_shared, v_shared, facts_shared, ready, 0, batch,
+    _fetch(q_desc, k_desc, v_desc, decays_desc, q_shared, k_shared, v_shared, decays_shared, ready, 0, batch,
            head // share_q, head // share_k, head // share_v, chunk * 64, column, (line * chunks + chunk) * 256,
            FALLS)  # fmt: skip
     rows = gl.arange(0, BLOCK_K, gl.SliceLayout(1, on_out))[:, None]
@@ -232,7 +232,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
         warpgroup_barrier()
         if step + 1 < count:
             after = chunk - 1 if REVERSE else chunk + 1
-            _fetch(q_desc, k_desc, v_desc, facts_desc, q_shared, k_shared, v_shared, facts_shared, ready, 1 - buffer,
+            _fetch(q_desc, k_desc, v_desc, decays_desc, q_shared, k_shared, v_shared, decays_shared, ready, 1 - buffer,
                    batch, head // share_q, head // share_k, head // share_v, after * 64, column,
                    (line * chunks + after) * 256, FALLS)  # fmt: skip
         kept = gl.load(through + line * chunks + chunk) if FALLS else 1.0
@@ -242,7 +242,7 @@ def _outputs(q_desc, k_desc, v_desc, out_desc, facts_desc, through, starts, fina
         mbarrier.wait(ready.index(buffer), (step // 2) & 1)
         out, state = _multiply(
             q_shared.index(buffer).reshape([64, BLOCK_K]), k_shared.index(buffer).reshape([64, BLOCK_K]),
-            v_shared.index(buffer).reshape([64, BLOCK_V]), state, state_shared, facts_shared.index(buffer), kept,
+            v_shared.index(buffer).reshape([64, BLOCK_V]), state, state_shared, decays_shared.index(buffer), kept,
             FALLS, RESET, REVERSE)  # fmt: skip
         out = warpgroup_mma_wait(1, deps=[out]) * scale
         if DOTS:
@@ -271,12 +271,12 @@ def outputs(
     plan: Tiling,
     starts: Tensor | None,
     *,
-    known: Facts | None,
+    known: ChunkDecays | None,
     reverse: bool = False,
     final: Tensor | None = None,
     dots_with: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `hone.ops.scan.triton_kernels.outputs`, with decays as `Facts`; bfloat16, chunks of 64, Dk up to 128."""
+    """As `hone.ops.scan.triton_kernels.outputs`, with decays as `ChunkDecays`; bfloat16, chunks of 64, Dk up to 128."""
     batch, seq_len, _, dim_k = q.shape
     dim_v = v.shape[-1]
     out = v.new_empty((batch, seq_len, heads, dim_v))
@@ -287,11 +287,11 @@ def outputs(
         dots = q.new_empty((tiles_v, batch, heads, seq_len), dtype=torch.float32)
     other = (0, 0, 0) if dots_with is None else dots_with.stride()[:3]
     of_starts = (0, 0, 0) if starts is None else starts.stride()[2:]
-    facts_desc = None
+    decays_desc = None
     if known is not None:
-        facts_desc = TensorDescriptor(known.tokens, [known.tokens.numel()], [1], [4 * CHUNK], FLAT)
+        decays_desc = TensorDescriptor(known.tokens, [known.tokens.numel()], [1], [4 * CHUNK], FLAT)
     _outputs[(batch * heads * plan.segments * tiles_v,)](
-        _rows(q, block_k), _rows(k, block_k), _rows(v, BLOCK_V), _rows(out, BLOCK_V), facts_desc,
+        _rows(q, block_k), _rows(k, block_k), _rows(v, BLOCK_V), _rows(out, BLOCK_V), decays_desc,
         None if known is None else known.through, starts, final, dots, dots_with, scale,
         seq_len, plan.segment_tokens(seq_len) // CHUNK, plan.segments, batch, heads,
         heads // q.shape[2], heads // k.shape[2], heads // v.shape[2],

@@ -67,8 +67,8 @@ def _head(place: int, run: RunLog) -> Markup:
     bar = Markup("")
     if run.total and run.state != "waiting":
         bar = Markup('<progress max="{}" value="{}"></progress>').format(run.total, min(run.step, run.total))
-    facts = [Markup("<li><b>{}</b><span>{}</span></li>").format(value, name) for value, name in _numbers(run)]
-    listed = Markup('<ul class="findings numbers">{}</ul>').format(Markup("").join(facts)) if facts else ""
+    items = [Markup("<li><b>{}</b><span>{}</span></li>").format(value, name) for value, name in _numbers(run)]
+    listed = Markup('<ul class="findings numbers">{}</ul>').format(Markup("").join(items)) if items else ""
     return Markup('<section class="run"><h2>{}{}</h2><p class="lead">{}</p>{}{}</section>').format(
         mark, run.name, state, bar, listed
     )

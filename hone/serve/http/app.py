@@ -282,7 +282,7 @@ class Generation:
         """The reply by beam search; `requests` has `n` equal ones of each prompt."""
         headers["x-request-id"] = self._front.request_id(request, body)
         front, tokenizer = self._front, self._front.prompts.tokenizer
-        ends = front.engine.facts.eos_ids
+        ends = front.engine.info.eos_ids
         search = BeamSearch(front.engine, ends, front.next_id)
         for first in range(0, len(requests), body.copies):
             one = requests[first]
@@ -337,7 +337,7 @@ class TokenEndpoints:
         return json_reply({"prompt": tokenizer.decode(ids, skip_special_tokens=False)}, headers)
 
     async def info(self, request: HttpRequest) -> Response:
-        """Facts about the tokenizer for remote clients (lm-eval reads them)."""
+        """What remote clients need to know of the tokenizer (lm-eval reads it)."""
         tokenizer = self._front.prompts.need_tokenizer("model")
         eos = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         return json_reply(

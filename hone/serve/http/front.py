@@ -168,7 +168,7 @@ class Front:
 
     def admit(self, count: int) -> None:
         """Raises ApiError 400 for more sequences than the queue holds, 503 with Retry-After when it is full."""
-        capacity = self.engine.facts.max_num_seqs + self.settings.max_queue
+        capacity = self.engine.info.max_num_seqs + self.settings.max_queue
         if count > capacity:
             raise ApiError(400, f"{count} sequences in one request; this server holds at most {capacity}", param="n")
         if self.draining:
@@ -191,7 +191,7 @@ class Front:
     @property
     def retry_s(self) -> int:
         """Seconds after which a rejected client may retry: one second per round of running sequences."""
-        return 1 + self.outstanding // max(self.engine.facts.max_num_seqs, 1)
+        return 1 + self.outstanding // max(self.engine.info.max_num_seqs, 1)
 
     def next_id(self, request_id: str = "beam") -> str:
         """An id for the engine that no other request has."""

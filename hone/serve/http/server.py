@@ -15,14 +15,14 @@ from hone.base.errors import MachineError, MissingExtra
 from hone.base.run import Run
 from hone.model.folder import HUB, model_folder
 from hone.serve.http.spec import ServerSpec
-from hone.serve.http.worker import AFTER_DEATH, Build, EngineFacts, EngineLike, EngineProcess
+from hone.serve.http.worker import AFTER_DEATH, Build, EngineInfo, EngineLike, EngineProcess
 from hone.serve.spec import EngineSpec
 
 if TYPE_CHECKING:
     pass
 
 
-def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineFacts]:
+def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineInfo]:
     """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served.
 
     The HTTP process limits waiting requests and replies at once with 503 and Retry-After; the engine's limit is higher.
@@ -31,7 +31,7 @@ def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> 
 
     engine = Engine(folder, spec, device=device)
     engine.max_waiting = max(spec.max_waiting, max_queue + engine.scheduler.max_num_seqs)
-    return engine, EngineFacts(
+    return engine, EngineInfo(
         max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size,
         max_num_seqs=engine.scheduler.max_num_seqs,
@@ -125,8 +125,8 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
     front = OneFront(folder, spec, run)
     options = {"folder": str(folder), "spec": spec.engine, "device": run.device, "max_queue": spec.max_queue}
     engine = await EngineProcess.start(build, options)
-    if engine.facts.sizes:
-        run.say(engine.facts.sizes)
+    if engine.info.sizes:
+        run.say(engine.info.sizes)
 
     def ready(_: Stopping) -> None:
         print(ready_line(spec, sock, front.tokenizer is not None, time.monotonic() - started), flush=True)

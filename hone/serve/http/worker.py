@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from hone.base.errors import HoneError, MachineError
 from hone.serve.device.heap import frozen_heap
 from hone.serve.http.processes.link import EngineLink
-from hone.serve.http.processes.wire import Channel, EngineFacts, QueuedChannel, Refused, pack
+from hone.serve.http.processes.wire import Channel, EngineInfo, QueuedChannel, Refused, pack
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import BusyError, Output, Request
 
@@ -46,7 +46,7 @@ class EngineLike(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
-Build = Callable[..., tuple[EngineLike, EngineFacts]]
+Build = Callable[..., tuple[EngineLike, EngineInfo]]
 """Builds the engine inside the worker: a module-level function (it is pickled by name)."""
 
 
@@ -72,7 +72,7 @@ def worker_main(
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, inbox), daemon=True).start()
     try:
-        engine, facts = build(**options)
+        engine, info = build(**options)
     except HoneError as error:
         channel.send(("failed", error))
         return
@@ -84,14 +84,14 @@ def worker_main(
         engine,
         None if doors is not None else channel,
         inbox,
-        None if max_queue is None else facts.max_num_seqs + max_queue,
+        None if max_queue is None else info.max_num_seqs + max_queue,
     )
 
     def lost(error: RankError) -> None:
         for one in {channel, *loop.fronts}:
             one.send(("lost", str(error.what)))
 
-    channel.send(("ready", facts))
+    channel.send(("ready", info))
     if doors is not None:
         threading.Thread(target=_open_doors, args=(doors, inbox), daemon=True).start()
     try:
@@ -292,7 +292,7 @@ class EngineProcess(EngineLink):
         if kind == "failed":
             process.join(5)
             raise what
-        self.facts = what
+        self.info = what
         return self
 
     async def stop(self) -> None:

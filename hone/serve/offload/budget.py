@@ -97,7 +97,7 @@ def budget_of(
         asked = spec.kv_cache_memory_bytes
     ends, layers = layer_sizes(model, dtype)
     assert spec.max_num_seqs is not None, "sized() fills it in"
-    work = work_bytes(model.config.facts(), spec, dtype, device)
+    work = work_bytes(model.config.dims(), spec, dtype, device)
     room = total - work - ends - _GAPS
     least = asked if asked is not None else (longest_pages + 1) * page
     most = max(least, (spec.max_num_seqs * longest_pages + 1) * page)

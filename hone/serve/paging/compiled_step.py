@@ -147,7 +147,7 @@ def _unlike(layer: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> str |
     if type(fed) is not SwiGLULayer:
         return f"feed-forward '{fed.spec.kind}' is not swiglu"
     spec = mixer.spec
-    facts = {
+    case = {
         "dtype": dtype,
         "page_dtype": tensors["k"].dtype,
         "head_dim": spec.head_dim,
@@ -155,7 +155,7 @@ def _unlike(layer: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> str |
         "rows": 1,
         "decode": True,
     }
-    choice = choose("attend_paged", locate("cpu"), **facts)
+    choice = choose("attend_paged", locate("cpu"), **case)
     if choice.backend != "compiled":
         return choice.reason
     if spec.num_heads * spec.head_dim % 32 or layer.mixer_norm.weight.numel() % 32 or fed.spec.intermediate_size % 16:

@@ -77,8 +77,8 @@ def check_format(dtype: str, tensors: Sequence[LayerCache], weights: str, where:
         if not layer or where.kind != "cuda" or weights not in ("bfloat16", "float16"):
             continue  # plain torch takes any width
         widths = {one.name: one.shape[-1] for one in layer}
-        facts = {"dtype": getattr(torch, weights), "page_dtype": getattr(torch, dtype), "rows": 1}
-        choice = choose("attend_paged", where, head_dim=widths["k"], v_dim=widths["v"], **facts)
+        case = {"dtype": getattr(torch, weights), "page_dtype": getattr(torch, dtype), "rows": 1}
+        choice = choose("attend_paged", where, head_dim=widths["k"], v_dim=widths["v"], **case)
         if choice.backend != "triton":
             raise SpecError(
                 f"engine.kv_cache_dtype is {asked}, and layer {index} has heads of {widths['k']} and {widths['v']}: {choice.reason}",

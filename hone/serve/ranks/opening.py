@@ -98,7 +98,7 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
     memory = Memory.now(device)
     if device.type == "cpu":  # all ranks share it
         memory = memory._replace(free=memory.free / place.world_size)
-    work = work_bytes(model.config.facts(), spec, _name(model.dtype), str(device))
+    work = work_bytes(model.config.dims(), spec, _name(model.dtype), str(device))
     num_pages = cache_pages(spec, page_bytes(tensors, spec.block_size, _name(kept)), memory, longest, work=work)
     return OpenRank(model, spec, device, tensors, kept, longest, num_pages, note)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from hone.cost.activations.segments import Segment, keep_all, layer_bytes
-from hone.cost.facts import LayerFacts
+from hone.cost.dims import LayerDims
 from hone.cost.memory import BYTES
 from hone.measure.machine import Machine
 from hone.train.activation_checkpointing.base import ActivationCheckpointing, Segments, Sizes
@@ -16,10 +16,10 @@ from hone.train.estimates.sizes import Work
 
 def sizes_of(work: Work, machine: Machine) -> Sizes:
     """The sizes of `work` on `machine`, by the estimates that its plan shows."""
-    facts, on_gpu = work.part, machine.device.startswith("cuda")
+    dims, on_gpu = work.part, machine.device.startswith("cuda")
     width, tokens, num = BYTES[work.dtype], work.micro_batch_tokens, work.model.num_layers
     mask = work.seq_len if work.packed and not (on_gpu and width < 4) else 0
-    layers = [facts.layers[index % facts.num_layers] for index in range(num)]
+    layers = [dims.layers[index % dims.num_layers] for index in range(num)]
 
     @cache
     def growth(segments: Segments) -> float:
@@ -31,7 +31,7 @@ def sizes_of(work: Work, machine: Machine) -> Sizes:
 
     whole, known = keep_all(num), {}
 
-    def more(index: int, layer: LayerFacts, **how: str) -> float:
+    def more(index: int, layer: LayerDims, **how: str) -> float:
         """Seconds more of a step when layer `index` is recomputed, of one micro-batch."""
         key = (layer, *how.values())
         if key not in known:
@@ -41,7 +41,7 @@ def sizes_of(work: Work, machine: Machine) -> Sizes:
         return known[key]
 
     return Sizes(
-        layers=tuple(layer_bytes(one, facts.hidden_size, tokens, width, mask, fp8=work.keeps_codes) for one in layers),
+        layers=tuple(layer_bytes(one, dims.hidden_size, tokens, width, mask, fp8=work.keeps_codes) for one in layers),
         forward_s=tuple(more(index, one) for index, one in enumerate(layers)),
         replay_s=tuple(more(index, one, saves="products") for index, one in enumerate(layers)),
         growth=growth,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from hone.base.errors import SpecError
 from hone.base.lazy import resolve
 from hone.base.table import Technique
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.parallel.context.chunks import chunk_size
 
@@ -99,10 +99,10 @@ class Sizes(NamedTuple):
         return SCORES * 4 * self.tokens * keys * max(one.num_heads for one in self.layers)
 
     @classmethod
-    def of(cls, facts: ModelFacts, tokens: int, seq_len: int, num_ranks: int, width: int) -> Sizes:
+    def of(cls, dims: ModelDims, tokens: int, seq_len: int, num_ranks: int, width: int) -> Sizes:
         """The sizes of a model's pass."""
         layers: list[Attended] = []
-        for layer in facts.layers:
+        for layer in dims.layers:
             num_heads = getattr(layer.mixing, "num_heads", 1)
             kept = {one.name: one for one in layer.cache}
             if "latent" in kept:  # keys and values of every head are made of it before they are sent

@@ -16,7 +16,7 @@ from hone.parallel.pipeline.simulate import seconds_of_many
 from hone.train.estimates.figures import bytes_by_rank, play_options, updated, with_more
 from hone.train.estimates.sizes import Work
 from hone.train.mask import masked
-from hone.train.pipeline.cost import Pipelined, facts_of_layers
+from hone.train.pipeline.cost import Pipelined, dims_of_layers
 from hone.train.pipeline.search import Cuts, search
 
 MOST_PASSES = 800_000
@@ -91,7 +91,7 @@ class _Simulated:
         count, again = work.model.num_layers, work.recomputed
         each = [
             kinds.setdefault((layer, again.count(index)), len(kinds))
-            for index, layer in enumerate(pipeline.facts.layers)
+            for index, layer in enumerate(pipeline.dims.layers)
         ]
         self.before = np.zeros((count + 1, len(kinds) + 2), np.int64)
         """Of the layers before each one: how many of each kind, and whether the first and the last are among them."""
@@ -126,7 +126,7 @@ class _Simulated:
             if key not in self.updates:
                 row, rank = divmod(int(place), len(held))
                 layers = _ranges(cuts[row])
-                part = facts_of_layers(self.pipeline.facts, [layers[stage] for stage in held[rank]])
+                part = dims_of_layers(self.pipeline.dims, [layers[stage] for stage in held[rank]])
                 update = updated(self.work, self.pipeline.update(part))
                 self.updates[key] = update_seconds(update, part, self.machine, self.work.dtype).value
         return np.array([self.updates[key] for key in keys])[places].reshape(len(cuts), -1).max(axis=1)

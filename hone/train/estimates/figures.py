@@ -8,7 +8,7 @@ from typing import Any
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY
 from hone.cost.activations.segments import copied_bytes, layer_bytes, replayed_layers
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
@@ -203,10 +203,10 @@ def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
 
 def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
     """Seconds of such transfers that pass beside products, which they do not slow: copy engines make them."""
-    if not work.tensor.overlap or work.tensor.facts is None:
+    if not work.tensor.overlap or work.tensor.dims is None:
         return 0.0
     products = [
-        ((work.micro_batch_tokens, *shape), "forward") for one in work.tensor.facts.layers for shape in one.matmuls
+        ((work.micro_batch_tokens, *shape), "forward") for one in work.tensor.dims.layers for shape in one.matmuls
     ]
     return work.tensor.hidden_s(*_transfers(work, machine), product_seconds(machine, products, work.dtype), times)
 
@@ -320,7 +320,7 @@ def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
     """The work of each pipeline rank, as that of a model of its layers with all that it holds at once."""
     found = []
     for rank, (part, update) in enumerate(zip(pipeline.parts, pipeline.updates, strict=True)):
-        tensor = replace(work.tensor, facts=part if work.tensor.degree > 1 else None)
+        tensor = replace(work.tensor, dims=part if work.tensor.degree > 1 else None)
         segments = pipeline.live(rank, work.segments)
         found.append(replace(work, model=part, update=update, tensor=tensor, segments=segments, pipeline=None))
     return found
@@ -346,7 +346,7 @@ def _evaluation_s(work: Work, machine: Machine) -> float:
     return _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
 
 
-def _forward_s(model: ModelFacts, work: Work, machine: Machine) -> float:
+def _forward_s(model: ModelDims, work: Work, machine: Machine) -> float:
     """Seconds of a forward pass of `model` over a rank's share of a step's sequences."""
     tokens = work.step_tokens // work.divided.num_ranks
     return forward_seconds(model, machine, tokens=tokens, seq_len=work.seq_len, dtype=work.dtype).value

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import recomputed_layers
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.replicas import Divided
 from hone.cost.steps import code_bytes
@@ -35,7 +35,7 @@ RANK_BYTES, MOST_RANKS = 20, 16
 class Work:
     """A training whose steps are batches of `batch_size` sequences of `seq_len`, in `gradient_accumulation_steps` micro-batches."""
 
-    model: ModelFacts
+    model: ModelDims
     steps: int
     batch_size: int
     seq_len: int
@@ -45,7 +45,7 @@ class Work:
     gradient_accumulation_steps: int = 1
     eval_sequences: int = 0
     """Sequences of all evaluations together."""
-    teacher: ModelFacts | None = None
+    teacher: ModelDims | None = None
     packed: bool = True
     """Whether sequences hold several documents, which requires attention masks."""
     saved_dtype: str = ""
@@ -96,11 +96,11 @@ class Work:
         return divided.num_shards if at_once and not divided.gradient_bits and BYTES[self.dtype] == 2 else 1
 
     @property
-    def part(self) -> ModelFacts:
+    def part(self) -> ModelDims:
         """What of the model one rank computes: with pipeline stages the one with the most weights."""
         if self.pipeline is not None:
             return self.pipeline.parts[self.pipeline.largest]
-        return self.tensor.facts or self.model
+        return self.tensor.dims or self.model
 
     @property
     def load(self) -> Load:

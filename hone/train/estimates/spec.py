@@ -34,7 +34,7 @@ def work_of(
     divided: Divided,
 ) -> Work:
     """The sizes of `steps` steps on `data` of the train stage `spec`, from which estimates are computed."""
-    facts, dtype, keep = config.facts(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
+    dims, dtype, keep = config.dims(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
     val = [one.packed("val", spec.seq_len).num_sequences for one in data if "val" in one.splits]
     keep.check(sum(val))
     spec.early_stopping.check(sum(val))
@@ -44,7 +44,7 @@ def work_of(
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
     shared = spec.parallelism.shared(config, costs, spec.gradient_accumulation_steps, spec.seq_len, timed)
     return Work(
-        model=facts,
+        model=dims,
         steps=steps,
         batch_size=spec.batch_size,
         seq_len=spec.seq_len,
@@ -52,7 +52,7 @@ def work_of(
         saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype),
         epoch=epoch,
         segments=keep_all(config.num_layers),
-        update=masked(shared.update, facts) if "mask" in given else shared.update,
+        update=masked(shared.update, dims) if "mask" in given else shared.update,
         gradient_accumulation_steps=spec.gradient_accumulation_steps,
         eval_sequences=spec.validation.total(
             steps,

@@ -29,8 +29,8 @@ def check(run: Run) -> None:
 
 def shown(run: Run, steps: int) -> AbstractContextManager[Progress]:
     """The progress of a training of `steps`."""
-    facts = {"ranks": run.mesh.world_size, "on_gpus": run.device.startswith("cuda")}
-    return run.progress("train: step", steps, screen=partial(Screen.where_it_fits, **facts))
+    options = {"ranks": run.mesh.world_size, "on_gpus": run.device.startswith("cuda")}
+    return run.progress("train: step", steps, screen=partial(Screen.where_it_fits, **options))
 
 
 def watch_of(

@@ -57,13 +57,13 @@ class Screen(Progress):
         self._live.start()
 
     @classmethod
-    def where_it_fits(cls, label: str, total: float | None, unit: str = "", **facts: Any) -> Screen | None:
+    def where_it_fits(cls, label: str, total: float | None, unit: str = "", **options: Any) -> Screen | None:
         """The view on standard error, or None where its terminal is too small or cannot print the curve."""
         from rich.console import Console
 
         console = Console(stderr=True)
         small = console.width < WIDTH or console.height < HEIGHT
-        return None if small or "utf" not in console.encoding else cls(label, total, unit, console=console, **facts)
+        return None if small or "utf" not in console.encoding else cls(label, total, unit, console=console, **options)
 
     def saw(self, row: dict[str, Any]) -> None:
         """As `Progress.saw`, of steps.jsonl and timing.jsonl."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hone.base.figure import Estimate, human_bytes
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.memory import BUCKET, BYTES
 from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.measure.machine import Machine
@@ -33,7 +33,7 @@ SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
 class Load:
     """A training's sizes, as its offload needs them."""
 
-    facts: ModelFacts
+    dims: ModelDims
     update: UpdateCost
     dtype: str
     passes: int = 1
@@ -46,12 +46,12 @@ class Load:
     @property
     def weights(self) -> float:
         """Weights that a rank updates."""
-        return self.facts.num_params / self.shards
+        return self.dims.num_params / self.shards
 
     @property
     def layer_weights(self) -> float:
         """Weights of all layers."""
-        return float(layer_matrix_params(self.facts))
+        return float(layer_matrix_params(self.dims))
 
     @property
     def state(self) -> float:
@@ -101,7 +101,7 @@ def places(offload: Offload, load: Load, device: str) -> Places:
         return Places(said=("all on the device",))
     on_gpu, params = device.startswith("cuda"), load.weights
     half = load.width < 4
-    largest = min(max(BUCKET, load.facts.vocab_size * load.facts.hidden_size), load.facts.num_params)
+    largest = min(max(BUCKET, load.dims.vocab_size * load.dims.hidden_size), load.dims.num_params)
     buffers = 4.0 * load.width * largest
     window = load.state / max(params, 1) * min(WINDOW * BUFFERS, params)
     said, disk, host = (
@@ -123,7 +123,7 @@ def places(offload: Offload, load: Load, device: str) -> Places:
         device_less += load.gradient_width * params
     if offload.streams:
         kept = load.width * load.layer_weights
-        two = 2 * kept / max(load.facts.num_layers, 1)
+        two = 2 * kept / max(load.dims.num_layers, 1)
         where = "on disk" if offload.streams_files else "in host memory"
         said.append(f"layers' parameters {human_bytes(kept)} {where}")
         host += 1.5 * two if offload.streams_files else kept
@@ -153,10 +153,10 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
     if offload.streams:
         # A layer comes before its forward pass and before its backward pass, in which it is computed again if at all.
         brought = load.width * load.layer_weights
-        link += (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought  # the last one stays for the backward pass
+        link += (2 - 1 / max(load.dims.num_layers, 1)) * passes * brought  # the last one stays for the backward pass
         waits += _beyond(passes * brought, passes_s * SHARE_OF_FORWARD, rates, on_gpu)
         if offload.streams_files:
-            files = (2 - 1 / max(load.facts.num_layers, 1)) * passes * brought
+            files = (2 - 1 / max(load.dims.num_layers, 1)) * passes * brought
             waits += max(files / rates.read - passes_s, 0.0) if on_gpu else files / rates.read
             disk += brought / rates.write
     if offload.gradients_leave:

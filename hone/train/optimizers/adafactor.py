@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.parallel.cut import Cut
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
@@ -41,18 +41,18 @@ class Adafactor(Optimizer):
         rule = AdafactorRule(self.beta2_decay, self.eps, self.clipping_threshold)
         return by_decay(parameters, tuple(parameters), rule, self.weight_decay)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost with a number per row and column of matrices, scaled to all experts, and one per number of two norms a layer."""
-        sizes = [size for layer in facts.layers for size in layer.matmuls]
-        tables = [(facts.vocab_size, facts.hidden_size)] * (1 if facts.tie_embeddings else 2)
+        sizes = [size for layer in dims.layers for size in layer.matmuls]
+        tables = [(dims.vocab_size, dims.hidden_size)] * (1 if dims.tie_embeddings else 2)
         state = 4.0 * sum(rows + columns for rows, columns in sizes)
-        state *= layer_matrix_params(facts) / max(sum(rows * columns for rows, columns in sizes), 1)
+        state *= layer_matrix_params(dims) / max(sum(rows * columns for rows, columns in sizes), 1)
         state += 4.0 * sum(map(sum, tables))
-        vectors = 4.0 * facts.hidden_size * (2 * facts.num_layers + 1)
+        vectors = 4.0 * dims.hidden_size * (2 * dims.num_layers + 1)
         largest = max(rows * columns for rows, columns in sizes + tables)
         return UpdateCost(
             state_bytes=state + vectors,
-            moved_bytes=MOVED_BYTES * facts.num_params,
+            moved_bytes=MOVED_BYTES * dims.num_params,
             num_ops=NUM_OPS * len(sizes + tables),
             work_bytes=8.0 * largest,
             op_bytes=4.0 * largest,

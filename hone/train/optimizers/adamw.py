@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost, adamw
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 
@@ -32,9 +32,9 @@ class AdamW(Optimizer):
         rule = AdamWRule(self.beta1, self.beta2, self.eps)
         return by_decay(parameters, tuple(parameters), rule, self.weight_decay)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost of two moments per weight."""
-        return adamw(facts, fused=device.startswith("cuda"))
+        return adamw(dims, fused=device.startswith("cuda"))
 
 
 @dataclass(frozen=True)

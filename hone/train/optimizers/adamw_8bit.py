@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
@@ -65,15 +65,15 @@ class AdamW8bit(Optimizer):
             numbers *= size
         return numbers >= self.min_elements and (parameter.kind != "embedding" or self.quantize_embedding)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost with the groups of `groups`; a matrix of a layer is large, other weights but embedding and head are small."""
-        sizes = [rows * columns for layer in facts.layers for rows, columns in layer.matmuls]
+        sizes = [rows * columns for layer in dims.layers for rows, columns in layer.matmuls]
         large = [size for size in sizes if size >= self.min_elements]
-        eight = layer_matrix_params(facts) * sum(large) / max(sum(sizes), 1)
-        tables = (not facts.tie_embeddings) + self.quantize_embedding
-        large += [facts.vocab_size * facts.hidden_size] * tables
-        eight += facts.vocab_size * facts.hidden_size * tables
-        rest = facts.num_params - eight
+        eight = layer_matrix_params(dims) * sum(large) / max(sum(sizes), 1)
+        tables = (not dims.tie_embeddings) + self.quantize_embedding
+        large += [dims.vocab_size * dims.hidden_size] * tables
+        eight += dims.vocab_size * dims.hidden_size * tables
+        rest = dims.num_params - eight
         chunk = CHUNK["cuda" if device.startswith("cuda") else "cpu"]
         return UpdateCost(
             state_bytes=STATE_BYTES * eight + ADAMW_STATE_BYTES * rest,

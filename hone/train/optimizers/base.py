@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from hone.base.spec import Quiet
 from hone.base.table import Technique
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost
 from hone.parallel.cut import Cut
 from hone.train.spikes.rewind import Rewind
@@ -151,7 +151,7 @@ class Optimizer(Technique):
         """Every parameter in exactly one group."""
         raise NotImplementedError
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Bytes and work of one update of a model trained in `dtype` on `device`."""
         raise NotImplementedError
 

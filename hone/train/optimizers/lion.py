@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 
@@ -37,9 +37,9 @@ class Lion(Optimizer):
         """Matrices and vectors."""
         return by_decay(parameters, tuple(parameters), LionRule(self.beta1, self.beta2), self.weight_decay)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost of one moment per weight, and of a direction for each weight of a bucket."""
-        params = facts.num_params
+        params = dims.num_params
         return UpdateCost(STATE_BYTES * params, MOVED_BYTES * params, NUM_OPS * 2, work_bytes=4 * params)
 
 

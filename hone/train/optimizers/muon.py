@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
@@ -56,12 +56,12 @@ class Muon(Optimizer):
         rule = AdamWRule(self.beta1, self.beta2, self.eps)
         return groups + by_decay(parameters, rest, rule, self.weight_decay, (self.adamw_lr or self.lr) / self.lr)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost of one momentum per matrix weight; each iteration has three matrix products."""
-        inside = layer_matrix_params(facts)
-        rest = facts.num_params - inside
+        inside = layer_matrix_params(dims)
+        rest = dims.num_params - inside
         matmuls, largest, count = [], 0, 0
-        for layer in facts.layers:
+        for layer in dims.layers:
             for out_features, in_features in layer.matmuls:
                 short, long = sorted((out_features, in_features))
                 matmuls += [(short, short, long), (short, short, short), (short, long, short)] * self.ns_steps
@@ -73,7 +73,7 @@ class Muon(Optimizer):
             num_ops=ADAMW_OPS + (10 + 5 * self.ns_steps) * count,
             work_bytes=(4 + 3 * (2 if on_gpu else 4)) * largest,
             matmuls=tuple(matmuls),
-            num_repeats=inside / max(sum(layer.matmul_params for layer in facts.layers), 1),
+            num_repeats=inside / max(sum(layer.matmul_params for layer in dims.layers), 1),
             matmul_dtype="bfloat16" if on_gpu else "float32",
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
@@ -51,10 +51,10 @@ class SOAP(Optimizer):
         groups = [Group(matrices, soap, self.weight_decay)] if matrices else []
         return groups + by_decay(parameters, rest, AdamWRule(self.beta1, self.beta2, self.eps), self.weight_decay)
 
-    def cost(self, facts: ModelFacts, dtype: str, device: str) -> UpdateCost:
+    def cost(self, dims: ModelDims, dtype: str, device: str) -> UpdateCost:
         """Cost of two moments per weight, and of a factor and a basis for each side of a matrix that is not too long."""
-        inside, sides, matmuls, largest, count = layer_matrix_params(facts), 0, [], 0, 0
-        for layer in facts.layers:
+        inside, sides, matmuls, largest, count = layer_matrix_params(dims), 0, [], 0, 0
+        for layer in dims.layers:
             for rows, columns in layer.matrices or layer.matmuls:
                 for side in (rows, columns):
                     if side <= self.max_precond_dim:
@@ -64,9 +64,9 @@ class SOAP(Optimizer):
                         matmuls += [(rows, columns, side)] * 3 + [(side, side, other)]
                         matmuls += [(side, side, -(-side * (1 + QR_PRODUCTS) // self.precondition_frequency))]
                 largest, count = max(largest, rows * columns), count + 1
-        repeats = inside / max(sum(layer.matmul_params for layer in facts.layers), 1)
+        repeats = inside / max(sum(layer.matmul_params for layer in dims.layers), 1)
         whole = 4.0 * inside + 2 * 4.0 * sides * repeats
-        rest = facts.num_params - inside
+        rest = dims.num_params - inside
         return UpdateCost(
             state_bytes=4.0 * inside + whole + ADAMW_STATE_BYTES * rest,
             moved_bytes=MOVED_BYTES * inside + ADAMW_MOVED_BYTES * rest,

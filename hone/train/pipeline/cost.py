@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.cache import BYTES
-from hone.cost.facts import ModelFacts
+from hone.cost.dims import ModelDims
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds, pass_seconds, product_seconds
@@ -25,16 +25,16 @@ from hone.train.pipeline.timed import Timed
 class Pipelined:
     """A training whose ranks run `table`: stage s has `layers[s]`.
 
-    `parts[r]` are the facts of rank r's part, with a vocabulary only where the head is; `updates[r]` is its update.
+    `parts[r]` are the dims of rank r's part, with a vocabulary only where the head is; `updates[r]` is its update.
     """
 
     table: Table
     layers: tuple[range, ...]
-    parts: tuple[ModelFacts, ...]
+    parts: tuple[ModelDims, ...]
     updates: tuple[UpdateCost, ...]
-    facts: ModelFacts
+    dims: ModelDims
     """Those of all layers."""
-    update: Callable[[ModelFacts], UpdateCost] = field(compare=False, repr=False)
+    update: Callable[[ModelDims], UpdateCost] = field(compare=False, repr=False)
     """What an optimizer's step of a part costs."""
     begins: tuple[int, ...] = ()
     """The layers at which a stage may begin that is cut anew; (): the layers stay divided as they are."""
@@ -47,16 +47,16 @@ class Pipelined:
 
     @classmethod
     def of(
-        cls, table: Table, layers: Sequence[range], facts: ModelFacts, update: Callable[[ModelFacts], UpdateCost]
+        cls, table: Table, layers: Sequence[range], dims: ModelDims, update: Callable[[ModelDims], UpdateCost]
     ) -> Pipelined:
-        """The division of a model of `facts`; `update` says what an optimizer's step of a part costs."""
+        """The division of a model of `dims`; `update` says what an optimizer's step of a part costs."""
         held = [table.held(rank) for rank in range(len(table.ranks))]
-        parts = tuple(facts_of_layers(facts, [layers[stage] for stage in own]) for own in held)
-        return cls(table, tuple(layers), parts, tuple(update(one) for one in parts), facts, update)
+        parts = tuple(dims_of_layers(dims, [layers[stage] for stage in own]) for own in held)
+        return cls(table, tuple(layers), parts, tuple(update(one) for one in parts), dims, update)
 
     def cut(self, layers: Sequence[range], cut_by: str) -> Pipelined:
         """The same pipeline with other `layers` for each stage."""
-        found = Pipelined.of(self.table, layers, self.facts, self.update)
+        found = Pipelined.of(self.table, layers, self.dims, self.update)
         return replace(found, begins=self.begins, cut_by=cut_by, copies=self.copies)
 
     @property
@@ -100,8 +100,8 @@ class Pipelined:
     ) -> tuple[float, float, float]:
         """Seconds of F, I and W of a stage of `layers`, as `played` takes them."""
         again = [index - layers.start for index in recomputed if index in layers]
-        share = inside * len(layers) / max(self.facts.num_layers, 1)
-        stage = facts_of_layers(self.facts, [layers])
+        share = inside * len(layers) / max(self.dims.num_layers, 1)
+        stage = dims_of_layers(self.dims, [layers])
         return passes_of(stage, machine, {**options, "batch_tokens": tokens, "recomputed": again}, share)
 
     def versions(self, rank: int) -> int:
@@ -172,7 +172,7 @@ class Pipelined:
 
 
 def passes_of(
-    stage: ModelFacts, machine: Machine, sizes: Mapping[str, Any], inside: float
+    stage: ModelDims, machine: Machine, sizes: Mapping[str, Any], inside: float
 ) -> tuple[float, float, float]:
     """Seconds of F, I and W of `stage`, of which `inside` are transfers: half of them in F, half in I.
 
@@ -193,37 +193,37 @@ def passes_of(
     return first + whole - both + inside / 2, both - first - weights + inside / 2, weights
 
 
-def layer_seconds(facts: ModelFacts, machine: Machine, *, tokens: int, seq_len: int, dtype: str) -> Timed | None:
+def layer_seconds(dims: ModelDims, machine: Machine, *, tokens: int, seq_len: int, dtype: str) -> Timed | None:
     """Seconds of a micro-batch of `tokens` in each layer and at both ends; None where `machine` is not calibrated in `dtype`."""
     calibration = machine.calibration
     if calibration is None or dtype not in calibration.dtypes:
         return None
 
     def of(layers: Sequence[int], vocab: int) -> float:
-        part = replace(facts, layers=tuple(facts.layers[index] for index in layers), vocab_size=vocab)
+        part = replace(dims, layers=tuple(dims.layers[index] for index in layers), vocab_size=vocab)
         return pass_seconds(part, machine, batch_tokens=tokens, seq_len=seq_len, dtype=dtype).value
 
-    around, table = of([], 0), facts.vocab_size * facts.hidden_size
+    around, table = of([], 0), dims.vocab_size * dims.hidden_size
     # The gradient of an embedding is as large as its table: it is written, read, and added up in float32.
-    moved = (2 * BYTES[dtype] + 8) * table + 2 * BYTES[dtype] * tokens * facts.hidden_size
-    layers = tuple(of([index], 0) - around for index in range(facts.num_layers))
-    return Timed(layers, seconds(machine, num_bytes=moved).value, of([], facts.vocab_size) - around)
+    moved = (2 * BYTES[dtype] + 8) * table + 2 * BYTES[dtype] * tokens * dims.hidden_size
+    layers = tuple(of([index], 0) - around for index in range(dims.num_layers))
+    return Timed(layers, seconds(machine, num_bytes=moved).value, of([], dims.vocab_size) - around)
 
 
-def facts_of_layers(facts: ModelFacts, ranges: Sequence[range]) -> ModelFacts:
-    """The facts of the layers in `ranges`, with embedding and head where these are the first and the last layers."""
-    picked = tuple(facts.layers[index] for one in ranges for index in one)
-    first, last = any(one.start == 0 for one in ranges), any(one.stop == facts.num_layers for one in ranges)
-    table = facts.vocab_size * facts.hidden_size
-    ends = table if facts.tie_embeddings and (first or last) else table * (first + last)
-    inner = facts.num_params - table * (1 if facts.tie_embeddings else 2)
-    weights = sum(one.matmul_params for one in facts.layers)
+def dims_of_layers(dims: ModelDims, ranges: Sequence[range]) -> ModelDims:
+    """The dimensions of the layers in `ranges`, with embedding and head where these are the first and the last layers."""
+    picked = tuple(dims.layers[index] for one in ranges for index in one)
+    first, last = any(one.start == 0 for one in ranges), any(one.stop == dims.num_layers for one in ranges)
+    table = dims.vocab_size * dims.hidden_size
+    ends = table if dims.tie_embeddings and (first or last) else table * (first + last)
+    inner = dims.num_params - table * (1 if dims.tie_embeddings else 2)
+    weights = sum(one.matmul_params for one in dims.layers)
     share = sum(one.matmul_params for one in picked) / max(weights, 1)
     num_params = round(inner * share) + ends
     return replace(
-        facts,
+        dims,
         num_params=num_params,
         active_params=num_params,
-        vocab_size=facts.vocab_size if last else 0,
+        vocab_size=dims.vocab_size if last else 0,
         layers=picked,
     )

@@ -26,9 +26,9 @@ def divide(config: ModelConfig, num_stages: int, seq_len: int, timed: Timed | No
     because there are fewer layers, or layers read the keys of earlier ones.
     """
     if timed is None:
-        facts = config.facts()
-        costs = [2.0 * one.matmul_params + one.mixing.mixing_flops(seq_len) for one in facts.layers]
-        timed = Timed(tuple(costs), 0.0, 2.0 * facts.vocab_size * facts.hidden_size)
+        dims = config.dims()
+        costs = [2.0 * one.matmul_params + one.mixing.mixing_flops(seq_len) for one in dims.layers]
+        timed = Timed(tuple(costs), 0.0, 2.0 * dims.vocab_size * dims.hidden_size)
     try:
         return stages_of(timed.layers, num_stages, (timed.embedding, timed.head), joined_layers(config))
     except SpecError as error:

@@ -86,7 +86,7 @@ def test_layers_draw_apart_and_prefixes_alike():
 def test_decoding(spec):
     model = small(spec, max_seq_len=160)
     carry = check_incremental(model, 75, [[75], [1] * 75, [30, 1, 44]])
-    assert state_count(carry) == 2 * model.config.facts().state_values(75)
+    assert state_count(carry) == 2 * model.config.dims().state_values(75)
 
 
 def test_order_gradients_documents_folder(tmp_path):

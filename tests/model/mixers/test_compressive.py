@@ -106,9 +106,9 @@ def test_a_row_too_short_to_compress_trains():
 def test_decoding(spec):
     model = small(spec)
     carry = check_incremental(model, 35, [[35], [1] * 35, [6, 1, 20, 8], [4, 5, 5, 14, 7]])
-    assert state_count(carry) == 2 * model.config.facts().state_values(35)
+    assert state_count(carry) == 2 * model.config.dims().state_values(35)
     bound = spec["segment"] + spec["memory"]
-    assert model.config.facts().state_values(10_003) <= 2 * 24 * (2 * (bound + bound + spec["compressed"]) + 3)
+    assert model.config.dims().state_values(10_003) <= 2 * 24 * (2 * (bound + bound + spec["compressed"]) + 3)
 
 
 def test_order_and_folder(tmp_path):

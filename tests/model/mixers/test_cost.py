@@ -46,7 +46,7 @@ def test_kept_for_the_backward_pass(mixer):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder.layers[0](x, Causal(tokens))
     real = sum(kept.values()) / 4 / tokens.numel()
-    assert saved_values(decoder.config.facts().layers[0], 128) == pytest.approx(real, rel=0.3)
+    assert saved_values(decoder.config.dims().layers[0], 128) == pytest.approx(real, rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_work_and_state_over_a_long_text(mixer, grows):
     made = config(mixer)
     assert (made.flops_per_token(4096) > 1.5 * made.flops_per_token(512)) == grows
     assert (made.state_bytes(4096) == 8 * made.state_bytes(512)) == grows
-    assert made.state_bytes(512, bytes_per_value=4) == 4 * made.facts().state_values(512)
+    assert made.state_bytes(512, bytes_per_value=4) == 4 * made.dims().state_values(512)
 
 
 def test_latents_are_a_fraction_of_the_keys():

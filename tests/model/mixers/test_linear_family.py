@@ -191,7 +191,7 @@ def test_counts_its_parameters(mixer):
     assert sum(parameter.numel() for parameter in model.parameters()) == model.config.num_params
     layer, linears = model.layers[0].mixer, model.config.linears(0)
     fused = "qkvg" if hasattr(layer, "qkvg") else "qkv"
-    matmuls = model.config.facts().layers[0].matmuls
+    matmuls = model.config.dims().layers[0].matmuls
     assert matmuls[0] == (linears[f"mixer.{fused}"].out_features, 24) == tuple(getattr(layer, fused).weight.shape)
     assert matmuls[1] == tuple(layer.out.weight.shape) and linears["mixer.out"].residual
 

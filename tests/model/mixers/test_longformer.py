@@ -69,7 +69,7 @@ def test_decoding_keeps_window_and_global_tokens(spec):
     carry = check_incremental(model, 21, [[21], [1] * 21, [1, 3, 17], [6, 1, 14]])
     assert (
         state_count(carry)
-        == 2 * model.config.facts().state_values(21)
+        == 2 * model.config.dims().state_values(21)
         == 2 * 2 * 24 * (spec["num_global"] + spec["window"] - 1)
     )
 

@@ -68,9 +68,9 @@ def test_decoding(spec):
     model = small(spec)
     for length in (24, 29):
         carry = check_incremental(model, length, [[length], [1] * length, [6, 1, length - 7], [13, length - 13]])
-        assert state_count(carry) == 2 * model.config.facts().state_values(length)
+        assert state_count(carry) == 2 * model.config.dims().state_values(length)
     bound = sum(length // stride + stride for length, stride in zip(spec["segments"], spec["dilations"]))
-    assert max(model.config.facts().state_values(count) for count in range(999)) <= 2 * 2 * 12 * bound
+    assert max(model.config.dims().state_values(count) for count in range(999)) <= 2 * 2 * 12 * bound
 
 
 @pytest.mark.parametrize("spec", [NET, {**DEEP, "encoder": True}])

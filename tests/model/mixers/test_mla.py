@@ -69,7 +69,7 @@ def test_formula(spec):
 def test_decoding_from_latents(spec):
     model = small(spec)
     carry = check_incremental(model, 17, [[17], [1] * 17, [6, 1, 10], [4, 13]])
-    assert state_count(carry) == 2 * 2 * 17 * (7 + 4) == 2 * model.config.facts().state_values(17)
+    assert state_count(carry) == 2 * 2 * 17 * (7 + 4) == 2 * model.config.dims().state_values(17)
 
 
 def test_gradients_order_documents_folder(tmp_path):

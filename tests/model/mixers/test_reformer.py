@@ -73,7 +73,7 @@ def test_decoding_keeps_two_chunks_of_every_bucket(spec):
     model = small(spec)
     carry = check_incremental(model, 37, [[37], [1] * 37, [20, 1, 16], [5, 13, 19]])
     counts = sum(buckets.count.numel() for buckets in carry.values())
-    assert state_count(carry) - counts == 2 * model.config.facts().state_values(37)
+    assert state_count(carry) - counts == 2 * model.config.dims().state_values(37)
 
 
 @pytest.mark.parametrize("spec", [LSH, MANY])

@@ -50,7 +50,7 @@ def test_it_attends_to_the_lenders_keys():
 def test_decoding(mixers):
     model = small(*mixers, num_layers=len(mixers))
     carry = check_incremental(model, 19, [[19], [1] * 19, [6, 1, 12], [9, 1, 9]])
-    assert state_count(carry) == 2 * model.config.facts().state_values(19)
+    assert state_count(carry) == 2 * model.config.dims().state_values(19)
     assert set(carry) == {index for index, mixer in enumerate(mixers) if mixer != "shared_kv"}
 
 

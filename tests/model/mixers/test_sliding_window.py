@@ -41,7 +41,7 @@ def test_decoding_keeps_the_window_and_no_more(mixers):
     model = small(*mixers, num_layers=len(mixers))
     carry = check_incremental(model, 23, [[23], [1] * 23, [7, 1, 1, 9, 5], [3] * 7 + [2]])
     assert state_count({0: carry[0]}) == 2 * 2 * 2 * 6 * 5
-    assert state_count(carry) == 2 * model.config.facts().state_values(23)
+    assert state_count(carry) == 2 * model.config.dims().state_values(23)
 
 
 def test_order_and_documents():

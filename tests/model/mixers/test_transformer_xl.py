@@ -76,8 +76,8 @@ def test_the_memory_is_a_constant_but_its_projection_learns():
 def test_decoding(spec):
     model = small(spec)
     carry = check_incremental(model, 27, [[27], [1] * 27, [6, 1, 20], [4, 4, 5, 14]])
-    assert state_count(carry) == 2 * model.config.facts().state_values(27)
-    assert model.config.facts().state_values(10_000) <= 2 * 2 * 24 * (spec["memory"] + spec["segment"])
+    assert state_count(carry) == 2 * model.config.dims().state_values(27)
+    assert model.config.dims().state_values(10_000) <= 2 * 2 * 24 * (spec["memory"] + spec["segment"])
 
 
 def test_order_documents_folder(tmp_path):

@@ -63,5 +63,5 @@ def test_attend(where: Where, changed: dict, backend: str) -> None:
     ],
 )
 def test_attend_backward(where: Where, changed: dict, backend: str) -> None:
-    facts = {"head_dim": 128, "v_dim": 128, "block": 0, "dense": False, "deterministic": False, **changed}
-    assert choose("attend_backward", where, **facts).backend == backend
+    case = {"head_dim": 128, "v_dim": 128, "block": 0, "dense": False, "deterministic": False, **changed}
+    assert choose("attend_backward", where, **case).backend == backend

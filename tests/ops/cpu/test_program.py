@@ -236,8 +236,8 @@ PAGED = {"dtype": torch.bfloat16, "page_dtype": torch.bfloat16, "head_dim": 64, 
     ],
 )  # fmt: skip
 def test_choice(op: str, isa: str, change: dict, backend: str, says: str) -> None:
-    facts = {"linear": LINEAR, "quantized_linear": CODES, "attend_paged": PAGED}[op]
-    choice = choose(op, Where("cpu", cpu=isa), **{**facts, **change})
+    case = {"linear": LINEAR, "quantized_linear": CODES, "attend_paged": PAGED}[op]
+    choice = choose(op, Where("cpu", cpu=isa), **{**case, **change})
     assert choice.backend == backend and says in choice.reason
 
 

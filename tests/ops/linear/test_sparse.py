@@ -154,7 +154,7 @@ def test_the_kernel_is_a_torch_op_that_knows_its_outputs() -> None:
 def test_x_of_another_dtype_runs_in_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would read the weight's bits as x's dtype."""
     given: dict = {}
-    monkeypatch.setattr(sparse, "backend_of", lambda *_, **facts: given.update(facts) or "reference")
+    monkeypatch.setattr(sparse, "backend_of", lambda *_, **case: given.update(case) or "reference")
     packed = compress_24(pruned(8, 256, torch.bfloat16))
     sparse_linear(torch.ones(1, 256, dtype=torch.bfloat16), packed)
     assert choose("sparse_linear", HOPPER, **given).backend == "gluon"

@@ -20,7 +20,7 @@ LATENT = {
 
 
 @pytest.mark.parametrize(
-    ("where", "facts", "backend", "reason"),
+    ("where", "case", "backend", "reason"),
     [
         (HOPPER, {}, "triton", "in place"),
         (Where("cuda", (8, 0), 108, (3, 6)), {}, "triton", "in place"),
@@ -38,13 +38,13 @@ LATENT = {
         (Where("cuda", (9, 0), 132), {}, "reference", "not installed"),
     ],
 )
-def test_paged(where, facts, backend, reason):
-    choice = choose("attend_paged", where, **{**PAGED, **facts})
+def test_paged(where, case, backend, reason):
+    choice = choose("attend_paged", where, **{**PAGED, **case})
     assert choice.backend == backend and reason in choice.reason
 
 
 @pytest.mark.parametrize(
-    ("where", "facts", "backend", "reason"),
+    ("where", "case", "backend", "reason"),
     [
         (HOPPER, {}, "triton", "read once"),
         (HOPPER, {"boxed": True}, "gluon", "compute-bound"),
@@ -57,6 +57,6 @@ def test_paged(where, facts, backend, reason):
         (Where(), {}, "reference", "no GPU"),
     ],
 )
-def test_latent(where, facts, backend, reason):
-    choice = choose("attend_latent", where, **{**LATENT, **facts})
+def test_latent(where, case, backend, reason):
+    choice = choose("attend_latent", where, **{**LATENT, **case})
     assert choice.backend == backend and reason in choice.reason

@@ -201,16 +201,16 @@ def test_refusals_name_the_argument(name, change):
 
 def test_where_it_runs():
     hopper = Where("cuda", (9, 0), 132, (3, 6))
-    facts = {"dtype": torch.bfloat16, "dim_k": 128, "dim_v": 128, "seq_len": 4096, "decay": "token"}
-    assert choose("scan", hopper, **facts).backend == "gluon"
-    assert choose("scan", Where("cuda", (8, 0), 108, (3, 6)), **facts).backend == "triton"
+    case = {"dtype": torch.bfloat16, "dim_k": 128, "dim_v": 128, "seq_len": 4096, "decay": "token"}
+    assert choose("scan", hopper, **case).backend == "gluon"
+    assert choose("scan", Where("cuda", (8, 0), 108, (3, 6)), **case).backend == "triton"
     for change in ({"dtype": torch.float16}, {"dim_k": 256}, {"dim_v": 16}, {"seq_len": 1}):
-        assert choose("scan", hopper, **{**facts, **change}).backend == "triton"
-    assert choose("scan", hopper, **{**facts, "decay": "channel"}).backend == "triton"
-    assert choose("scan", Where(), **facts).backend == "reference"
-    assert choose("scan", Where("cuda", (7, 5), 40, (3, 6)), **facts).backend == "reference"
-    assert "float32" in choose("scan", hopper, **{**facts, "dtype": torch.float32}).reason
-    assert "256" in choose("scan", hopper, **{**facts, "dim_v": 512}).reason
+        assert choose("scan", hopper, **{**case, **change}).backend == "triton"
+    assert choose("scan", hopper, **{**case, "decay": "channel"}).backend == "triton"
+    assert choose("scan", Where(), **case).backend == "reference"
+    assert choose("scan", Where("cuda", (7, 5), 40, (3, 6)), **case).backend == "reference"
+    assert "float32" in choose("scan", hopper, **{**case, "dtype": torch.float32}).reason
+    assert "256" in choose("scan", hopper, **{**case, "dim_v": 512}).reason
 
 
 @pytest.mark.parametrize(

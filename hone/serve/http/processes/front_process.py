@@ -16,19 +16,19 @@ from hone.serve.http.processes.board import Board
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.one_front import OneFront, Stopping
 from hone.serve.http.processes.replicas import Replicas
-from hone.serve.http.processes.wire import EngineFacts
+from hone.serve.http.processes.wire import EngineInfo
 from hone.serve.http.spec import ServerSpec
 from hone.serve.replicas.router import Router
 
 
 @dataclass
 class FrontOrder:
-    """What a front needs besides its sockets; `facts` has one entry for each replica of the engine."""
+    """What a front needs besides its sockets; `info` has one entry for each replica of the engine."""
 
     folder: str
     spec: ServerSpec
     index: int
-    facts: list[EngineFacts]
+    info: list[EngineInfo]
     board: Board
     device: str = "cpu"
     quiet: bool = False
@@ -47,15 +47,15 @@ def front_main(order: FrontOrder, listener: socket.socket, engines: list[socket.
 async def _front(order: FrontOrder, listener: socket.socket, engines: list[socket.socket], parent: Connection) -> None:
     loop = asyncio.get_running_loop()
     front = OneFront(Path(order.folder), order.spec, Run(device=order.device, quiet=order.quiet))
-    links = [await EngineLink.connect(sock, facts) for sock, facts in zip(engines, order.facts, strict=True)]
+    links = [await EngineLink.connect(sock, info) for sock, info in zip(engines, order.info, strict=True)]
     engine: EngineLink | Replicas = links[0]
     if len(links) > 1:
-        facts, spec = order.facts[0], order.spec
+        info, spec = order.info[0], order.spec
         router = Router(
             len(links),
             order.board.outstanding,
-            block_size=facts.block_size,
-            max_keys=sum(one.num_pages for one in order.facts),
+            block_size=info.block_size,
+            max_keys=sum(one.num_pages for one in order.info),
             abs_threshold=spec.processes.balance_abs_threshold,
             rel_threshold=spec.processes.balance_rel_threshold,
         )

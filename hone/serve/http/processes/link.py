@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 from hone.serve.http.processes.board import Board, Heard
-from hone.serve.http.processes.wire import Columns, EngineFacts, Frames, Refused, unpack
+from hone.serve.http.processes.wire import Columns, EngineInfo, Frames, Refused, unpack
 from hone.serve.request import Output, Request
 
 _REASON_S = 3.0
@@ -47,7 +47,7 @@ class EngineLink:
         self._step_seconds: deque[float] = deque(maxlen=256)
         self._progress_at = time.monotonic()
         self._task: asyncio.Task[None] | None = None  # tells everyone that the process ended
-        self.facts: EngineFacts
+        self.info: EngineInfo
         self.stats: dict[str, float] = {}
         self._stats_at = 0.0
         self.steps = 0
@@ -61,10 +61,10 @@ class EngineLink:
         """Called with the keys of prompts' pages that another front gave to this engine."""
 
     @classmethod
-    async def connect(cls, sock: socket.socket, facts: EngineFacts) -> Self:
+    async def connect(cls, sock: socket.socket, info: EngineInfo) -> Self:
         """The handle of an engine that runs already, at the other end of `sock`."""
         self = cls()
-        self.facts = facts
+        self.info = info
         await self._open(sock)
         return self
 
@@ -123,7 +123,7 @@ class EngineLink:
 
     def hand_back(self, text: str) -> None:
         """Refuses (503) every request that waits in the engine's queue: those beyond the sequences that run at once."""
-        running = self.facts.max_num_seqs // self._fronts  # all of them, if the fronts have equally many
+        running = self.info.max_num_seqs // self._fronts  # all of them, if the fronts have equally many
         unsure = list(self._deliver)[running:]  # a priority may have let a later one begin
         waiting = {name: self._deliver[name] for name in unsure if name not in self._begun}
         self.abort(waiting)

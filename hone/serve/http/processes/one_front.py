@@ -97,8 +97,8 @@ class OneFront:
         )
         prompts = Prompts(
             self.tokenizer,
-            vocab_size=engine.facts.vocab_size,
-            max_model_len=engine.facts.max_model_len,
+            vocab_size=engine.info.vocab_size,
+            max_model_len=engine.info.max_model_len,
             texts=self._texts,
             max_output_tokens=self.defaults.max_new_tokens,
         )

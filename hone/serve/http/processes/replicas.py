@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hone.serve.http.processes.board import Board, Heard
 from hone.serve.http.processes.link import EngineLink, TokenSink
-from hone.serve.http.processes.wire import EngineFacts, Refused
+from hone.serve.http.processes.wire import EngineInfo, Refused
 from hone.serve.replicas.router import Router
 from hone.serve.request import Output, Request
 
@@ -25,10 +25,10 @@ class Replicas:
             link.on_held = lambda keys, place=place: router.learn(keys, place)
 
     @cached_property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """Those of one engine, with the sequences of all."""
-        facts = self._links[0].facts
-        return dataclasses.replace(facts, max_num_seqs=sum(link.facts.max_num_seqs for link in self._links))
+        info = self._links[0].info
+        return dataclasses.replace(info, max_num_seqs=sum(link.info.max_num_seqs for link in self._links))
 
     def share(self, board: Board, index: int) -> None:
         """Keeps the numbers of front `index` on `board`."""

@@ -21,7 +21,7 @@ from hone.base.errors import HoneError, MachineError
 from hone.base.run import Run
 from hone.serve.http.processes.board import Board
 from hone.serve.http.processes.front_process import FrontOrder, front_main
-from hone.serve.http.processes.wire import Channel, EngineFacts
+from hone.serve.http.processes.wire import Channel, EngineInfo
 from hone.serve.http.spec import ServerSpec
 from hone.serve.http.worker import AFTER_DEATH, Build, exit_of, worker_main
 from hone.serve.replicas.shares import share_of
@@ -38,7 +38,7 @@ class _Engine:
     socket: socket.socket
     doors: socket.socket
     channel: Channel
-    facts: EngineFacts | None = None
+    info: EngineInfo | None = None
     lost: str | None = None
     """Which rank ended, if the engine said so."""
 
@@ -72,8 +72,8 @@ class Supervisor:
         try:
             self._start_engines()
             for engine in self._engines[:1]:
-                if engine.facts is not None and engine.facts.sizes:
-                    self._run.say(engine.facts.sizes)
+                if engine.info is not None and engine.info.sizes:
+                    self._run.say(engine.info.sizes)
             for index in range(len(self._listeners)):
                 self._start_front(index, quiet=index > 0)
             with _signals() as signals:
@@ -124,7 +124,7 @@ class Supervisor:
                 ) from None
             if kind == "failed":
                 raise what
-            engine.facts = what
+            engine.info = what
 
     def _start_front(self, index: int, *, quiet: bool) -> None:
         inside = []
@@ -134,9 +134,9 @@ class Supervisor:
                 socket.send_fds(engine.doors, [b"f"], [theirs.fileno()])
             theirs.close()
             inside.append(ours)
-        facts = [engine.facts for engine in self._engines if engine.facts is not None]
+        info = [engine.info for engine in self._engines if engine.info is not None]
         told, parent = _SPAWN.Pipe()
-        order = FrontOrder(str(self._folder), self._spec, index, facts, self._board, self._run.device, quiet)
+        order = FrontOrder(str(self._folder), self._spec, index, info, self._board, self._run.device, quiet)
         process = _SPAWN.Process(
             target=front_main,
             args=(order, self._listeners[index], inside, parent),

@@ -24,8 +24,8 @@ Columns = tuple[list[str], list[int], list[str]]
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """Facts about the engine that the HTTP process needs before it accepts requests."""
+class EngineInfo:
+    """What is known of the engine that the HTTP process needs before it accepts requests."""
 
     max_model_len: int
     vocab_size: int

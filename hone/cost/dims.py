@@ -1,4 +1,4 @@
-"""The numbers about a model that estimates use; `ModelConfig.facts()` returns them."""
+"""The dimensions of a model that estimates use; `ModelConfig.dims()` returns them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Widths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerFacts:
+class LayerDims:
     """One decoder layer: a mixer, then a feed-forward.
 
     `matmuls` are the products of one token: weight matrices as multiplied (fused ones once, of experts those used for a
@@ -80,8 +80,8 @@ class LayerFacts:
         attending: Attending,
         intermediate_size: int,
         matrices: tuple[tuple[int, int], ...] = (),
-    ) -> LayerFacts:
-        """Facts of a layer of softmax attention with rotary positions."""
+    ) -> LayerDims:
+        """Dimensions of a layer of softmax attention with rotary positions."""
         return cls(
             matmuls=matmuls,
             mixing=attending,
@@ -108,7 +108,7 @@ def attention_widths(num_heads: int, num_kv_heads: int, head_dim: int) -> Widths
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelDims:
     """A decoder of `layers` between an embedding and a head of `vocab_size` rows.
 
     `num_params` counts every stored number once, a tied embedding too; `active_params` excludes the experts that are not used
@@ -121,7 +121,7 @@ class ModelFacts:
     hidden_size: int
     max_seq_len: int
     tie_embeddings: bool
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerDims, ...]
 
     @classmethod
     def uniform(
@@ -137,10 +137,10 @@ class ModelFacts:
         max_seq_len: int,
         tie_embeddings: bool = False,
         window: int | None = None,
-    ) -> ModelFacts:
-        """Facts of a Llama-shaped decoder with equal layers (no biases, two norms per layer, one at the end)."""
+    ) -> ModelDims:
+        """Dimensions of a Llama-shaped decoder with equal layers (no biases, two norms per layer, one at the end)."""
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
-        layer = LayerFacts.attention(
+        layer = LayerDims.attention(
             (
                 (query + 2 * kv, hidden_size),
                 (hidden_size, query),
