@@ -56,7 +56,7 @@ def main() -> None:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as scratch:
         for rows in (_speed if arguments.what == "speed" else _quality)(Path(scratch), arguments):
-            print(ledger.table(rows), rows[0].get("spread", ""), rows[0].get("peer_spread", ""), flush=True)
+            print(ledger.table(rows), rows[0].get("ci95", ""), rows[0].get("peer_ci95", ""), flush=True)
             if not arguments.no_ledger:
                 ledger.append("compress", rows, arguments.device)
 
@@ -148,7 +148,7 @@ def _quality(folder: Path, arguments: argparse.Namespace) -> Iterator[list[dict[
         means = {name: statistics.mean(values) for name, values in found.items()}
         label = f"perplexity, {arguments.model.name}, {LABELS[method]} beside llm-compressor (dense {dense:.4f})"
         row = _row(method, label, means["ours"], means["theirs"], "", n=arguments.seeds)
-        row |= {"spread": interval(found["ours"]), "peer_spread": interval(found["theirs"])}
+        row |= {"ci95": interval(found["ours"]), "peer_ci95": interval(found["theirs"])}
         yield [row]
 
 

@@ -43,13 +43,13 @@ def table() -> str:
     if found:
         lines.append(f"| dense, bfloat16 | 16.00 | {found[0]['peer_value']:.3f} | 0 | 100 % | - | - |")
     for row in found:
-        spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
+        interval = "" if row["ci95"] is None else f" ± {row['ci95']:.3f}"
         pruned = any(step["kind"] in PRUNERS or step.get("sparsity") for step in row["steps"])
         zeros = f", {100 * row['sparsity']:.0f} % zeros" if pruned else ""
         on_gpu = str(row["machine"].get("device", "")).startswith("cuda")
         seconds = f"{row['seconds']:.1f}" if on_gpu else "-"
         lines.append(
-            f"| {row['method']} | {row['bits_per_weight']:.2f}{zeros} | {row['value']:.3f}{spread} | {row['kl']:.4f} | "
+            f"| {row['method']} | {row['bits_per_weight']:.2f}{zeros} | {row['value']:.3f}{interval} | {row['kl']:.4f} | "
             f"{100 * row['top1']:.1f} % | {seconds} | {row['n'] if row['calibration'] != 'none' else '-'} |"
         )
     return "\n".join(lines)

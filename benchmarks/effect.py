@@ -42,7 +42,7 @@ def row(folder: Path, figure: str, base: str, arm: str) -> dict[str, Any]:
         "value": statistics.mean(with_it),
         "unit": "",
         "n": len(with_it),
-        "spread": statistics.stdev(with_it),
+        "stdev": statistics.stdev(with_it),
         "peer": base,
         "peer_value": statistics.mean(without),
         "difference": found.by,

@@ -67,7 +67,7 @@ def main() -> None:
                 ledger.append("quality", [row], arguments.device)
             predicted = "" if row["predicted"] is None else f"  predicted {row['predicted']:.4f}"
             print(
-                f"{row['method']:40} ppl {row['value']:8.3f} ± {row['spread'] or 0:.3f} (dense {row['peer_value']:.3f})  "
+                f"{row['method']:40} ppl {row['value']:8.3f} ± {row['ci95'] or 0:.3f} (dense {row['peer_value']:.3f})  "
                 f"kl {row['kl']:.4f}  top-1 {row['top1']:.4f}  {row['bits_per_weight']:.2f} bits  {row['seconds']:.1f} s{predicted}",
                 flush=True,
             )
@@ -124,7 +124,7 @@ def _measured(
         "value": mean,
         "unit": "",
         "n": len(found),
-        "spread": interval(perplexities),
+        "ci95": interval(perplexities),
         "peer": "dense",
         "peer_value": dense.perplexity,
         "ratio": mean / dense.perplexity,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from benchmarks.train import SHEET_PEAK
 from hone.report.charts import smooth, thin
 from hone.report.page import standalone
-from hone.report.svg import Scale, drawing, group, line, path, spread_domain, text, x_axis, y_axis
+from hone.report.svg import Scale, drawing, group, line, padded_domain, path, text, x_axis, y_axis
 from hone.report.svg import dot as circle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,9 +73,9 @@ def overlap(result: dict[str, Any]) -> list[tuple[int, float, float]]:
 
 
 def jump(result: dict[str, Any], window: int = WINDOW) -> tuple[float, float, int, int]:
-    """(change of the mean loss over the join, its spread elsewhere, how many other places change more, number of places).
+    """(change of the mean loss over the join, its standard deviation elsewhere, how many other places change more, number of places).
 
-    A place is a step with `window` steps on both sides, all at the peak learning rate; the spread is the standard deviation of
+    A place is a step with `window` steps on both sides, all at the peak learning rate; the second is the standard deviation of
     the changes at the places whose steps are not those of the join.
     """
     rows, join = joined(result), result["join"]
@@ -94,8 +94,8 @@ def jump(result: dict[str, Any], window: int = WINDOW) -> tuple[float, float, in
     if here is None:
         raise ValueError(f"the run has no {window} steps on both sides of step {join}")
     others = [found for at in losses if abs(at - join) > window and (found := change(at)) is not None]
-    spread = statistics.stdev(others) if len(others) > 1 else float("nan")
-    return here, spread, sum(abs(one) >= abs(here) for one in others), len(others)
+    deviation = statistics.stdev(others) if len(others) > 1 else float("nan")
+    return here, deviation, sum(abs(one) >= abs(here) for one in others), len(others)
 
 
 def picture(result: dict[str, Any], width: float = 760) -> Markup:
@@ -106,7 +106,7 @@ def picture(result: dict[str, Any], width: float = 760) -> Markup:
     left, right, top, bottom, height = 44.0, 16.0, 30.0, 34.0, 320.0
     curve = smooth(train, max(3, len(train) // 60))
     late = [loss for step, loss in train if step > len(train) // 25] + [loss for _, loss in val]
-    low, high = spread_domain(late, log=False, pad=0.06)
+    low, high = padded_domain(late, log=False, pad=0.06)
     x, y = Scale(1, train[-1][0], left, width - right), Scale(low, high, height - bottom, top)
     at = lambda points: [(x(a), y(min(max(b, low), high))) for a, b in points]  # noqa: E731
     parts: list[Any] = [x_axis(x, height - bottom), y_axis(y, left, width - right)]
@@ -193,9 +193,9 @@ def _join(result: dict[str, Any]) -> str:
         lines.append(f"The {len(both)} steps between were made in both layouts, of the same sequences and from the same weights: their losses differ by "
                      f"{statistics.fmean(gaps):.2g} nats on average and {max(gaps):.2g} at most, at a loss of {both[0][1]:.3f}.")  # fmt: skip
     window = min(WINDOW, max(join // 3, 2))
-    change, spread, more, places = jump(result, window)
+    change, deviation, more, places = jump(result, window)
     lines.append(f"The mean loss of the {window} steps after the join is {change:+.4f} nats from that of the {window} before it; over {places} other places at the peak "
-                 f"learning rate this change has a standard deviation of {spread:.4f}, and it is at least as large at {more} of them.")  # fmt: skip
+                 f"learning rate this change has a standard deviation of {deviation:.4f}, and it is at least as large at {more} of them.")  # fmt: skip
     rows = ["", f"| step | {first} | {second} | difference |", "|---|---|---|---|"]
     shown = both if len(both) <= 6 else [both[0], both[1], both[len(both) // 2], both[-2], both[-1]]
     rows += [f"| {step} | {one:.5f} | {other:.5f} | {other - one:+.5f} |" for step, one, other in shown]

@@ -167,7 +167,7 @@ def compare(config: ModelConfig, folder: str, args: argparse.Namespace) -> list[
                 "value": medians[mine],
                 "unit": "tokens/s",
                 "n": args.rounds,
-                "spread": (max(rates[mine]) - min(rates[mine])) / 2,
+                "half_range": (max(rates[mine]) - min(rates[mine])) / 2,
                 "peer": peer.name,
                 "peer_value": medians[theirs],
                 "ratio": medians[mine] / medians[theirs],
@@ -361,9 +361,9 @@ class Bench:
         for _ in range(2):
             least = timed(lambda: run(1))
             spent.append(timed(lambda: run(count + 1)) - least)
-        rate, spread = batch * count / min(spent), batch * count * (1 / min(spent) - 1 / max(spent)) / 2
+        rate, half_range = batch * count / min(spent), batch * count * (1 / min(spent) - 1 / max(spent)) / 2
         name = f"transformers {transformers.__version__} generate"
-        self.add(f"{name}, batch {batch}", rate, "tokens/s", n=2 * count, spread=spread)
+        self.add(f"{name}, batch {batch}", rate, "tokens/s", n=2 * count, half_range=half_range)
         for row in self.rows:
             if row["figure"].removesuffix(", no graphs").endswith(f": decode, batch {batch}"):
                 row |= {"peer": name, "peer_value": rate, "ratio": row["value"] / rate}

@@ -8,8 +8,8 @@ Read bandwidth and the rate of matrix products are measured first, in the same r
 figure that no schedule exceeds. Lines as they come go to `--json`; `--from FILE...` makes table and rows of such lines
 elsewhere (a GPU machine may have no repository to commit to).
 
-Row in ledger/serve.jsonl: `figure` "SHAPE, serve_load: LOAD", `value` hone's median, `unit`, `n` runs, `spread` (half of
-highest less lowest), `peer`, `peer_value`, `peer_n`, `peer_spread`, `ratio` (hone over peer) and `better` ("higher" or "lower"
+Row in ledger/serve.jsonl: `figure` "SHAPE, serve_load: LOAD", `value` hone's median, `unit`, `n` runs, `half_range` (half of
+highest less lowest), `peer`, `peer_value`, `peer_n`, `peer_half_range`, `ratio` (hone over peer) and `better` ("higher" or "lower"
 figures), `limit`, `of_limit` and `peer_of_limit` (1 is the roofline), `order` ("ABAB": A is hone), `ceilings`.
 """
 
@@ -228,8 +228,8 @@ def rows_of(lines: Lines, configs: dict[str, Any]) -> Lines:
 
 def _values(lines: Lines) -> dict[str, Any]:
     values = [line["value"] for line in lines]
-    spread = (max(values) - min(values)) / 2 if len(values) > 1 else None
-    return {"value": statistics.median(values), "n": len(values), "spread": spread}
+    half_range = (max(values) - min(values)) / 2 if len(values) > 1 else None
+    return {"value": statistics.median(values), "n": len(values), "half_range": half_range}
 
 
 def _fraction(value: float, bound: float, better: str) -> float:

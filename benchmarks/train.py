@@ -121,11 +121,11 @@ def against_transformers(
             theirs.append(ended - between)
     assert gap < (0.05 if on_gpu else 1e-3), f"the two loops disagree by {gap} nats: they do not train the same model"
     mine, other = (rows * seq_len / statistics.median(times) for times in (ours, theirs))
-    spread = (max(ours) - min(ours)) / 2 / statistics.median(ours) * mine
+    half_range = (max(ours) - min(ours)) / 2 / statistics.median(ours) * mine
     return [
         {
             "figure": f"training step, {num_params / 1e6:.1f} M parameters, {precision}, {rows} x {seq_len}{', compiled' * compiled}",
-            "value": mine, "unit": "tokens/s", "n": len(ours), "spread": spread,
+            "value": mine, "unit": "tokens/s", "n": len(ours), "half_range": half_range,
             "peer": "transformers model in a PyTorch loop", "peer_value": other, "ratio": mine / other,
             "note": f"{torch.get_num_threads()} threads, interleaved, medians; losses agree to {gap:.1e}",
         }

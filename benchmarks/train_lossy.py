@@ -96,9 +96,9 @@ def _rows(losses: dict[str, list[float]], train_bytes: int, arguments: argparse.
     rows, params = [], SHAPE.config(VOCAB).num_params
     what = f"{params:,} weights on 2 ranks, {arguments.steps} steps of 2 x {SEQUENCES} x {SEQ_LEN} bytes of {len(arguments.text) - 1} books"
     for name, found in losses.items():
-        spread = max(found) - min(found)
+        between = max(found) - min(found)
         against = [one - other for one, other in zip(found, losses["ddp"], strict=True)]
-        note = f"validation: a book that is not trained on ({Path(arguments.text[-1]).name}); spread over seeds {spread:.3f}"
+        note = f"validation: a book that is not trained on ({Path(arguments.text[-1]).name}); range over seeds {between:.3f}"
         if name != "ddp":
             note += f"; more than ddp, each seed: {', '.join(f'{one:+.4f}' for one in against)}"
         row = {"figure": f"{what}: {name}, validation loss", "value": statistics.mean(found), "unit": "nats/byte"}

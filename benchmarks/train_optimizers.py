@@ -131,7 +131,7 @@ def _row(
         "value": statistics.mean(losses),
         "unit": "nats/byte",
         "n": len(losses),
-        "spread": max(losses) - min(losses),
+        "range": max(losses) - min(losses),
         "lr": best,
         "update_s": statistics.median(one[2] for one in found),
         "step_s": statistics.median(one[1] for one in found),

@@ -171,11 +171,11 @@ def result(jump: float = 0.0) -> dict:
 
 
 def test_a_jump_over_the_join_is_told_from_the_noise_of_the_loss():
-    change, spread, more, places = reference_page.jump(result())
+    change, deviation, more, places = reference_page.jump(result())
     assert change == pytest.approx(-0.02, abs=0.01) and more > 20 and places > 100
     assert reference_page.overlap(result())[0] == (101, *[result()["second"]["rows"][100]["loss"]] * 2)
-    change, spread, more, places = reference_page.jump(result(jump=0.5))
-    assert change == pytest.approx(0.48, abs=0.01) and change > 10 * spread and more == 0
+    change, deviation, more, places = reference_page.jump(result(jump=0.5))
+    assert change == pytest.approx(0.48, abs=0.01) and change > 10 * deviation and more == 0
     assert max(abs(one - other) for _, one, other in reference_page.overlap(result(jump=0.5))) == pytest.approx(0.5)
 
 

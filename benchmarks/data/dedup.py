@@ -79,8 +79,8 @@ def expected(made: Grown, low: float, high: float) -> dict[str, Any]:
     if not len(values):
         return {"n": 0}
     chances = 1 - (1 - values**8) ** 14
-    spread = np.sqrt((chances * (1 - chances)).sum()) / len(values)
-    return {"n": len(values), "note": f"by 1 - (1 - J^8)^14 of these pairs: {chances.mean():.4f} +- {spread:.4f}"}
+    deviation = np.sqrt((chances * (1 - chances)).sum()) / len(values)
+    return {"n": len(values), "note": f"by 1 - (1 - J^8)^14 of these pairs: {chances.mean():.4f} +- {deviation:.4f}"}
 
 
 def extra_megabytes(kind: str, folder: Path) -> float:

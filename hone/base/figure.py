@@ -36,7 +36,7 @@ class Figure(BaseModel):
     unit: str
     how: How = "measured"
     n: int = Field(1, description="Number of measurements behind the value.")
-    spread: float | None = Field(None, description="Half of the value's 95 % interval, in `unit`.")
+    ci95: float | None = Field(None, description="Half of the value's 95 % confidence interval, in `unit`.")
     estimate: Estimate | None = None
     note: str = Field("", description="Conditions of the measurement, or why the value is absent.")
 

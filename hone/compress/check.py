@@ -32,7 +32,7 @@ class Checked(NamedTuple):
     """Means over the scored tokens: divergence in nats with half its 95 % interval, agreement, perplexities."""
 
     kl: float
-    kl_spread: float
+    kl_ci95: float
     top1: float
     perplexity: float
     dense_perplexity: float
@@ -77,8 +77,8 @@ class Check:
         *sums, count = (math.fsum(column) for column in zip(*rows, strict=True))
         kls = [row[0] / row[-1] for row in rows if row[-1]]
         kl, top1, loss, dense_loss = (float(value) / max(count, 1) for value in sums)
-        spread = 1.96 * float(torch.tensor(kls).std()) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
-        return Checked(kl, spread, top1, _exp(loss), _exp(dense_loss), int(count))
+        ci95 = 1.96 * float(torch.tensor(kls).std()) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
+        return Checked(kl, ci95, top1, _exp(loss), _exp(dense_loss), int(count))
 
 
 def read(state: Path) -> Checked | None:

@@ -119,7 +119,7 @@ class MatrixWork:
         return self.rows * self.columns
 
 
-def spread(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list[int]:
+def share_out(works: Sequence[Sequence[Work]], num_ranks: int, device: str) -> list[int]:
     """The rank that does each of `works`, the steps of one matrix: by shapes alone, so that all ranks agree."""
     costs = []
     for steps in works:
@@ -326,7 +326,7 @@ def _merged(machine: Machine, work: Compression, matrices: Sequence[MatrixWork])
 
 def _solved(machine: Machine, work: Compression, matrices: Sequence[MatrixWork]) -> tuple[float, float]:
     """Seconds of the steps and of the errors, on the rank that has most of them."""
-    ranks = spread([one.steps for one in matrices], machine.num_ranks, machine.device)
+    ranks = share_out([one.steps for one in matrices], machine.num_ranks, machine.device)
     spent = [(0.0, 0.0)] * machine.num_ranks
     for one, rank in zip(matrices, ranks, strict=True):
         solved, evaluated = spent[rank]

@@ -76,7 +76,7 @@ def link_rate(machine: Machine) -> tuple[float, bool]:
     return next(known, PCIE_BYTES_PER_S), True
 
 
-def spread(num_layers: int, count: int) -> tuple[int, ...]:
+def evenly_spaced(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` of `num_layers` layers as far apart as possible, so that each copy has as many layers' computing beside it."""
     return tuple((index * num_layers + num_layers // 2) // count for index in range(count))
 
@@ -88,7 +88,7 @@ def fewest_streamed(layer_bytes: Sequence[float], room: float) -> Offload | None
     """
     sizes, count = tuple(layer_bytes), len(layer_bytes)
     for streamed in (0, *range(NUM_BUFFERS + 1, count + 1)):
-        found = Offload(sizes, spread(count, streamed))
+        found = Offload(sizes, evenly_spaced(count, streamed))
         if found.device_bytes <= room:
             return found
     return None

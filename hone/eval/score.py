@@ -61,7 +61,7 @@ class Scores:
         return None if self.reference_loss is None else self.mean_loss - _mean(self.reference_loss, self.scored)
 
     def halves(self, starts: np.ndarray) -> dict[str, float | None]:
-        """Halves of the 95 % intervals of `mean_kl` ('kl') and `mean_difference` ('loss'), from the spread over documents.
+        """Halves of the 95 % intervals of `mean_kl` ('kl') and `mean_difference` ('loss'), from their standard deviation over documents.
 
         Documents begin at `starts`: tokens of one depend on each other. None with fewer than two scored documents.
         """

@@ -202,9 +202,9 @@ class Eval(Stage):
         draft.record("bits_per_byte", scores.bits_per_byte(text.token_bytes), "bits/byte", n=count, note=how)
         if scores.kl is not None:
             halves, said = scores.halves(text.starts), f"KL(reference || model), {how}"
-            draft.record("kl_to_reference", scores.mean_kl, "nats/token", n=count, spread=halves["kl"], note=said)
+            draft.record("kl_to_reference", scores.mean_kl, "nats/token", n=count, ci95=halves["kl"], note=said)
             said = f"loss above the reference's, {how}"
-            more = {"n": count, "spread": halves["loss"], "note": said}
+            more = {"n": count, "ci95": halves["loss"], "note": said}
             draft.record("loss_over_reference", scores.mean_difference, "nats/token", **more)
             draft.record("top1_agreement", scores.top1_agreement, "fraction", n=count, note=how)
         draft.record("tokens_evaluated", count, "tokens")

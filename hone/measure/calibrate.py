@@ -182,7 +182,7 @@ def calibrate_all(
 
 
 def disturbance(before: Load, after: Load, threads: int, seconds: Mapping[Hashable, Sequence[float]]) -> str:
-    """Describes other work on the machine between two loads, or the spread of the rounds of `seconds`; "" when idle."""
+    """Describes other work on the machine between two loads, or how far the rounds of `seconds` differ; "" when idle."""
     others = after.others_since(before)
     if after.num_processors - others < _SHARE * threads:
         return f"other work took {others:.1f} of its {after.num_processors} processors"

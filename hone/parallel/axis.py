@@ -144,12 +144,12 @@ class Axis:
         sizes = [[sum(one.nbytes for one in tensors) for tensors in every] for every in (taken, given)]
         send = partial(dist.all_to_all_single, output_split_sizes=sizes[0], input_split_sizes=sizes[1])
 
-        def spread() -> None:
+        def scatter() -> None:
             every = [one.view(torch.uint8) for tensors in taken for one in tensors]
             for one, values in zip(every, room.split([len(one) for one in every]), strict=True):
                 one.copy_(values)
 
-        return Transfer(self, send, room, sent, then=spread)
+        return Transfer(self, send, room, sent, then=scatter)
 
     def rotate(self, x: Tensor, part: Tensor) -> Transfer | None:
         """Sends `part` [N] to the next rank of the ring and receives x [N] of the one before; neither may be touched meanwhile."""

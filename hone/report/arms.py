@@ -111,7 +111,7 @@ class Effect:
     arm: Arm
     values: tuple[float, ...]
     mean: float
-    spread: float | None
+    stdev: float | None
     half: float | None
     difference: Difference | None
     verdict: str

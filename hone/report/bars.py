@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from hone.report import units
 from hone.report.compare import CLOSE, Check, error_words, near
-from hone.report.svg import Scale, dot, drawing, el, fit, group, line, rect, spread_domain, text, text_width, x_axis
+from hone.report.svg import Scale, dot, drawing, el, fit, group, line, padded_domain, rect, text, text_width, x_axis
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def ranges(rows: Sequence[tuple[str, float, float]], width: float, unit: str, la
     values = [value for _, *pair in rows for value in pair]
     log = min(values) > 0 and max(values) / min(values) > 8
     x = Scale(
-        *(spread_domain(values, log=True) if log else (0.0, max(values) * 1.06 or 1.0)), name_width, width - 24, log
+        *(padded_domain(values, log=True) if log else (0.0, max(values) * 1.06 or 1.0)), name_width, width - 24, log
     )
     bottom = step * len(rows)
     parts: list[Any] = [x_axis(x, bottom, unit=unit, count=5 if width > 500 else 3, top=0)]
@@ -113,7 +113,7 @@ def means(
     # A rate or a size cannot be below 0, as the interval of few values of it can.
     least = 0.0 if min(reach) >= 0 else -math.inf
     ends = [(max(center - (half or 0), least), center + (half or 0)) for center, (*_, half) in zip(centers, rows)]
-    low, high = spread_domain([*reach, *(end for pair in ends for end in pair)], log=False)
+    low, high = padded_domain([*reach, *(end for pair in ends for end in pair)], log=False)
     x = Scale(max(low, least), high, name_width, width - value_width)
     bottom = step * len(rows)
     parts: list[Any] = [x_axis(x, bottom, count=5 if width > 500 else 3, top=0)]
@@ -150,7 +150,7 @@ def ratios(checks: Sequence[Check], width: float, label: str, *, mixed: bool = F
     return drawing(width, bottom + 24, label, *parts)
 
 
-def spreads(rows: Sequence[tuple[str, Sequence[Check]]], width: float, label: str) -> Markup:
+def ratio_dots(rows: Sequence[tuple[str, Sequence[Check]]], width: float, label: str) -> Markup:
     """Estimate / measurement of every figure's artifacts as dots on one axis, with the number of those inside the band."""
     step, size, top = 34.0, 13.0, 22.0
     name_width = min(width * 0.42, max(text_width(units.label(name), size) for name, _ in rows) + 12)
@@ -268,7 +268,7 @@ def strips(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], width: float
     step, size = 34.0, 13.0
     name_width = min(width * 0.36, max(text_width(name, size) for name, _ in rows) + 12)
     x = Scale(
-        *spread_domain([value for _, entries in rows for _, value in entries], log=True), name_width, width - 64, True
+        *padded_domain([value for _, entries in rows for _, value in entries], log=True), name_width, width - 64, True
     )
     bottom = step * len(rows)
     parts: list[Any] = [x_axis(x, bottom, unit="fraction", count=5 if width > 500 else 3, top=0)]

@@ -18,9 +18,9 @@ from hone.report.svg import (
     drawing,
     group,
     line,
+    padded_domain,
     path,
     place_labels,
-    spread_domain,
     text,
     x_axis,
     y_axis,
@@ -72,7 +72,7 @@ def loss(row: Row, width: float, domain: tuple[float, float] | None, *, apart: b
         groups = [([], val, domain), (train, [], None)]
     parts: list[Any] = [x_axis(x, height - bottom), text(width - right, height - 4, "step", "tick", "end")]
     for (first, last), (steps, dots, given) in zip(bands, groups, strict=True):
-        low, high = given or spread_domain([value for _, value in steps + dots], log=False, pad=0.04)
+        low, high = given or padded_domain([value for _, value in steps + dots], log=False, pad=0.04)
         y = Scale(low, high, last, first)
         parts.append(y_axis(y, left, width - right, count=3 if split else 7))
 
@@ -115,7 +115,7 @@ def loss_domain(rows: Sequence[Row], val_alone: bool = False) -> tuple[float, fl
     values = values or [loss_ for row in rows for series in loss_series(row) for _, loss_ in series]
     if not values:
         return None
-    low, high = spread_domain(values, log=False, pad=0.04)
+    low, high = padded_domain(values, log=False, pad=0.04)
     return max(low, 0.0) if min(values) >= 0 else low, high
 
 
@@ -130,8 +130,8 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
     if to_reference:
         values = [value or min(value for value in values if value) / 3 for value in values]
     log_x, log_y = max(sizes) / min(sizes) > 3, min(values) > 0 and (max(values) / min(values) > 3 or to_reference)
-    x = Scale(*spread_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
-    y = Scale(*spread_domain(values, log=log_y, pad=0.17, least=0.02), height - bottom, top, log_y)
+    x = Scale(*padded_domain(sizes, log=log_x, pad=0.13), left, width - right, log_x)
+    y = Scale(*padded_domain(values, log=log_y, pad=0.17, least=0.02), height - bottom, top, log_y)
     parts: list[Any] = [
         y_axis(y, left, width - right),
         x_axis(x, height - bottom, unit="B", count=5 if width > 600 else 3, top=top),

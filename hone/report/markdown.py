@@ -104,7 +104,7 @@ def _trials(found: list[dict[str, Any]]) -> list[str]:
                     escape(row["verdict"]),
                     str(row["n"]),
                     row["mean"],
-                    row["spread"] or "-",
+                    row["stdev"] or "-",
                     row["difference"] or "-",
                     row["interval"] or "-",
                 ]

@@ -128,8 +128,8 @@ def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
     figure = next(row.figures[name] for arm in trial.arms for row in arm.rows if row.value(name) is not None)
     percent = name in units.PERCENT or figure.unit == "fraction"
     scale, unit = (100.0, "%") if percent else (1.0, figure.unit)
-    spreads = [effect.spread * scale for effect in effects if effect.spread]
-    places = units.decimals(min(spreads, default=abs(effects[0].mean * scale) or 1.0))
+    deviations = [effect.stdev * scale for effect in effects if effect.stdev]
+    places = units.decimals(min(deviations, default=abs(effects[0].mean * scale) or 1.0))
 
     def words(value: float | None, *, signed: bool = False) -> str:
         return "" if value is None else units.fixed(value * scale, places, signed=signed)
@@ -145,7 +145,7 @@ def _effect_table(trial: arms.Trial, name: str) -> dict[str, Any]:
                 "label": _arm_label(trial, effect.arm),
                 "n": len(effect.values),
                 "mean": words(effect.mean),
-                "spread": words(effect.spread),
+                "stdev": words(effect.stdev),
                 "difference": words(found.by, signed=True) if found is not None else "",
                 "interval": " to ".join(ends),
                 "verdict": effect.verdict,
@@ -231,7 +231,7 @@ def _with_interval(row: Row, name: str) -> str:
     value = row.value(name)
     if value is None:
         return ""
-    half = row.figures[name].spread
+    half = row.figures[name].ci95
     if not half or not sound(half):
         return units.three(value)
     if abs(value) < 1e-4:
@@ -247,9 +247,7 @@ def _quality_note(line: Line, points: list[compare.Point], left_out: list[Row]) 
     note = f"{units.heading(text)}: {rows[0].figures[text].note}. " if rows[0].figures[text].note else ""
     if (bigram := rows[0].value("bigram_perplexity")) is not None:
         note += f"A bigram model of the training text has {units.three(bigram)} ({rows[0].figures['bigram_perplexity'].note}). "
-    if any(
-        row.figures["loss_over_reference"].spread for row in line.of("eval") if "loss_over_reference" in row.figures
-    ):
+    if any(row.figures["loss_over_reference"].ci95 for row in line.of("eval") if "loss_over_reference" in row.figures):
         note += "± is half of a 95 % interval over documents; a change is none where its interval contains 0. "
     trained = next((row.figures["val_loss"].note for row in line.of("train") if row.value("val_loss") is not None), "")
     if trained:
@@ -373,7 +371,7 @@ def serving(line: Line) -> dict[str, Any] | None:
                 "arm": arm,
                 "model": _model_words(line, arm.rows[0]),
                 "settings": [dict(arm.fields).get(path, "") for path in paths],
-                "figures": [_with_spread(arm, name) for name in names],
+                "figures": [_with_stdev(arm, name) for name in names],
             }
             for arm in found
         ],
@@ -384,7 +382,7 @@ def serving(line: Line) -> dict[str, Any] | None:
     }
 
 
-def _with_spread(arm: arms.Arm, name: str) -> str:
+def _with_stdev(arm: arms.Arm, name: str) -> str:
     """A figure's mean over an arm's runs, with their standard deviation if there are several: '1,480 ± 31'."""
     values = arm.values(name)
     if not values:
@@ -392,9 +390,9 @@ def _with_spread(arm: arms.Arm, name: str) -> str:
     figure = next(row.figures[name] for row in arm.rows if row.value(name) is not None)
     unit = "" if name in ("tokens_per_s", "joules_per_token") else figure.unit
     mean = units.show(fmean(values), unit, name)
-    if len(values) < 2 or not (spread := stdev(values)):
+    if len(values) < 2 or not (deviation := stdev(values)):
         return mean
-    return f"{mean} ± {units.show(spread, unit, name)}"
+    return f"{mean} ± {units.show(deviation, unit, name)}"
 
 
 def _model_words(line: Line, row: Row) -> str:
@@ -438,7 +436,7 @@ def estimates(line: Line) -> dict[str, Any] | None:
     sure = [units.label(name) for name, found in known.items() if found and name not in dict(told)]
     said = "Estimate over measurement, by figure"
     return {
-        "overview": both(lambda width: bars.spreads(told, width, said), FULL) if told else "",
+        "overview": both(lambda width: bars.ratio_dots(told, width, said), FULL) if told else "",
         "sure": ", ".join(sure),
         "charts": groups,
         "rows": [(check, compare.error_words(check)) for check in checks],

@@ -127,7 +127,7 @@ def _log_ticks(low: float, high: float, unit: str) -> list[float]:
     return found
 
 
-def spread_domain(values: list[float], *, log: bool, pad: float = 0.08, least: float = 0.0) -> tuple[float, float]:
+def padded_domain(values: list[float], *, log: bool, pad: float = 0.08, least: float = 0.0) -> tuple[float, float]:
     """A domain around `values` with space on both sides, also for a single value.
 
     `least` is the least relative span, so that nearly equal values do not fill the axis.

@@ -114,7 +114,7 @@ def _trial(trial: arms.Trial) -> dict[str, Any]:
                     "arm": trial.arms.index(effect.arm),
                     "values": effect.values,
                     "mean": effect.mean,
-                    "stdev": effect.spread,
+                    "stdev": effect.stdev,
                     "half_interval": effect.half,
                     "difference": effect.difference and effect.difference.by,
                     "difference_half_interval": effect.difference and effect.difference.half,

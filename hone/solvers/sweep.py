@@ -145,10 +145,10 @@ def towards(weights: Tensor, factor: Tensor, cross: Tensor) -> tuple[Tensor, Ten
     identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     upper = torch.linalg.solve_triangular(factor, identity, upper=True)  # U
     shift = (cross @ upper.T).triu(1) @ upper  # P
-    spread = (upper / upper.diagonal().unsqueeze(1)).triu(1)  # A
+    ratios = (upper / upper.diagonal().unsqueeze(1)).triu(1)  # A
     free = identity - shift
     wanted = torch.linalg.solve_triangular(free, weights.to(factor.dtype), upper=True, left=False, unitriangular=True)
-    ratio = torch.linalg.solve_triangular(free + spread, free, upper=True, left=False, unitriangular=True)
+    ratio = torch.linalg.solve_triangular(free + ratios, free, upper=True, left=False, unitriangular=True)
     return wanted.to(weights.dtype), ratio.to(weights.dtype)
 
 

@@ -88,7 +88,7 @@ def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any
     """
     byte, lanes = ir.IntType(8), ir.VectorType(ir.IntType(8), 64)
 
-    def spread(builder: Any, value: Any) -> Any:
+    def splat(builder: Any, value: Any) -> Any:
         one = builder.insert_element(ir.Constant(lanes, ir.Undefined), builder.trunc(value, byte), ir.IntType(32)(0))
         first = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
         return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), first)
@@ -96,8 +96,8 @@ def bytes_within(typing: Any, data: Any, place: Any, low: Any, high: Any) -> Any
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         start = context.make_array(signature.args[0])(context, builder, args[0]).data
         pointer = builder.bitcast(builder.gep(start, [args[1]]), lanes.as_pointer())
-        above = builder.sub(builder.load(pointer, align=1), spread(builder, args[2]))
-        within = builder.icmp_unsigned("<=", above, spread(builder, builder.sub(args[3], args[2])))
+        above = builder.sub(builder.load(pointer, align=1), splat(builder, args[2]))
+        within = builder.icmp_unsigned("<=", above, splat(builder, builder.sub(args[3], args[2])))
         return builder.bitcast(within, ir.IntType(64))
 
     return types.uint64(data, types.int64, types.int64, types.int64), build

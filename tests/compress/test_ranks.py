@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hone.base.ranks import Mesh
 from hone.compress.capture import share
 from hone.compress.stage import Compress
-from hone.cost.compress import Work, spread
+from hone.cost.compress import Work, share_out
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from tests.compress.test_resume import contents
@@ -202,12 +202,12 @@ def test_a_share_is_whole_batches_in_order() -> None:
 def test_solves_are_spread_by_their_work() -> None:
     works = [[Work(flops=2.0 * n * k * k + k**3, num_bytes=100.0 * n * k)] for n, k in LLAMA3.values()]
     cost = [one.flops + 12 * one.num_bytes for (one,) in works]
-    assert spread(works, 1, "cpu") == [0] * 4
-    two = spread(works, 2, "cpu")
+    assert share_out(works, 1, "cpu") == [0] * 4
+    two = share_out(works, 2, "cpu")
     loads = [sum(value for value, rank in zip(cost, two, strict=True) if rank == one) for one in range(2)]
     assert max(loads) == cost[3], "the longest alone, the others together"
-    assert sorted(spread(works, 4, "cpu")) == [0, 1, 2, 3] and max(spread(works, 9, "cpu")) <= 8
-    assert spread([], 3, "cpu") == []
+    assert sorted(share_out(works, 4, "cpu")) == [0, 1, 2, 3] and max(share_out(works, 9, "cpu")) <= 8
+    assert share_out([], 3, "cpu") == []
 
 
 def test_a_plan_counts_the_rank_with_most_to_do(tiny_llama, calibration_text) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hone.base.figure import byte_count
-from hone.cost.offload import NUM_BUFFERS, Offload, fewest_streamed, spread
+from hone.cost.offload import NUM_BUFFERS, Offload, evenly_spaced, fewest_streamed
 
 
 class TestWhatStreams:
     def test_layers_are_spread_evenly(self):
         for total in range(3, 40):
             for count in range(1, total + 1):
-                found = spread(total, count)
+                found = evenly_spaced(total, count)
                 assert len(set(found)) == count and found[0] >= 0 and found[-1] < total
                 gaps = {b - a for a, b in zip(found, (*found[1:], found[0] + total))}
                 assert max(gaps) - min(gaps) <= 1
@@ -27,7 +27,7 @@ class TestWhatStreams:
             assert found is not None and found.device_bytes <= room
             streams.append(len(found.streamed))
             assert len(found.streamed) not in (1, NUM_BUFFERS), "as many layers as buffers would save nothing"
-            fewer = Offload(tuple(sizes), spread(8, len(found.streamed) - 1))
+            fewer = Offload(tuple(sizes), evenly_spaced(8, len(found.streamed) - 1))
             assert not found.streamed or fewer.device_bytes > room
         assert streams == sorted(streams, reverse=True) and streams[0] == 8 and streams[-1] == 0
 

@@ -227,7 +227,7 @@ def test_figures_taken_under_other_conditions_are_not_compared(tmp_path: Path) -
     assert found["curriculum: staged"].difference is None
 
 
-def test_no_spread_at_all(tmp_path: Path) -> None:
+def test_equal_values_have_no_interval(tmp_path: Path) -> None:
     line = curricula(tmp_path / "line", random=(4.0, 4.0), staged=(4.0, 4.0), warmup=(5.0, 5.0))
     found = by_label(only(trials(collect(line.folder))), "val_loss")
     assert found["curriculum: staged"].verdict == "no difference that 2 seeds can show"

@@ -101,7 +101,7 @@ def test_rules_that_met_documents_are_shown_the_largest_first(whole: Path) -> No
 
 def test_a_dot_has_the_color_of_the_band_that_it_lies_in(whole: Path) -> None:
     checks = compare.checks(collect(whole))
-    for drawn in (bars.ratios(checks, 500, "all", mixed=True), bars.spreads([("time_s", checks)], 500, "all")):
+    for drawn in (bars.ratios(checks, 500, "all", mixed=True), bars.ratio_dots([("time_s", checks)], 500, "all")):
         band = re.search(r'<rect x="([^"]+)" y="[^"]+" width="([^"]+)" [^>]*class="band"', drawn)
         assert band is not None
         low, high = float(band.group(1)), float(band.group(1)) + float(band.group(2))

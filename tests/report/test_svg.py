@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hone.report.chain import layout
 from hone.report.collect import collect
-from hone.report.svg import Scale, el, fit, overlap, place_labels, spread_domain, text_width
+from hone.report.svg import Scale, el, fit, overlap, padded_domain, place_labels, text_width
 from tests.report.lines import LineMaker
 
 
@@ -67,12 +67,12 @@ def test_fit_fits(words: str, width: float) -> None:
 
 def test_domain_of_one_value_has_room() -> None:
     for log in (False, True):
-        low, high = spread_domain([5.0], log=log)
+        low, high = padded_domain([5.0], log=log)
         assert low < 5 < high
 
 
 def test_nearly_equal_values_are_not_blown_up() -> None:
-    low, high = spread_domain([2194.95, 2195.0], log=False, least=0.02)
+    low, high = padded_domain([2194.95, 2195.0], log=False, least=0.02)
     assert low < 2194.95 and high > 2195.0 and (high - low) / high > 0.02
 
 

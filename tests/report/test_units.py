@@ -97,5 +97,5 @@ def test_every_number_has_words(value: float, unit: str) -> None:
         (float("inf"), 1.0, "+1"),
     ],
 )
-def test_decimals_follow_the_spread(step: float, value: float, words: str) -> None:
+def test_decimals_follow_the_deviation(step: float, value: float, words: str) -> None:
     assert units.fixed(value, units.decimals(step), signed=True) == words

@@ -13,7 +13,7 @@ from hone.compress.matrix import Parts
 from hone.compress.statistics import RANGES, STATISTICS
 from hone.compress.step import Assigned, CacheStep, Step, storing
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
-from hone.cost.compress import spread
+from hone.cost.compress import share_out
 from hone.model.weights.model import ModelSource
 
 
@@ -86,7 +86,7 @@ class Job:
         works = []
         for linear in self.targets[index]:
             works.append([step.work(linear.rows, linear.columns) for step in self.matrix_steps(index, linear)])
-        ranks = spread(works, self.mesh.world_size, self.device)
+        ranks = share_out(works, self.mesh.world_size, self.device)
         return frozenset(
             linear.path for linear, rank in zip(self.targets[index], ranks, strict=True) if rank == self.mesh.rank
         )

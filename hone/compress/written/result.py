@@ -172,7 +172,7 @@ def record_check(draft: Draft, checked: Checked | None, num_sequences: int, chan
     given = f"the given model{changed}"
     note = f"against {given}, in the dtype of the calibration, on sequences of its text outside the calibration"
     count = checked.num_tokens
-    kl = {"n": count, "spread": checked.kl_spread, "note": f"KL(given || compressed) {note}; spread: 95 % interval"}
+    kl = {"n": count, "ci95": checked.kl_ci95, "note": f"KL(given || compressed) {note}; ci95: half of a 95 % interval"}
     draft.record("kl_to_dense", checked.kl, "nats/token", **kl)
     draft.record("top1_agreement", checked.top1, "fraction", n=count, note=f"same most likely token {note}")
     ratio = checked.perplexity / checked.dense_perplexity

@@ -151,10 +151,10 @@ def _read_and_plan(
     seed_sizes = np.where(sizes >= words, _LONG_SEED, _SHORT_SEED)
     key, unit, place = align.seeds_of(items, starts, seed_sizes)
     order = np.argsort(key, kind="stable")
-    keys, begins, spread = np.unique(key[order], return_index=True, return_counts=True)
-    rare = spread <= _MAX_POSTINGS
-    order = order[np.repeat(rare, spread)]
-    begins = np.concatenate([[0], np.cumsum(spread[rare])])
+    keys, begins, counts = np.unique(key[order], return_index=True, return_counts=True)
+    rare = counts <= _MAX_POSTINGS
+    order = order[np.repeat(rare, counts)]
+    begins = np.concatenate([[0], np.cumsum(counts[rare])])
     how, owner = (np.array([unit[column] for unit in units]) for column in (2, 3))
     seeds = Seeds(
         np.unique(seed_sizes), keys[rare], begins, unit[order], place[order], items, letters, starts, how, owner

@@ -88,7 +88,7 @@ class Joining:
         self._state, self._num_documents = state, num_documents
         kind = union_find.kind_of(num_documents)
         content = source.content()
-        self._spread: list[Task] = []
+        self._partition: list[Task] = []
         self._join: list[Task] = []
         total = sum(source.sizes)
         identity = [repr(rule), fingerprint(content), kind.__name__]
@@ -103,11 +103,11 @@ class Joining:
         for table in range(rule.num_tables):
             files = []
             for number, (begin, end) in enumerate(groups):
-                name = f"spread-{table:03d}-{number:05d}"
+                name = f"partition-{table:03d}-{number:05d}"
                 files.append(state / f"{name}.bin")
                 given = {"name": files[-1].name, "source": source.part(begin, end), "rule": rule, "table": table}
                 told = [repr(rule), fingerprint(content[begin:end]), kind.__name__, table, bits]
-                self._spread.append(Task(name, state, {**given, "bits": bits, "kind": kind}, told))
+                self._partition.append(Task(name, state, {**given, "bits": bits, "kind": kind}, told))
             for part in range(1 << bits):
                 name = f"join-{table:03d}-{part:05d}"
                 given = {"name": f"{name}.npy", "files": tuple(files), "rule": rule, "table": table, "part": part}
@@ -116,12 +116,12 @@ class Joining:
 
     def rounds(self) -> Iterator[tuple[Function, list[Task]]]:
         """(function, tasks) of each round; tasks of the second round read what those of the first have written."""
-        join = join_range if self._spread else join_tables
+        join = join_range if self._partition else join_tables
         if not all(finished(join, task) is not None for task in self._join):
-            if self._spread:
-                yield spread, self._spread
+            if self._partition:
+                yield partition, self._partition
             yield join, self._join
-        for task in self._spread:  # no longer read; the manifest is removed first, because it lists the file
+        for task in self._partition:  # no longer read; the manifest is removed first, because it lists the file
             task.manifest.unlink(missing_ok=True)
             (self._state / task.arguments["name"]).unlink(missing_ok=True)
 
@@ -147,7 +147,9 @@ def join_tables(
     return _save(folder / name, parents, owners)
 
 
-def spread(folder: Path, name: str, source: KeySource, rule: Rule, table: int, bits: int, kind: type) -> dict[str, Any]:
+def partition(
+    folder: Path, name: str, source: KeySource, rule: Rule, table: int, bits: int, kind: type
+) -> dict[str, Any]:
     """Writes the keys of a table, for some pieces, sorted by their 2^bits ranges: where each range begins, keys, documents."""
     row = rule.row(table)
     owners, numbers = source.read(row, row + 1, kind)
@@ -161,7 +163,7 @@ def spread(folder: Path, name: str, source: KeySource, rule: Rule, table: int, b
 def join_range(
     folder: Path, name: str, files: Sequence[Path], rule: Rule, table: int, part: int, bits: int, kind: type
 ) -> dict[str, Any]:
-    """Compares one range of a table's keys, from the files that `spread` has written."""
+    """Compares one range of a table's keys, from the files that `partition` has written."""
     borders = [np.fromfile(file, np.int64, (1 << bits) + 1) for file in files]
     sizes = [int(border[part + 1] - border[part]) for border in borders]
     numbers, owners = np.empty(sum(sizes), np.uint64), np.empty(sum(sizes), kind)

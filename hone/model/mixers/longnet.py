@@ -134,11 +134,11 @@ class LongNetLayer(GroupedHeadsLayer):
             mask = self._apart(ids, batch, seq_len, rest, length, stride, num_heads, q.device)
         out, lse = attend(*taken, mask, scale=self.scale, return_lse=True)
         places, heads = self._offsets(num_heads, stride, q.device), torch.arange(num_heads, device=q.device)
-        spread = out.new_zeros(len(out), out.shape[1], stride, num_heads, head_dim)
-        spread[:, :, places, heads] = out
+        scattered = out.new_zeros(len(out), out.shape[1], stride, num_heads, head_dim)
+        scattered[:, :, places, heads] = out
         sums = lse.new_full((len(out), out.shape[1], stride, num_heads), float("-inf"))
         sums[:, :, places, heads] = lse.transpose(1, 2)
-        out = spread.reshape(batch, -1, num_heads, head_dim)[:, :seq_len]
+        out = scattered.reshape(batch, -1, num_heads, head_dim)[:, :seq_len]
         return out, sums.reshape(batch, -1, num_heads)[:, :seq_len].transpose(1, 2)
 
     def _apart(

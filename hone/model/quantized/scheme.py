@@ -111,7 +111,7 @@ class Scheme:
             codes = formats.quantize(weights, self.by_row(scales, rows, columns), self.bits)
             return Stored(self, codes, scales)
         values = scale_values(scales, global_scale)
-        steps = weights / self._spread(values, rows, columns).to(weights.dtype)
+        steps = weights / self._per_column(values, rows, columns).to(weights.dtype)
         if isinstance(numbers.NUMBERS[self.number], numbers.Values):
             return Stored(self, numbers.nearest(steps, self.number), scales, global_scale=global_scale)
         if self.number != "int":
@@ -119,16 +119,16 @@ class Scheme:
             codes = steps.clamp_(-largest, largest).to(self.code_dtype)
             return Stored(self, codes, scales, global_scale=global_scale)
         if zero_points is not None:
-            steps += self._spread(zero_points, rows, columns)
+            steps += self._per_column(zero_points, rows, columns)
         low, high = formats.code_range(self.bits)
         return Stored(self, steps.round_().clamp_(low, high).to(torch.int8), scales, zero_points)
 
-    def _spread(self, values: Tensor, rows: int, columns: int) -> Tensor:
+    def _per_column(self, values: Tensor, rows: int, columns: int) -> Tensor:
         """[R, G] repeated to [N, K] (or [N, 1] where a row has one)."""
-        return spread(self.by_row(values, rows, columns), columns, self.extent(rows, columns)[1])
+        return per_column(self.by_row(values, rows, columns), columns, self.extent(rows, columns)[1])
 
 
-def spread(values: Tensor, columns: int, width: int) -> Tensor:
+def per_column(values: Tensor, columns: int, width: int) -> Tensor:
     """Values [N, G], each repeated for its `width` columns: [N, K]; [N, 1] is returned unchanged."""
     return values if values.shape[1] == 1 else values.repeat_interleave(width, 1)[:, :columns]
 
@@ -159,8 +159,8 @@ def dequantize(
         weights = weights.view(len(codes), -1, width)
         return (weights * scales.to(wide).unsqueeze(-1)).view(codes.shape).to(dtype)
     if zero_points is not None:
-        weights = weights - spread(zero_points, columns, width).to(wide)
-    return (weights * spread(scales, columns, width).to(wide)).to(dtype)
+        weights = weights - per_column(zero_points, columns, width).to(wide)
+    return (weights * per_column(scales, columns, width).to(wide)).to(dtype)
 
 
 @dataclass(frozen=True)

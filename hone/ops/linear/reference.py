@@ -38,5 +38,5 @@ def fp8_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if scales.dim() == 1:
         return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
     high = 1 if len(scales) == len(codes) else FP8_BLOCK
-    spread = scales.repeat_interleave(high, 0)[: len(codes)].repeat_interleave(FP8_BLOCK, 1)
-    return codes.to(dtype) * spread.to(dtype)
+    expanded = scales.repeat_interleave(high, 0)[: len(codes)].repeat_interleave(FP8_BLOCK, 1)
+    return codes.to(dtype) * expanded.to(dtype)

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from hone.report import units
 from hone.report.charts import smooth, thin
 from hone.report.live.reading import RunLog
-from hone.report.svg import Scale, dot, drawing, fit, group, path, rect, spread_domain, text, text_width, x_axis, y_axis
+from hone.report.svg import Scale, dot, drawing, fit, group, padded_domain, path, rect, text, text_width, x_axis, y_axis
 
 NARROW, WIDE = 300.0, 1080.0
 """Widths that are drawn, in pixels; a page asks for its own."""
@@ -107,7 +107,7 @@ def _chart(runs: Sequence[RunLog], name: str, title: str, unit: str, width: floa
     x = Scale(min(xs), max(max(xs), min(xs) + 1), left, width - right)
     # Beside the first steps of a loss the others would be a line at the bottom: the highest hundredth is cut off.
     high = sorted(ys)[int(len(ys) * 0.99)] if len(ys) > 200 else max(ys)
-    y = Scale(*spread_domain([min(ys), high], log=False, pad=0.05, least=0.02), height - bottom, top)
+    y = Scale(*padded_domain([min(ys), high], log=False, pad=0.05, least=0.02), height - bottom, top)
     count = max(2, int((width - left) / 110))
     parts: list[Any] = [y_axis(y, left, width - right, unit=unit, count=5), x_axis(x, height - bottom, count=count)]
     parts.append(text(width - right, height - 4, "step", "tick", "end"))

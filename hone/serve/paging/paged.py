@@ -96,8 +96,8 @@ class Paged(Context):
                 q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, sink_tokens=sink_tokens,
                 max_query_len=self._most, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
             )  # fmt: skip
-        spread = {name: per_token(one, k_pages) for name, one in scales.items()}
-        extras = Extras(sink_tokens, softcap=softcap, **spread)
+        expanded = {name: per_token(one, k_pages) for name, one in scales.items()}
+        extras = Extras(sink_tokens, softcap=softcap, **expanded)
         return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:

@@ -162,8 +162,8 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
     edges = [place * len(values) // used for place in range(used + 1)]
     means = [sum(values[first:last]) / (last - first) for first, last in pairwise(edges)]
     low, high = min(means), max(means)
-    spread = (high - low) or 1.0
-    heights = [round((high - mean) / spread * (down - 1)) for mean in means]
+    span = (high - low) or 1.0
+    heights = [round((high - mean) / span * (down - 1)) for mean in means]
     cells = [[0] * columns for _ in range(rows)]
     for place in range(across):
         at = heights[place * used // across]

@@ -263,7 +263,9 @@ def test_a_stage_on_machines_that_share_no_disk(serial, source, tmp_path, apart,
     made.verify()
     states = [machine / "data-text.partial" / "state" for machine in sorted(apart.iterdir())]
     assert len(states) == 2
-    assert list((tmp_path / "bucket").glob("*/tasks/spread-*")) and list((tmp_path / "bucket").glob("*/tasks/join-*"))
+    assert list((tmp_path / "bucket").glob("*/tasks/partition-*")) and list(
+        (tmp_path / "bucket").glob("*/tasks/join-*")
+    )
     for step in ("read", "filter", "dedup-1", "edit-0", "tokens", "documents"):  # each machine did some of each
         assert all(list((state / step).glob("*.done")) for state in states), step
     with pytest.raises(
