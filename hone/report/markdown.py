@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from hone.report import compare, curation, origin, sections, texts, units
+from hone.report import compare, origin, units
 from hone.report.chain import headlines
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
+from hone.report.sections.curation import Curation
+from hone.report.sections.data import data_set
+from hone.report.sections.effects import Effects, TrialTables
+from hone.report.sections.mixtures import Mixtures
+from hone.report.sections.quality import Quality
+from hone.report.sections.serving import Serving
 
 _EFFECT = (
     "Artifacts that differ only in their seed are one arm; each is compared with the first of its kind in the recipe. "
@@ -87,61 +92,60 @@ def _chain(line: Line) -> list[str]:
 
 
 def _effects(line: Line) -> list[str]:
-    found = sections.effects(line)
-    return ["## Effect over seeds", "", _EFFECT, "", *_trials(found)] if found else []
+    found = Effects.of(line)
+    return ["## Effect over seeds", "", _EFFECT, "", *_trials(found.trials)] if found else []
 
 
-def _trials(found: list[dict[str, Any]]) -> list[str]:
+def _trials(found: list[TrialTables]) -> list[str]:
     """The tables of trials, with the artifacts of each arm below them."""
     parts: list[str] = []
     head = ("arm", "verdict", "seeds", "mean", "standard deviation", "difference", "95 % interval")
     for entry in found:
-        for table_ in (entry["main"], *entry["others"]):
-            title = ", ".join(filter(None, (units.label(table_["name"]), table_["unit"], table_["better"])))
+        for table_ in (entry.main, *entry.others):
+            title = ", ".join(filter(None, (units.label(table_.name), table_.unit, table_.better)))
             rows = [
                 [
-                    escape(row["label"]),
-                    escape(row["verdict"]),
-                    str(row["n"]),
-                    row["mean"],
-                    row["stdev"] or "-",
-                    row["difference"] or "-",
-                    row["interval"] or "-",
+                    escape(row.label),
+                    escape(row.verdict),
+                    str(row.n),
+                    row.mean,
+                    row.stdev or "-",
+                    row.difference or "-",
+                    row.interval or "-",
                 ]
-                for row in table_["rows"]
+                for row in table_.rows
             ]
-            parts += [f"### {escape(entry['trial'].title)}: {escape(title)}", *table(head, rows, numbers=2)]
+            parts += [f"### {escape(entry.trial.title)}: {escape(title)}", *table(head, rows, numbers=2)]
         parts += [
-            f"- {escape(row['label'])}: {', '.join(code(id) for id, *_ in row['artifacts'])}"
-            for row in entry["main"]["rows"]
+            f"- {escape(row.label)}: {', '.join(code(id) for id, *_ in row.artifacts)}" for row in entry.main.rows
         ]
         parts.append("")
     return parts
 
 
 def _quality(line: Line) -> list[str]:
-    found = sections.quality(line)
+    found = Quality.of(line)
     if not found:
         return []
-    metric = found["metric"]
+    metric = found.metric
     best = {point.id for point in compare.quality_points(line)[0] if point.on_line}
     rows = [
         [
-            escape(entry["label"]) + (" ●" if entry["row"].id in best else ""),
-            escape(entry["words"]),
-            entry["tokens"] or "-",
-            entry["bits"] or "-",
-            units.show_bytes(entry["bytes"]),
-            entry["smaller"] or "-",
-            entry["kl"] or "-",
-            _value(entry["row"], metric),
-            entry["change"].words if entry["change"] else "-",
+            escape(entry.label) + (" ●" if entry.row.id in best else ""),
+            escape(entry.words),
+            entry.tokens or "-",
+            entry.bits or "-",
+            units.show_bytes(entry.num_bytes),
+            entry.smaller or "-",
+            entry.kl or "-",
+            _value(entry.row, metric),
+            entry.change.words if entry.change else "-",
         ]
-        for entry in found["rows"]
+        for entry in found.rows
     ]
     few = []
-    if found["few"]:
-        model, mine, bigram, why = found["few"]
+    if found.few:
+        model, mine, bigram, why = found.few
         said = f"{escape(model)} is not trained enough for its quality to mean anything: it has a perplexity of {units.three(mine)}"
         few = [
             f"{said}, a bigram model of the same text {units.three(bigram)}.{f' It made {escape(why)}.' if why else ''}",
@@ -163,9 +167,9 @@ def _quality(line: Line) -> list[str]:
         "",
         *few,
         "● on the Pareto line: no other model is both smaller and better."
-        + (" Better is less KL to the uncompressed model." if found["by_kl"] else ""),
+        + (" Better is less KL to the uncompressed model." if found.by_kl else ""),
         *table(head, rows, numbers=2),
-        escape(found["note"]),
+        escape(found.note),
         "",
     ]
 
@@ -195,27 +199,27 @@ def _energy(row: Row) -> str:
 
 
 def _serving(line: Line) -> list[str]:
-    found = sections.serving(line)
+    found = Serving.of(line)
     if not found:
         return []
     rows = [
         [
-            code(entry["arm"].name),
-            escape(entry["model"]),
-            *map(escape, entry["settings"]),
-            str(len(entry["arm"].rows)),
-            *(escape(words) or "-" for words in entry["figures"]),
+            code(entry.arm.name),
+            escape(entry.model),
+            *map(escape, entry.settings),
+            str(len(entry.arm.rows)),
+            *(escape(words) or "-" for words in entry.figures),
         ]
-        for entry in found["rows"]
+        for entry in found.rows
     ]
-    head = ("run", "model", *map(escape, found["paths"]), "runs", *map(units.label, found["figures"]))
-    note = [_PAIRED if found["trials"] else _ONCE, ""] if found["trials"] or found["alone"] else []
+    head = ("run", "model", *map(escape, found.paths), "runs", *map(units.label, found.figures))
+    note = [_PAIRED if found.trials else _ONCE, ""] if found.trials or found.alone else []
     return [
         "## Serving",
         "",
         *note,
-        *_trials(found["trials"]),
-        *table(head, rows, numbers=2 + len(found["paths"])),
+        *_trials(found.trials),
+        *table(head, rows, numbers=2 + len(found.paths)),
     ]
 
 
@@ -243,55 +247,52 @@ def _estimates(line: Line) -> list[str]:
 def _data(line: Line) -> list[str]:
     parts = []
     for row in line.of("data"):
-        found = texts.data(line, row)
-        reasons = [[escape(reason["name"]), escape(reason["words"])] for reason in found["reasons"]]
+        found = data_set(row)
+        reasons = [[escape(reason.name), escape(reason.words)] for reason in found.reasons]
         parts += [
             f"## Data, kept and dropped: {code(row.id)}",
             "",
-            escape(found["words"]),
+            escape(found.words),
             *(table(("step and reason", "dropped"), reasons) if reasons else [""]),
         ]
-        rules = [
-            [escape(name), escape(reason), code(keep), *sizes] for name, reason, keep, *sizes in found["rules"]["rows"]
-        ]
+        rules = [[escape(name), escape(reason), code(keep), *sizes] for name, reason, keep, *sizes in found.rules.rows]
         if rules:
             parts += table(
                 ("filter", "reason", "a document is kept if", "drops alone", "only it drops"), rules, numbers=3
             )
-        parts += _more_data(row)
+        parts += _more_data(found.found)
     return parts
 
 
-def _more_data(row: Row) -> list[str]:
+def _more_data(found: Curation) -> list[str]:
     """Groups, scorers and evaluation examples of a data artifact."""
-    found = curation.of(row)
-    parts = [f"Files of other kinds, not read: {escape(found['skipped'])}.", ""] if found["skipped"] else []
-    for groups in found["groups"]:
+    parts = [f"Files of other kinds, not read: {escape(found.skipped)}.", ""] if found.skipped else []
+    for groups in found.groups:
         rows = [
             [
-                escape(entry["name"]),
-                escape(", ".join(entry["far"])) or "-",
-                entry["documents"],
-                entry["dropped"],
-                *entry["scores"],
+                escape(entry.name),
+                escape(", ".join(entry.far)) or "-",
+                entry.documents,
+                entry.dropped,
+                *entry.scores,
             ]
-            for entry in groups["rows"]
+            for entry in groups.rows
         ]
         head = ("group", "steps that drop a much larger share of it", "documents read", "dropped")
-        head += tuple(f"mean {escape(score)}" for score in groups["scores"])
-        parts += [f"### Drop rates by {escape(groups['title'])}", *table(head, rows, numbers=2)]
-    if found["scorers"]:
+        head += tuple(f"mean {escape(score)}" for score in groups.scores)
+        parts += [f"### Drop rates by {escape(groups.title)}", *table(head, rows, numbers=2)]
+    if found.scorers:
         rows = [
             [
-                escape(scorer["name"]),
-                code(scorer["column"]),
-                *(escape(scorer[key]) or "-" for key in ("quality", "learned", "dear")),
+                escape(scorer.name),
+                code(scorer.column),
+                *(escape(words) or "-" for words in (scorer.quality, scorer.learned, scorer.dear)),
             ]
-            for scorer in found["scorers"]
+            for scorer in found.scorers
         ]
         head = ("scorer", "column", "on held-out texts", "trained on", "sent to the expensive scorer")
         parts += ["### Scores", *table(head, rows, numbers=5)]
-    for step in found["contamination"]:
+    for step in found.contamination:
         head = (
             "evaluation set",
             "examples",
@@ -300,27 +301,31 @@ def _more_data(row: Row) -> list[str]:
             "of those searched for",
             "documents that contain any",
         )
-        rows = [[escape(name), *counts] for name, *counts in step["sets"]]
-        parts += [f"### Evaluation examples found in the text: {escape(step['name'])}", *table(head, rows)]
-        parts += [f"- {escape(example['name'])}: {example['words']}" for example in step["examples"]]
+        rows = [[escape(name), *counts] for name, *counts in step.sets]
+        parts += [f"### Evaluation examples found in the text: {escape(step.name)}", *table(head, rows)]
+        parts += [f"- {escape(example.name)}: {example.words}" for example in step.examples]
         parts.append("")
     return parts
 
 
 def _mixtures(line: Line) -> list[str]:
     parts = []
-    for found in curation.mixtures(line):
+    section = Mixtures.of(line)
+    for found in section.mixtures if section else ():
         rows = [
             [
-                escape(share["source"]),
-                escape(share["reason"]),
-                *(share[key] or "-" for key in ("tokens", "wanted", "weight", "epochs", "utility", "loss")),
+                escape(share.source),
+                escape(share.reason),
+                *(
+                    words or "-"
+                    for words in (share.tokens, share.wanted, share.weight, share.epochs, share.utility, share.loss)
+                ),
             ]
-            for share in found["shares"]
+            for share in found.shares
         ]
         head = ("source", "why", "tokens", "wanted", "given", "epochs", "utility", "validation loss")
-        runs = ", ".join(code(run) for run in found["runs"])
-        parts += [f"## Mixture {escape(found['kind'])}: {runs}", *table(head, rows, numbers=2)]
+        runs = ", ".join(code(run) for run in found.runs)
+        parts += [f"## Mixture {escape(found.kind)}: {runs}", *table(head, rows, numbers=2)]
     return parts
 
 
@@ -337,7 +342,6 @@ def _machines(line: Line) -> list[str]:
     parts = ["## Machine and versions", ""]
     for entry in origin.machines(line):
         parts += [
-            f"- {escape(entry['title'])}: "
-            + escape("; ".join(f"{name} {words}".strip() for name, words in entry["details"]))
+            f"- {escape(entry.title)}: " + escape("; ".join(f"{name} {words}".strip() for name, words in entry.details))
         ]
     return parts

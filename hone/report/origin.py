@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from hone.report import units
 from hone.report.collect import Line, mappings
+
+
+class Origin(NamedTuple):
+    """A machine or a set of versions: its title names the artifacts made there where there are several."""
+
+    title: str
+    details: list[tuple[str, str]]
+    """(name, words)."""
 
 
 def summary(line: Line) -> str:
@@ -25,7 +33,7 @@ def summary(line: Line) -> str:
     return ", ".join(words) + (f"; finished {made[:10]} {made[11:16]} UTC" if len(made) >= 16 else "") + "."
 
 
-def machines(line: Line) -> list[dict[str, Any]]:
+def machines(line: Line) -> list[Origin]:
     """One entry per distinct machine, then one per distinct set of versions, with the artifacts made there."""
     found = []
     for title, key, words in (("Machine", "machine", machine_details), ("Versions", "provenance", version_details)):
@@ -39,7 +47,7 @@ def machines(line: Line) -> list[dict[str, Any]]:
                 if len(groups) == 1
                 else f" of {', '.join(ids) if len(ids) <= 4 else f'{ids[0]} and {len(ids) - 1} more'}"
             )
-            found.append({"title": title + of, "details": details or [("", "not described")]})
+            found.append(Origin(title + of, details or [("", "not described")]))
     return found
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hone.base.spec import dump_yaml
-from hone.report import compare, curation, origin, sections, texts, units
+from hone.report import compare, origin, units
 from hone.report.chain import chain, headlines
 from hone.report.collect import Line
-from hone.report.findings import findings
+from hone.report.findings import Finding, findings
+from hone.report.sections import SECTIONS, sections_of
+from hone.report.sections.base import Section
 from hone.report.svg import drawing, el
 
 
@@ -27,64 +29,52 @@ def render(line: Line) -> str:
         "heading": units.heading,
         "three": units.three,
     }
-    return environment.from_string(_asset("page.html")).render(**_context(line)) + "\n"
+    environment.globals |= {"headlines": headlines, "technique_words": compare.technique_words, "yaml": dump_yaml}
+    shown = sections_of(line)
+    found = {cls.id: shown.get(cls.id) for cls in SECTIONS}
+    return environment.from_string(_asset("page.html")).render(**vars(_page(line, shown)), **found) + "\n"
 
 
-def _context(line: Line) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Page:
+    """What assets/page.html shows, except its sections and the functions it calls."""
+
+    line: Line
+    anchors: dict[str, str]
+    """The anchor of each artifact, by id."""
+    css: Markup
+    js: Markup
+    under: str
+    """The line below the title."""
+    contents: list[tuple[str, str]]
+    """(anchor, name) of every section."""
+    findings: list[Finding]
+    """Those whose section is on the page."""
+    chain: Markup
+    machines: list[origin.Origin]
+    errors: dict[tuple[str, str], str]
+    """An estimate's error in words, by (artifact, figure)."""
+
+
+def _page(line: Line, shown: dict[str, Section]) -> Page:
     anchors = {row.id: f"artifact-{place}" for place, row in enumerate(line.rows, 1)}
-    effects = sections.effects(line)
-    datas = [texts.data(line, row) | curation.of(row) for row in line.of("data")]
-    for data in datas:
-        data["far"] = [words for table in data["groups"] for words in table["words"]]
-    context = {
-        "line": line,
-        "anchors": anchors,
-        "css": Markup(stylesheet()),
-        "js": Markup(_asset("page.js")),
-        "under": origin.summary(line),
-        "findings": findings(line),
-        "chain": Markup(
+    middle = [(id, section.title) for id, section in shown.items()]
+    last = [("repeat", "Commands"), ("artifacts", "Figures"), ("machine", "Machine")]
+    contents = [("chain", "Chain"), *middle, *last]
+    return Page(
+        line=line,
+        anchors=anchors,
+        css=Markup(stylesheet()),
+        js=Markup(_asset("page.js")),
+        under=origin.summary(line),
+        contents=contents,
+        findings=[finding for finding in findings(line) if finding.about in dict(contents)],
+        chain=Markup(
             '<div class="wide">{}</div><details class="narrow"><summary>{} artifacts</summary>{}</details>'
         ).format(chain(line, 1080.0, anchors), len(line.rows), chain(line, 358.0, anchors)),
-        "effects": effects,
-        "lone": [entry for entry in effects if not entry["chart"]],
-        "effects_compared": sections.comparisons(effects),
-        "losses": sections.losses(line),
-        "schedules": sections.schedules(line),
-        "distilled": any(sections.taught(row) for row in line.of("train")),
-        "quality": sections.quality(line),
-        "speeds": sections.speeds(line),
-        "serving": sections.serving(line),
-        "estimates": sections.estimates(line),
-        "datas": datas,
-        "mixtures": curation.mixtures(line),
-        "sayings": texts.sayings(line),
-        "sampling": texts.sampling_words(line),
-        "machines": origin.machines(line),
-        "errors": {(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
-        "headlines": headlines,
-        "technique_words": compare.technique_words,
-        "yaml": dump_yaml,
-    }
-    titles = [
-        ("chain", "Chain", True),
-        ("effect", "Effect over seeds", effects),
-        ("loss", "Training", context["losses"]),
-        ("quality", "Quality", context["quality"]),
-        ("speed", "Speed", context["speeds"]),
-        ("serving", "Serving", context["serving"]),
-        ("estimates", "Estimates", context["estimates"]),
-        ("mixture", "Mixture", context["mixtures"]),
-        ("data", "Data", datas),
-        ("text", "Generated text", context["sayings"]),
-        ("repeat", "Commands", True),
-        ("artifacts", "Figures", True),
-        ("machine", "Machine", True),
-    ]
-    shown = [(id, title) for id, title, there in titles if there]
-    context["sections"] = shown
-    context["findings"] = [finding for finding in context["findings"] if finding.about in dict(shown)]
-    return context
+        machines=origin.machines(line),
+        errors={(check.row.id, check.figure.name): compare.error_words(check) for check in compare.checks(line)},
+    )
 
 
 def stylesheet() -> str:

@@ -1,4 +1,12 @@
-"""SVG elements, scales, ticks and text widths; every text is escaped, every color is a class of chart.css."""
+"""SVG elements, scales, ticks and text widths; every text is escaped, every color is a class of chart.css.
+
+Charts are written here and not by a plotting library, because of what the page must be: one file that opens offline, without a
+script it needs; colors that follow the reader's light or dark setting, which only classes in the page's own style sheet do; a
+tooltip with the exact value on every mark, links, and a text alternative; the same bytes for the same artifacts; and a report
+that needs no package but the templates'. Figures of matplotlib have colors and sizes fixed when drawn and text as outlines or in
+fonts the reader may lack; those of altair or plotly need megabytes of JavaScript. What is left to do by hand is here: round
+ticks, the estimated width of a label, and where labels of points go.
+"""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.report import compare, markdown, page, sections
+from hone.report import compare, markdown, page
 from hone.report.collect import collect
 from hone.report.findings import findings
+from hone.report.sections.quality import Quality
 
 NUMBERS = st.floats(0.01, 1e9, allow_nan=False)
 
@@ -127,11 +128,11 @@ def test_models_of_one_size_are_ranked_by_kl_not_by_the_chance_of_their_perplexi
     assert compare.quality_metric(line) == "kl_to_reference"
     points = {point.label: point for point in compare.quality_points(line)[0]}
     assert points["int4"].quality == 0.0002 and points["int4"].half == 0.00003 and points["base"].quality == 0
-    found = {entry["label"]: entry for entry in sections.quality(line)["rows"]}
+    found = {entry.label: entry for entry in Quality.of(line).rows}
     assert list(found)[-2:] == ["int4", "int4-rtn"] or list(found)[-1] == "int4-rtn"
-    assert (found["int4"]["kl"], found["int4"]["change"].words) == ("0.000200 ± 0.000030", "none")
-    assert found["int4"]["change"].exact == "+0.28 %, 95 % interval -0.030 % to +0.59 %"
-    assert found["pruned"]["change"].words == "+37 %", "no interval is known: from the two perplexities"
+    assert (found["int4"].kl, found["int4"].change.words) == ("0.000200 ± 0.000030", "none")
+    assert found["int4"].change.exact == "+0.28 %, 95 % interval -0.030 % to +0.59 %"
+    assert found["pruned"].change.words == "+37 %", "no interval is known: from the two perplexities"
     assert "whisker" in page.render(line)
 
 

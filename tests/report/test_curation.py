@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.base.durable import write_atomic
-from hone.report import curation, markdown, page
-from hone.report.collect import Row, collect
+from hone.report import markdown, page
+from hone.report.collect import Line, Row, collect
+from hone.report.sections import curation
+from hone.report.sections.curation import Curation
+from hone.report.sections.mixtures import Mixtures
 from tests.report.lines import LineMaker
 from tests.report.markup import Walk
 
@@ -46,15 +49,15 @@ def row_of(**content: Any) -> Row:
 
 
 def test_a_filter_that_silences_a_group_is_seen(whole: Path) -> None:
-    table = curation.of(collect(whole).of("data")[0])["groups"][0]
-    assert table["title"] == "source" and [row["name"] for row in table["rows"]] == ["python", "docstrings"]
-    python, docstrings = table["rows"]
-    assert docstrings["silenced"] and not python["silenced"]
-    assert (python["dropped"], docstrings["dropped"]) == ("1.0 %", "57 %")
-    assert docstrings["far"] == ["rules: too few words 55 % (rest 1.0 %)"] and python["far"] == []
-    assert table["words"] == ["rules: too few words takes 55 % of docstrings, 1.0 % of the rest"]
+    table = Curation.of(collect(whole).of("data")[0]).groups[0]
+    assert table.title == "source" and [row.name for row in table.rows] == ["python", "docstrings"]
+    python, docstrings = table.rows
+    assert docstrings.silenced and not python.silenced
+    assert (python.dropped, docstrings.dropped) == ("1.0 %", "57 %")
+    assert docstrings.far == ["rules: too few words 55 % (rest 1.0 %)"] and python.far == []
+    assert table.words == ["rules: too few words takes 55 % of docstrings, 1.0 % of the rest"]
     walk = Walk(page.render(collect(whole)))
-    assert "Drop rates by source" in walk.text and table["words"][0] in walk.text
+    assert "Drop rates by source" in walk.text and table.words[0] in walk.text
     assert "| docstrings | rules: too few words 55 % (rest 1.0 %) | 2,100 | 57 % | 0.320 |" in markdown.render(
         collect(whole)
     )
@@ -79,27 +82,27 @@ def test_what_stands_out(count: float, size: float, other: float, rest: float, f
 def test_many_groups_are_cut_but_not_those_that_stand_out() -> None:
     groups = {f"g{n}": {"documents": 1000 - n, "dropped": {"a: b": 10}, "scores": {}} for n in range(20)}
     groups["small"] = {"documents": 50, "dropped": {"a: b": 45}, "scores": {}}
-    (table,) = curation.of(row_of(stats={"groups": {"language": groups}}))["groups"]
-    assert [row["name"] for row in table["rows"]] == [*(f"g{n}" for n in range(12)), "small"] and table["more"] == 8
+    (table,) = Curation.of(row_of(stats={"groups": {"language": groups}})).groups
+    assert [row.name for row in table.rows] == [*(f"g{n}" for n in range(12)), "small"] and table.more == 8
 
 
 def test_one_group_without_scores_is_no_table() -> None:
     groups = {"en": {"documents": 10, "dropped": {"a: b": 3}, "scores": {}}}
-    assert curation.of(row_of(stats={"groups": {"language": groups}}))["groups"] == []
+    assert Curation.of(row_of(stats={"groups": {"language": groups}})).groups == []
 
 
 def test_scorers_say_what_held_out_texts_said(whole: Path) -> None:
-    lexicon, cascade = curation.of(collect(whole).of("data")[0])["scorers"]
-    assert (lexicon["quality"], lexicon["learned"], lexicon["dear"]) == ("", "entries of lists 412", "")
-    assert cascade["quality"] == "cheap: area under the curve 0.934, accuracy 0.871"
-    assert (cascade["learned"], cascade["dear"]) == ("cheap: held out 240", "18.7 %")
+    lexicon, cascade = Curation.of(collect(whole).of("data")[0]).scorers
+    assert (lexicon.quality, lexicon.learned, lexicon.dear) == ("", "entries of lists 412", "")
+    assert cascade.quality == "cheap: area under the curve 0.934, accuracy 0.871"
+    assert (cascade.learned, cascade.dear) == ("cheap: held out 240", "18.7 %")
 
 
 def test_evaluation_examples_that_were_found(whole: Path) -> None:
-    (step,) = curation.of(collect(whole).of("data")[0])["contamination"]
-    assert step["sets"] == [("gsm8k", "1,319", "19", "13", "1.0 %", "7")] and step["looked"] == "4,001"
-    assert len(step["examples"]) == 10 and step["more"] == 3
-    assert step["examples"][0]["words"] == "in 13 documents" and "Natalia" in step["examples"][0]["text"]
+    (step,) = Curation.of(collect(whole).of("data")[0]).contamination
+    assert step.sets == [("gsm8k", "1,319", "19", "13", "1.0 %", "7")] and step.looked == "4,001"
+    assert len(step.examples) == 10 and step.more == 3
+    assert step.examples[0].words == "in 13 documents" and "Natalia" in step.examples[0].text
     walk = Walk(page.render(collect(whole)))
     assert "Natalia sold clips to 48 of her friends" in walk.text
     assert "contamination.jsonl has 3 more" in walk.text
@@ -110,9 +113,9 @@ def test_packing_and_files_of_other_kinds() -> None:
         "packing": {"256": {"stream": {"rows": 8108, "waste": 0.00028, "parted": 459}, "best_fit": {"rows": None}}},
         "steps": [{"name": "read", "skipped": {f".k{n}": n + 1 for n in range(8)}}],
     }
-    found = curation.of(row_of(stats=stats))
-    assert found["packing"] == [("256", "stream", "8,108", "0.028 %", "459")]
-    assert found["skipped"] == "8 .k7, 7 .k6, 6 .k5, 5 .k4, 4 .k3, 3 .k2 and 2 kinds more"
+    found = Curation.of(row_of(stats=stats))
+    assert found.packing == [("256", "stream", "8,108", "0.028 %", "459")]
+    assert found.skipped == "8 .k7, 7 .k6, 6 .k5, 5 .k4, 4 .k3, 3 .k2 and 2 kinds more"
 
 
 @pytest.fixture
@@ -131,13 +134,13 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_trainings_with_the_same_shares_stand_together(mixed: Path) -> None:
-    one, other = curation.mixtures(collect(mixed))
-    assert (one["kind"], one["runs"], one["notes"]) == ("utilimax", ["train-a-0", "train-a-1"], None)
-    assert (other["kind"], other["runs"], other["notes"]) == ("fixed", ["train-b-0"], {"loss": [1, 2]})
-    books, code = one["shares"]
-    assert (books["wanted"], books["weight"], books["epochs"], books["loss"]) == ("50.0 %", "31.0 %", "3.98", "4.25")
-    assert books["reason"].endswith("held at the cap of 4 epochs") and books["utility"] == "0.830"
-    assert (code["epochs"], code["loss"], code["utility"]) == ("0.300", "", "")
+    one, other = Mixtures.of(collect(mixed)).mixtures
+    assert (one.kind, one.runs, one.notes) == ("utilimax", ["train-a-0", "train-a-1"], None)
+    assert (other.kind, other.runs, other.notes) == ("fixed", ["train-b-0"], {"loss": [1, 2]})
+    books, code = one.shares
+    assert (books.wanted, books.weight, books.epochs, books.loss) == ("50.0 %", "31.0 %", "3.98", "4.25")
+    assert books.reason.endswith("held at the cap of 4 epochs") and books.utility == "0.830"
+    assert (code.epochs, code.loss, code.utility) == ("0.300", "", "")
     walk = Walk(page.render(collect(mixed)))
     assert "utilimax: train-a-0, train-a-1" in walk.text and "A gray bar is limited by the cap." in walk.text
     assert ("href", "#mixture") in walk.attributes
@@ -182,13 +185,11 @@ ANYTHING = st.recursive(
     st.lists(st.dictionaries(st.sampled_from(["step", "documents", "samples"]), ANYTHING), max_size=3),
 )
 def test_nonsense_in_the_files_is_passed_over(stats: dict[str, Any], hits: list[dict[str, Any]]) -> None:
-    curation.of(row_of(stats=stats, hits=hits))
+    Curation.of(row_of(stats=stats, hits=hits))
 
 
 @given(st.dictionaries(st.sampled_from(["shares", "notes"]), ANYTHING))
 def test_nonsense_in_a_mixture_is_passed_over(mixture: dict[str, Any]) -> None:
-    from hone.report.collect import Line
-
     row = row_of(mixture=mixture)
     row.kind = "train"
-    curation.mixtures(Line("line", Path(), [row], []))
+    Mixtures.of(Line("line", Path(), [row], []))

@@ -15,8 +15,9 @@ from hone.base.errors import ArtifactError
 from hone.parallel.pipeline import draw
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import simulate
-from hone.report import build, picture, sections
+from hone.report import build, picture
 from hone.report.collect import collect, sound
+from hone.report.sections.training import schedules
 from tests.report.markup import Walk
 
 JUNK: list[Any] = [
@@ -98,13 +99,13 @@ BAD: list[Any] = [
 def test_a_damaged_schedule_is_not_drawn(values: Any, copy: Callable[..., Path]) -> None:
     folder = copy("train-base")
     schedule(folder / "train-base", values)
-    assert sections.schedules(collect(folder)) == []
+    assert schedules(collect(folder)) == []
 
 
 def test_a_schedule_keeps_the_lines_of_ranks_without_passes(copy: Callable[..., Path]) -> None:
     folder = copy("train-base")
     schedule(folder / "train-base", {"schedule": ["x"], "seconds": "long", "bubble": {}, "ranks": [[], [GOOD]]})
-    ((row, drawn, said),) = sections.schedules(collect(folder))
+    ((row, drawn, said),) = schedules(collect(folder))
     assert row.id == "train-base" and drawn.count("F of stage 0") == 2  # for two widths
     assert drawn.count(">1</text>") == 2 and "of passes in a step as planned" in said
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from hone.base.interval import half_width
-from hone.report import bars, charts, compare, page, sections, texts
+from hone.report import bars, charts, compare, page
 from hone.report.collect import collect
+from hone.report.sections.data import data_set
+from hone.report.sections.estimates import Estimates
+from hone.report.sections.samples import sayings
 from tests.report.markup import Walk
 
 
@@ -76,27 +79,27 @@ def test_a_missing_value_has_no_bar(whole: Path) -> None:
 
 
 def test_texts_stand_together_when_equal(whole: Path) -> None:
-    saying = texts.sayings(collect(whole))[0]
-    assert [group["runs"] for group in saying["groups"]] == ["plain, speculative, static, no-prefix", "int4"]
-    first, second = saying["groups"]
-    assert first["other"] == "" and second["same"] == "with open(path" and second["other"].startswith(", 'rb')")
+    saying = sayings(collect(whole))[0]
+    assert [text.runs for text in saying.texts] == ["plain, speculative, static, no-prefix", "int4"]
+    first, second = saying.texts
+    assert first.other == "" and second.same == "with open(path" and second.other.startswith(", 'rb')")
 
 
 def test_reasons_join_counts_and_samples(whole: Path) -> None:
     line = collect(whole)
-    reasons = {reason["name"]: reason for reason in texts.data(line, line.rows[0])["reasons"]}
-    assert reasons["rules: too few words"]["words"] == "1,204 documents, 303 KiB"
-    assert len(reasons["near: near copy (Jaccard >= 0.8)"]["samples"]) == 2
+    reasons = {reason.name: reason for reason in data_set(line.rows[0]).reasons}
+    assert reasons["rules: too few words"].words == "1,204 documents, 303 KiB"
+    assert len(reasons["near: near copy (Jaccard >= 0.8)"].samples) == 2
 
 
 def test_rules_that_met_documents_are_shown_the_largest_first(whole: Path) -> None:
     line = collect(whole)
-    rules = texts.data(line, line.rows[0])["rules"]
-    assert [(name, reason, *sizes) for name, reason, _, *sizes in rules["rows"]] == [
+    rules = data_set(line.rows[0]).rules
+    assert [(name, reason, *sizes) for name, reason, _, *sizes in rules.rows] == [
         ("rules", "repeated lines", "1.43 MiB", "nothing"),
         ("rules", "too few words", "312 KiB", "293 KiB"),
     ]
-    assert rules["idle"] == 1
+    assert rules.idle == 1
 
 
 def test_a_dot_has_the_color_of_the_band_that_it_lies_in(whole: Path) -> None:
@@ -145,7 +148,7 @@ def test_long_tables_are_folded_on_a_phone(whole: Path) -> None:
 
 
 def test_estimates_start_with_time_and_memory(whole: Path) -> None:
-    found = sections.estimates(collect(whole))
+    found = Estimates.of(collect(whole))
     assert found is not None
-    assert [title for title, _ in found["charts"]][:3] == ["Time", "Tokens per second", "Peak memory"]
-    assert found["sure"] == "model size"
+    assert [title for title, *_ in found.charts][:3] == ["Time", "Tokens per second", "Peak memory"]
+    assert found.sure == "model size"

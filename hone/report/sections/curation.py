@@ -1,14 +1,13 @@
-"""The data room's results beside drops: scores, groups, evaluation examples that were found, packing, mixtures."""
+"""The data room's results beside drops: scores, groups, evaluation examples that were found, packing."""
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from hone.report import bars, units
-from hone.report.collect import Line, Row, finite, mappings, sound
-from hone.report.sections import FULL, both
+from hone.report import units
+from hone.report.collect import Row, finite, mappings, sound
 
 _MOST_GROUPS = 12
 _MOST_EXAMPLES = 10
@@ -23,20 +22,112 @@ _LEARNED = {
 _GROUPS = {"language": "language", "group": "source"}
 
 
-def of(row: Row) -> dict[str, Any]:
-    """All of these results of a data artifact."""
-    stats = row.content.get("stats.json") or {}
-    return {
-        "scorers": scorers(stats),
-        "groups": groups(stats),
-        "contamination": contamination(row),
-        "packing": packing(stats),
-        "skipped": skipped(stats),
-    }
+class Sample(NamedTuple):
+    """A text, cut off, and where it came from."""
+
+    source: str
+    text: str
 
 
-def scorers(stats: dict[str, Any]) -> list[dict[str, str]]:
-    """A row per scorer: its quality on held-out texts, its training data, and the share sent to an expensive scorer."""
+class Scorer(NamedTuple):
+    """A scorer: its quality on held-out texts, its training data, and the share sent to an expensive scorer."""
+
+    name: str
+    column: str
+    quality: str
+    learned: str
+    dear: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The outcome for the documents of one group."""
+
+    name: str
+    documents: str
+    dropped: str
+    silenced: bool
+    """Whether much more of it is dropped than of the rest: at most half as much stays."""
+    far: list[str]
+    """Steps that drop a much larger share of it, with that of the rest."""
+    scores: list[str]
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The outcome by group; `words` are sentences on steps that drop a much larger share of one than of the rest."""
+
+    title: str
+    rows: list[Group]
+    more: int
+    """Smaller groups that are left out."""
+    scores: list[str]
+    """Names of the scores whose means the groups have."""
+    words: list[str]
+
+
+class EvaluationSet(NamedTuple):
+    """An evaluation set in a decontamination: counts of examples, the share found, documents that contain any."""
+
+    name: str
+    examples: str
+    short: str
+    """Too short to search for."""
+    hit: str
+    share: str
+    documents: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """An evaluation example that was found, with texts that contain it."""
+
+    name: str
+    words: str
+    text: str
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Decontamination:
+    """A step's evaluation sets, and the examples in most documents; `looked` is the number of documents searched, or ''."""
+
+    name: str
+    sets: list[EvaluationSet]
+    looked: str
+    examples: list[Example]
+    more: int
+    """Examples that are left out."""
+
+
+class Packing(NamedTuple):
+    """Sequences of the training split of one length and packing: their number, positions without a target, split documents."""
+
+    length: str
+    way: str
+    rows: str
+    waste: str
+    parted: str
+
+
+@dataclass(frozen=True)
+class Curation:
+    """All of these results of a data artifact; `skipped` are files of other kinds, in words."""
+
+    scorers: list[Scorer]
+    groups: list[GroupTable]
+    contamination: list[Decontamination]
+    packing: list[Packing]
+    skipped: str
+
+    @classmethod
+    def of(cls, row: Row) -> Curation:
+        stats = row.content.get("stats.json") or {}
+        return cls(scorers(stats), groups(stats), contamination(row), packing(stats), skipped(stats))
+
+
+def scorers(stats: dict[str, Any]) -> list[Scorer]:
+    """A row per scorer."""
     found = []
     for row in mappings(stats.get("scorers")):
         figures = {str(name): value for name, value in row.items() if sound(value)}
@@ -50,13 +141,13 @@ def scorers(stats: dict[str, Any]) -> list[dict[str, str]]:
                 count = f"{value:,.0f}" if float(value).is_integer() else units.three(value)
                 learned.setdefault(part, []).append(f"{_LEARNED.get(bare, bare.replace('_', ' '))} {count}")
         found.append(
-            {
-                "name": str(row.get("name", "?")),
-                "column": str(row.get("column", "?")),
-                "quality": _parts(quality),
-                "learned": _parts(learned),
-                "dear": units.show(dear, "fraction") if dear is not None else "",
-            }
+            Scorer(
+                name=str(row.get("name", "?")),
+                column=str(row.get("column", "?")),
+                quality=_parts(quality),
+                learned=_parts(learned),
+                dear=units.show(dear, "fraction") if dear is not None else "",
+            )
         )
     return found
 
@@ -71,8 +162,8 @@ def _parts(words: dict[str, list[str]]) -> str:
     return "; ".join(f"{part}: {', '.join(said)}" if part else ", ".join(said) for part, said in words.items())
 
 
-def groups(stats: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tables of the outcome for each language and each source, and sentences on steps that drop a much larger share of one than of the rest."""
+def groups(stats: dict[str, Any]) -> list[GroupTable]:
+    """Tables of the outcome for each language and each source."""
     found = []
     tables = stats.get("groups")
     for column, table in tables.items() if isinstance(tables, dict) else ():
@@ -82,7 +173,7 @@ def groups(stats: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _group_table(column: str, table: dict[str, Any]) -> dict[str, Any] | None:
+def _group_table(column: str, table: dict[str, Any]) -> GroupTable | None:
     read = {
         str(name): entry for name, entry in table.items() if isinstance(entry, dict) and _count(entry.get("documents"))
     }
@@ -111,27 +202,27 @@ def _group_table(column: str, table: dict[str, Any]) -> dict[str, Any] | None:
         ]
         kept, kept_rest = 1 - dropped / size, 1 - (rest - dropped) / (whole - size) if whole > size else 0.0
         rows.append(
-            {
-                "name": name,
-                "documents": units.show(size, "documents").removesuffix(" documents").removesuffix(" document"),
-                "dropped": _share(dropped / size),
-                "silenced": stands_out(dropped, size, rest - dropped, whole - size) and kept <= 0.5 * kept_rest,
-                "far": [f"{step} {_share(share)} (rest {_share(other)})" for share, other, step in far[:3]],
-                "scores": [
+            Group(
+                name=name,
+                documents=units.show(size, "documents").removesuffix(" documents").removesuffix(" document"),
+                dropped=_share(dropped / size),
+                silenced=stands_out(dropped, size, rest - dropped, whole - size) and kept <= 0.5 * kept_rest,
+                far=[f"{step} {_share(share)} (rest {_share(other)})" for share, other, step in far[:3]],
+                scores=[
                     units.three(_scores(read[name])[score]) if score in _scores(read[name]) else "" for score in scored
                 ],
-            }
+            )
         )
     if not rows or (len(rows) < 2 and not scored):
         return None
-    shown = [row for place, row in enumerate(rows) if place < _MOST_GROUPS or row["far"]]
-    return {
-        "title": _GROUPS.get(column, column),
-        "rows": shown,
-        "more": len(rows) - len(shown),
-        "scores": scored,
-        "words": [text for _, text in sorted(words, reverse=True)[:3]],
-    }
+    shown = [row for place, row in enumerate(rows) if place < _MOST_GROUPS or row.far]
+    return GroupTable(
+        title=_GROUPS.get(column, column),
+        rows=shown,
+        more=len(rows) - len(shown),
+        scores=scored,
+        words=[text for _, text in sorted(words, reverse=True)[:3]],
+    )
 
 
 def stands_out(count: float, size: float, other: float, rest: float) -> bool:
@@ -160,7 +251,7 @@ def _share(value: float) -> str:
     return units.show(value, "fraction", digits=2) if value else "0 %"
 
 
-def contamination(row: Row) -> list[dict[str, Any]]:
+def contamination(row: Row) -> list[Decontamination]:
     """For each decontamination: its evaluation sets with the number of examples found, and the examples in most documents."""
     stats = row.content.get("stats.json") or {}
     hits = row.content.get("contamination.jsonl") or []
@@ -182,44 +273,44 @@ def contamination(row: Row) -> list[dict[str, Any]]:
                 (examples, short), (hit, documents) = known
                 searched = examples - short
                 rows.append(
-                    (
+                    EvaluationSet(
                         str(evaluation),
                         *(f"{count:,.0f}" for count in (examples, short, hit)),
-                        _share(hit / searched) if searched > 0 else "-",
-                        f"{documents:,.0f}",
+                        share=_share(hit / searched) if searched > 0 else "-",
+                        documents=f"{documents:,.0f}",
                     )
                 )
         own = [hit for hit in hits if str(hit.get("step")) == name]
         looked = figures.get("documents")
         looked_through = looked.get("looked_through") if isinstance(looked, dict) else None
         found.append(
-            {
-                "name": name,
-                "sets": rows,
-                "looked": f"{looked_through:,.0f}" if sound(looked_through) else "",
-                "examples": [_example(hit) for hit in own[:_MOST_EXAMPLES]],
-                "more": max(0, len(own) - _MOST_EXAMPLES),
-            }
+            Decontamination(
+                name=name,
+                sets=rows,
+                looked=f"{looked_through:,.0f}" if sound(looked_through) else "",
+                examples=[_example(hit) for hit in own[:_MOST_EXAMPLES]],
+                more=max(0, len(own) - _MOST_EXAMPLES),
+            )
         )
     return found
 
 
-def _example(hit: dict[str, Any]) -> dict[str, Any]:
+def _example(hit: dict[str, Any]) -> Example:
     documents = hit.get("documents")
     count = f"{documents:,.0f}" if sound(documents) else "?"
-    return {
-        "name": f"{hit.get('evaluation', '?')}, row {hit.get('row', '?')}",
-        "words": f"in {count} document{'' if documents == 1 else 's'}",
-        "text": str(hit.get("text", ""))[:2000],
-        "samples": [
-            {"source": str(sample.get("source", "")), "text": str(sample.get("text", ""))[:2000]}
+    return Example(
+        name=f"{hit.get('evaluation', '?')}, row {hit.get('row', '?')}",
+        words=f"in {count} document{'' if documents == 1 else 's'}",
+        text=str(hit.get("text", ""))[:2000],
+        samples=[
+            Sample(str(sample.get("source", "")), str(sample.get("text", ""))[:2000])
             for sample in mappings(hit.get("samples"))
         ],
-    }
+    )
 
 
-def packing(stats: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """(sequence length, packing, sequences, share of positions without a target, split documents) of the training split."""
+def packing(stats: dict[str, Any]) -> list[Packing]:
+    """Both packings of the training split, at every sequence length that was counted."""
     table = stats.get("packing")
     found = []
     for length, ways in table.items() if isinstance(table, dict) else ():
@@ -227,7 +318,8 @@ def packing(stats: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
             values = [counts.get(key) for key in ("rows", "waste", "parted")] if isinstance(counts, dict) else []
             if values and all(sound(value) for value in values):
                 rows, waste, parted = values
-                found.append((str(length), str(way).replace("_", " "), f"{rows:,.0f}", _share(waste), f"{parted:,.0f}"))
+                words = str(way).replace("_", " ")
+                found.append(Packing(str(length), words, f"{rows:,.0f}", _share(waste), f"{parted:,.0f}"))
     return found
 
 
@@ -238,59 +330,3 @@ def skipped(stats: dict[str, Any]) -> str:
     most = sorted(((count, kind) for kind, count in kinds.items() if count), reverse=True)
     words = [f"{count:,.0f} {kind}" for count, kind in most[:6]]
     return ", ".join(words) + (f" and {len(most) - 6} kinds more" if len(most) > 6 else "")
-
-
-def mixtures(line: Line) -> list[dict[str, Any]]:
-    """The shares of each mixture, trainings with equal shares together: a chart, a table with reasons, its notes."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in line.of("train"):
-        content = row.content.get("mixture.json")
-        shares = [share for share in mappings((content or {}).get("shares")) if sound(share.get("weight"))]
-        if not shares:
-            continue
-        notes = content.get("notes") if content else None
-        mixture = row.spec.get("mixture")
-        kind = str(mixture.get("kind", "?")) if isinstance(mixture, dict) else "?"
-        key = json.dumps([kind, shares, notes], sort_keys=True)
-        if key in found:
-            found[key]["runs"].append(row.id)
-            continue
-        shown = [
-            bars.Bar(str(share.get("source", "?")), float(share["weight"]), strong=not share.get("capped"))
-            for share in shares
-        ]
-        said = f"Shares of {len(shares)} sources in {row.id}"
-        found[key] = {
-            "kind": kind,
-            "runs": [row.id],
-            "chart": both(lambda width, shown=shown, said=said: bars.bars(shown, width, "fraction", said), FULL),
-            "shares": [_share_row(row, share) for share in shares],
-            "columns": [
-                (key, words)
-                for key, words in (("utility", "Utility"), ("loss", "Validation loss"))
-                if any(_share_row(row, share)[key] for share in shares)
-            ],
-            "capped": any(share.get("capped") for share in shares),
-            "notes": notes if isinstance(notes, dict) and notes else None,
-        }
-    return list(found.values())
-
-
-def _share_row(row: Row, share: dict[str, Any]) -> dict[str, str]:
-    source = str(share.get("source", "?"))
-
-    def words(key: str, unit: str = "") -> str:
-        value = share.get(key)
-        return units.show(value, unit) if sound(value) else ""
-
-    read, loss = row.value(f"epochs_{source}"), row.value(f"val_loss_{source}")
-    return {
-        "source": source,
-        "tokens": words("tokens"),
-        "wanted": words("wanted", "fraction"),
-        "weight": words("weight", "fraction"),
-        "epochs": units.three(read) if read is not None else words("epochs"),
-        "loss": units.three(loss) if loss is not None else "",
-        "utility": words("utility"),
-        "reason": str(share.get("reason", "")),
-    }
