@@ -16,6 +16,7 @@ from hone.parallel.pipeline import draw
 from hone.parallel.pipeline.check import alive_versions, staleness, validate
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.simulate import Costs, seconds_of_many, simulate
+from hone.parallel.pipeline.simulate import peaks as before_and_after
 from hone.parallel.pipeline.table import Op, Table
 from hone.parallel.place import stages_of
 from hone.report import bars
@@ -120,6 +121,10 @@ def test_published_memory(p: int, n: int):
         return simulate(SCHEDULES[name](p, n, **options)).peaks
 
     assert peaks("gpipe") == (n,) * p
+    assert before_and_after(SCHEDULES["gpipe"](p, n), 0, [1.0] * p) == (n, n - 1), (
+        "gradients come when all forwards are over"
+    )
+    assert before_and_after(SCHEDULES["1f1b"](p, n), 0, [1.0] * p) == (p, p if n > p else p - 1)
     assert peaks("1f1b") == tuple(p - rank for rank in range(p))
     assert max(peaks("interleaved", stages_per_rank=3)) == 2 * (p - 1) + 2 * p + 1
     assert max(peaks("zb_h1")) == p

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.cost import layer_seconds
 from hone.train.pipeline.search import search
-from tests.cost.h200 import h200
+from tests.cost.h200 import h200, row
 from tests.train.conftest import SHAPE
 from tests.train.ranks import cut_at
 from tests.train.test_data_parallel import SPEC, on_ranks
@@ -42,7 +43,7 @@ def table_of(seed: int) -> Seconds:
 def asked(seconds: Seconds, seen: list[tuple[int, ...]]) -> Any:
     def ask(rows: Any) -> Any:
         seen.extend(map(tuple, rows.tolist()))
-        return np.array([seconds(tuple(row)) for row in rows.tolist()])
+        return np.array([seconds(tuple(one)) for one in rows.tolist()])
 
     return ask
 
@@ -60,7 +61,7 @@ def test_all_cuts_where_they_are_few_and_else_a_climb(
     first, seconds, seen = data.draw(st.sampled_from(every)), table_of(seed), []
     found, took = search(first, begins, asked(seconds, seen), most)
     assert len(seen) == len(set(seen)) <= max(most, 1) and {*map(tuple, found.tolist())} == set(seen) <= set(every)
-    assert [seconds(tuple(row)) for row in found.tolist()] == took.tolist() == sorted(took.tolist())
+    assert [seconds(tuple(one)) for one in found.tolist()] == took.tolist() == sorted(took.tolist())
     least = min(map(seconds, every))
     if len(every) <= most:
         assert took[0] == least
@@ -72,8 +73,8 @@ def test_all_cuts_where_they_are_few_and_else_a_climb(
 def test_a_climb_moves_a_layer_over_stages_between():
     """Stages of 6, 3, 3 and 3 layers: no move between neighbours makes the longest one shorter, one to the last stage does."""
 
-    def seconds(row: tuple[int, ...]) -> float:
-        sizes = [end - begin for begin, end in pairwise(row)]
+    def seconds(one: tuple[int, ...]) -> float:
+        sizes = [end - begin for begin, end in pairwise(one)]
         return max(sizes[0], 1.5 * sizes[1], 1.5 * sizes[2], sizes[3])
 
     first = (0, 6, 9, 12, 15)
@@ -149,6 +150,19 @@ def test_no_cut_that_memory_does_not_hold_and_none_where_it_changes_the_result(m
     assert cut(asynchronous, machine) is asynchronous
     monkeypatch.setattr(cuts, "MOST_PASSES", 0)
     assert cut(work, machine) is work
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "zb_h1", "interleaved", "dualpipe_v", "gpipe"])
+def test_memory_of_a_rank_is_what_the_ledger_measured(schedule):
+    """All forwards of `gpipe` are over before there are gradients of weights; the others have them at their peak."""
+    found = row("train", f"llama3-8b, 8 layers on 2 cuda pipeline ranks, bf16, 6 micro-batches of 1 x 8192: {schedule}")
+    work = work_of(schedule, h200().model_copy(update={"num_ranks": 2}), 8, 6)
+    assert work.pipeline is not None
+    told = re.search(r"; layers ([\d ]+)", found["note"])  # rows that do not say it are of layers divided by operations
+    sizes = map(int, told[1].split()) if told else (5, 3) if len(work.pipeline.layers) == 2 else (2, 2, 3, 1)
+    layers = [range(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
+    work = replace(work, pipeline=work.pipeline.cut(layers, "the ledger"))
+    assert growth_bytes(work, "cuda").value == pytest.approx(found["peak_bytes"], rel=0.03)
 
 
 def test_all_ranks_run_the_cut_that_the_first_one_planned(data_folder, tmp_path):

@@ -113,11 +113,18 @@ def peak(table: Table, rank: int, sizes: Sequence[float]) -> float:
 
     `sizes`: the activation of one microbatch per stage.
     """
-    live = most = 0.0
+    return max(peaks(table, rank, sizes))
+
+
+def peaks(table: Table, rank: int, sizes: Sequence[float]) -> tuple[float, float]:
+    """As `peak`, until the rank's first backward pass has ended, before which it has no gradients of weights, and from then on."""
+    live, most = 0.0, [0.0, 0.0]
+    has_gradients = False
     for op in table.ranks[rank]:
         if op.kind == "F":
             live += sizes[op.stage]
-            most = max(most, live)
         elif op.kind in "BW":
             live -= sizes[op.stage]
-    return most
+            has_gradients = True
+        most[has_gradients] = max(most[has_gradients], live)
+    return most[0], most[1]

@@ -262,8 +262,11 @@ def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
     return step.model_copy(update={"value": value, "formula": formula})
 
 
-def growth_bytes(work: Work, device: str) -> Estimate:
-    """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most."""
+def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estimate:
+    """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most.
+
+    `passes` whose gradients are summed; None: those of a step.
+    """
     if work.pipeline is not None:
         return max(bytes_by_rank(work, work.pipeline, device), key=lambda found: found.value)
     tokens, on_gpu = work.micro_batch_tokens, device.startswith("cuda")
@@ -274,7 +277,7 @@ def growth_bytes(work: Work, device: str) -> Estimate:
         seq_len=work.seq_len,
         dtype=work.dtype,
         update=work.update,
-        passes=work.gradient_accumulation_steps,
+        passes=work.gradient_accumulation_steps if passes is None else passes,
         wide=work.tensor.degree > 1,
         packed=work.packed and (work.context_degree == 1 or not attends_in_parts),
         segments=work.segments,
@@ -316,20 +319,23 @@ def growth_bytes(work: Work, device: str) -> Estimate:
     )
 
 
-def by_rank(work: Work, pipeline: Pipelined) -> list[Work]:
-    """The work of each pipeline rank, as that of a model of its layers with all that it holds at once."""
+def by_rank(work: Work, pipeline: Pipelined, *, first: bool = False) -> list[Work]:
+    """The work of each pipeline rank, as that of a model of its layers with all that it holds at once; `first` as `Pipelined.live`."""
     found = []
     for rank, (part, update) in enumerate(zip(pipeline.parts, pipeline.updates, strict=True)):
         tensor = replace(work.tensor, dims=part if work.tensor.degree > 1 else None)
-        segments = pipeline.live(rank, work.segments)
+        segments = pipeline.live(rank, work.segments, first=first)
         found.append(replace(work, model=part, update=update, tensor=tensor, segments=segments, pipeline=None))
     return found
 
 
 def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate]:
-    """As `growth_bytes`, of each pipeline rank."""
-    parts, about = enumerate(by_rank(work, pipeline)), (work.dtype, work.divided.of("optimizer"))
-    return [pipeline.with_versions(growth_bytes(one, device), rank, *about) for rank, one in parts]
+    """As `growth_bytes`, of each pipeline rank: the larger of before it has gradients of weights, and with them."""
+    about = work.dtype, work.divided.of("optimizer")
+    before = [growth_bytes(one, device, passes=1) for one in by_rank(work, pipeline, first=True)]
+    after = [growth_bytes(one, device) for one in by_rank(work, pipeline)]
+    most = [max(pair, key=lambda one: one.value) for pair in zip(before, after, strict=True)]
+    return [pipeline.with_versions(one, rank, *about) for rank, one in enumerate(most)]
 
 
 def _around_s(work: Work, machine: Machine) -> float:

@@ -15,7 +15,7 @@ from hone.cost.steps import forward_seconds, pass_seconds, product_seconds
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.check import alive_versions
-from hone.parallel.pipeline.simulate import Costs, Played, peak, simulate
+from hone.parallel.pipeline.simulate import Costs, Played, peaks, simulate
 from hone.parallel.pipeline.table import Table, receiver
 from hone.train.activation_checkpointing import Segment
 from hone.train.pipeline.timed import Timed
@@ -156,8 +156,9 @@ class Pipelined:
         each = zip(self.updates, self.parts, strict=True)
         return max(update_seconds(one, part, machine, dtype).value for one, part in each)
 
-    def live(self, rank: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-        """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory."""
+    def live(self, rank: int, segments: Sequence[Segment], *, first: bool) -> tuple[Segment, ...]:
+        """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory. `first`: until its first
+        backward pass has ended; else from then on, beside gradients of weights."""
         kept, dropped, longest = [0.0] * len(self.layers), [0.0] * len(self.layers), 0
         for stage, layers in enumerate(self.layers):
             for one in segments:
@@ -166,7 +167,7 @@ class Pipelined:
                     dropped[stage], longest = dropped[stage] + 1, max(longest, inside)
                 elif inside > 0:
                     kept[stage] += inside
-        many, inputs = (round(peak(self.table, rank, sizes)) for sizes in (kept, dropped))
+        many, inputs = (round(peaks(self.table, rank, sizes)[0 if first else 1]) for sizes in (kept, dropped))
         found = [Segment(0, 1, False)] * many + [Segment(0, 1, True)] * max(inputs - 1, 0)
         return (*found, *([Segment(0, longest, True)] if inputs else []))
 
