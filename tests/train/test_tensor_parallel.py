@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
-from hone.cost.tensor import Tensor
+from hone.cost.tensor import Messages, Tensor
 from hone.cost.update import adamw
 from hone.measure.machine import describe
 from hone.model.decoder import build
@@ -191,22 +192,23 @@ def test_plans_are_of_one_rank(data_folder):
     norms = (2 * whole.num_layers + 1) * whole.hidden_size
     assert part.num_params == max(held) + norms
     # A ring: 2 (n - 1) / n of every message, 4 messages a layer and 2 around them.
-    moved = Tensor(2, True, part).step_s(48, 1000, 0, 1, "float32", "cuda") - 18 * 2 * 5e-6
+    sent = Messages(48, 1000, "float32", "cuda")
+    moved = Tensor(2, True, part).step_s(sent) - 18 * 2 * 5e-6
     assert moved == pytest.approx(18 * 4 * 1000 * 48 / 3e11)
     # Each of a layer's 8 borders waits for what a message of half the tokens takes longer than half of one of four products.
-    overlapped, sizes = Tensor(2, True, part, overlap=True), (48, 1000, 0, 1, "float32", "cuda")
+    overlapped = Tensor(2, True, part, overlap=True)
     message, layers = 4 * 500 * 48 / 3e11, part.num_layers
-    inside = Tensor(2, True, part).step_s(*sizes) * 4 * layers / (4 * layers + 2)
-    assert overlapped.hidden_s(*sizes, products_s=1.0) == pytest.approx(inside)
+    inside = Tensor(2, True, part).step_s(sent) * 4 * layers / (4 * layers + 2)
+    assert overlapped.hidden_s(sent, products_s=1.0) == pytest.approx(inside)
     waits = 8 * layers * message * 3 / 4
-    assert overlapped.hidden_s(*sizes, products_s=message * 2 * layers) == pytest.approx(inside - waits)
+    assert overlapped.hidden_s(sent, products_s=message * 2 * layers) == pytest.approx(inside - waits)
     assert overlapped.room_bytes(48, 1000, "float32", "cuda") == 4 * 4 * 1000 * 48
     # Four sums of two parts, read and written; two copies.
-    assert overlapped.added_bytes(*sizes[:-1]) == layers * (4 * 3 + 2 * 2) * 4 * 500 * 48
+    assert overlapped.added_bytes(sent) == layers * (4 * 3 + 2 * 2) * 4 * 500 * 48
     # On a CPU nothing is hidden, and two inputs of a layer are gathered once more, half a sum each.
-    on_cpu = (*sizes[:-1], "cpu")
-    assert overlapped.hidden_s(*on_cpu, products_s=1.0) == overlapped.room_bytes(48, 1000, "float32", "cpu") == 0.0
-    more = overlapped.step_s(*on_cpu) / Tensor(2, True, part).step_s(*on_cpu)
+    on_cpu = replace(sent, device="cpu")
+    assert overlapped.hidden_s(on_cpu, products_s=1.0) == overlapped.room_bytes(48, 1000, "float32", "cpu") == 0.0
+    more = overlapped.step_s(on_cpu) / Tensor(2, True, part).step_s(on_cpu)
     assert more == pytest.approx((5 * layers + 2) / (4 * layers + 2))
 
 

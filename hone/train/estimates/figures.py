@@ -15,6 +15,7 @@ from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers, beside_seconds
 from hone.cost.roofline import seconds, waits_s
 from hone.cost.steps import forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
+from hone.cost.tensor import Messages
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
 from hone.parallel.pipeline.simulate import Played
@@ -167,8 +168,9 @@ def with_more(step: Estimate, work: Work, machine: Machine) -> Estimate:
     if work.teacher is None:
         return step
     extra = _forward_s(work.teacher, work, machine)
-    sizes = work.teacher.num_layers, work.teacher.hidden_size, work.micro_batch_tokens, work.dtype, machine.device
-    extra += work.gradient_accumulation_steps * work.tensor.forward_s(*sizes)
+    passes, hidden = work.gradient_accumulation_steps, work.teacher.hidden_size
+    sent = Messages(hidden, work.micro_batch_tokens, work.dtype, machine.device, passes)
+    extra += work.tensor.forward_s(work.teacher.num_layers, sent)
     return step.model_copy(
         update={"value": step.value + extra, "formula": f"{step.formula} + teacher's forward {extra:.3g} s"}
     )
@@ -196,9 +198,9 @@ def collectives(machine: Machine, stride: int = 1) -> Transfers:
 
 def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
-    sizes = _transfers(work, machine)
-    added = seconds(machine, num_bytes=work.tensor.added_bytes(*sizes[:-1]), dtype=work.dtype).value
-    return work.tensor.step_s(*sizes, times) - hidden_s(work, machine, times) + added
+    sent = _messages(work, machine)
+    added = seconds(machine, num_bytes=work.tensor.added_bytes(sent), dtype=work.dtype).value
+    return work.tensor.step_s(sent, times) - hidden_s(work, machine, times) + added
 
 
 def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
@@ -208,14 +210,14 @@ def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
     products = [
         ((work.micro_batch_tokens, *shape), "forward") for one in work.tensor.dims.layers for shape in one.matmuls
     ]
-    return work.tensor.hidden_s(*_transfers(work, machine), product_seconds(machine, products, work.dtype), times)
+    return work.tensor.hidden_s(_messages(work, machine), product_seconds(machine, products, work.dtype), times)
 
 
-def _transfers(work: Work, machine: Machine) -> tuple[int, int, int, int, str, str]:
-    """The sizes of the transfers inside layers, as `Tensor.step_s` takes them."""
+def _messages(work: Work, machine: Machine) -> Messages:
+    """What the ranks of one layer send each other in a step, of a pipeline in one micro-batch through all stages."""
     passes = work.gradient_accumulation_steps if work.pipeline is None else 1
-    tokens, width = work.micro_batch_tokens, work.model.hidden_size
-    return width, tokens, len(work.recomputed), passes, work.dtype, machine.device
+    sizes = work.model.hidden_size, work.micro_batch_tokens, work.dtype, machine.device
+    return Messages(*sizes, micro_batches=passes, recomputed=len(work.recomputed))
 
 
 def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
