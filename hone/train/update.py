@@ -113,7 +113,7 @@ class Update:
         for group, names in buckets if self.on_host else ():  # before what is in files starts to come
             for name in names:
                 self._state(name, group)
-        self.weights.begin([names for _, names in buckets])
+        self.weights.begin([names for _, names in buckets], factor)
         for group, names in buckets:
             fused = group.rule.fuses(self.weights.masters[names[0]])
             if fused and not isinstance(factor, Tensor):

@@ -109,8 +109,8 @@ class Weights:
     def delay(self, weights: Mapping[str, Tensor]) -> None:
         """Restores `delayed`, after the masters."""
 
-    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
-        """To be called before an update, with the buckets in the order of their steps."""
+    def begin(self, buckets: Sequence[Sequence[str]], factor: float | Tensor) -> None:
+        """To be called before an update, with the buckets in the order of their steps and the `factor` of `take_grads`."""
 
     def step(self, rule: Rule, entries: Sequence[Entry], names: Sequence[str], **numbers: Any) -> None:
         """The step of `rule` on a bucket; `numbers` as `Rule.step` has them."""

@@ -107,14 +107,31 @@ def test_several_buckets_in_turn(data_folder, monkeypatch):
     assert len(other.update.weights._order) > 4
 
 
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2), ("bf16", 1)])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_gradients_scaled_before_they_come(precision, accumulation, optimizer, data_folder, monkeypatch):
+    """As a GPU does it: the same bits as scaled on the host, also where they are clipped; those of 16 bits come as they are."""
+    monkeypatch.setattr("hone.train.update.BUCKET", 4096)
+    data, scaled, wide = PackedTokens(data_folder), [], HostSteps._wide
+    one, other = (make(data, "host", precision=precision, accumulation=accumulation, optimizer=optimizer) for _ in "ab")
+    one.max_grad_norm = other.max_grad_norm = 0.01
+    other.update.weights.scales_there = True
+    ours = trained(one, data)
+    monkeypatch.setattr(HostSteps, "_wide", lambda self, *given: scaled.append(self._left) or wide(self, *given))
+    assert trained(other, data) == ours
+    assert (set(scaled) == {1.0}) == ((precision, accumulation) != ("bf16", 1)) and scaled
+    for name, master in one.update.weights.masters.items():
+        assert torch.equal(other.update.weights.masters[name], master), name
+
+
 def in_small_buckets(folder: str, out: str, settings: list[dict[str, Any]]) -> tuple[list[list], list[int]]:
     """As `trained_on_ranks`, with buckets of few weights, and the number of buckets of every update on the host."""
     update.BUCKET = 4096
     begin, seen = HostSteps.begin, []
 
-    def counting(self: HostSteps, buckets: Any) -> None:
+    def counting(self: HostSteps, buckets: Any, factor: Any) -> None:
         seen.append(len(buckets))
-        begin(self, buckets)
+        begin(self, buckets, factor)
 
     HostSteps.begin = counting  # type: ignore[method-assign]
     return trained_on_ranks(folder, out, settings), seen

@@ -282,7 +282,7 @@ class DividedWeights(Weights):
             if name in self.zeros:
                 self.masters[name].masked_fill_(self.zeros[name], 0)
 
-    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
+    def begin(self, buckets: Sequence[Sequence[str]], factor: float | Tensor) -> None:
         """As `Weights.begin`."""
         self._unstepped = {name for names in buckets for name in names}
 

@@ -18,6 +18,9 @@ weight written; what is widened and scaled stays in the cores' caches. (One thre
 rate.) The chunks of `MANY` threads stay in no cache: the scaled gradient is written and read, too, and the new weight read again.
 (16 threads took 2.96 s for 8.03e9 weights at a copy's 123 GB/s, and 1.43 s for 4.10e9: 45 and 43 bytes a weight.)"""
 
+SCALED_BYTES = 8
+"""Of `COPIES_OF_MANY` those of the scaled gradient, which are not there for float32 gradients that a GPU scales before they come."""
+
 WINDOW = 1 << 24
 """Weights of a window of state that is in files: 192 MiB of AdamW's master and moments. A multiple of 2^20, so that a window of each
 state begins at a page."""
@@ -144,6 +147,8 @@ def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates
     on_gpu = machine.device.startswith("cuda")
     params, link, waits = load.weights, 0.0, 0.0
     copies = COPIES_OF_MANY if machine.num_threads >= MANY else COPIES
+    if on_gpu and copies == COPIES_OF_MANY and load.gradient_width == 4 and not offload.gradients_leave:
+        copies -= SCALED_BYTES
     computed = (load.update.moved_bytes / load.shards + copies * params) * load.ranks / rates.update
     moved = on_disk(offload, load) if offload.to_files else 0.0
     disk = moved * load.ranks * max(1 / rates.read, 1 / rates.write)

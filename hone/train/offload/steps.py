@@ -42,7 +42,11 @@ class HostSteps(Weights):
         self._moved_bytes = 0
         self._order: list[tuple[str, ...]] = []
         self._at = 0
-        self._factor = 1.0
+        self.scales_there = device.type == "cuda"
+        """Whether float32 gradients are scaled on the device before they come, which moves less of the host's memory."""
+        self._factor = self._left = 1.0
+        """Of all gradients, and what of it those of the bucket in turn still want."""
+        self._scaled: list[bool] = [False, False]
         self._incoming: list[Tensor | None] = [None, None]
         self._outgoing: list[Tensor | None] = [None, None]
         self._came: list[Any] = [None, None]
@@ -68,9 +72,10 @@ class HostSteps(Weights):
             return self.files.start(name, parameter)
         return super().start(rule, name, parameter)
 
-    def begin(self, buckets: Sequence[Sequence[str]]) -> None:
+    def begin(self, buckets: Sequence[Sequence[str]], factor: float | Tensor) -> None:
         """Before an update: the buckets in the order of their steps. The first one's gradients and state start to come."""
-        self._begun = time.perf_counter()
+        assert isinstance(factor, float), "the host's step waits for the norm"
+        self._begun, self._factor = time.perf_counter(), factor
         self._order, self._at = [tuple(bucket) for bucket in buckets], 0
         if self.files is not None:
             self.files.begin([name for bucket in self._order for name in bucket])
@@ -86,24 +91,29 @@ class HostSteps(Weights):
         grads = [self.grad(name) for name in names]
         dtype = torch.promote_types(grads[0].dtype, grads[-1].dtype)
         held = self._room(self._incoming, slot, sum(grad.numel() for grad in grads), dtype)
+        # Others are widened on the host: scaled in 16 bits they would be rounded twice.
+        scaled = self.scales_there and self._factor != 1.0 and all(grad.dtype == torch.float32 for grad in grads)
+        self._scaled[slot] = scaled
         with self._copying():
             at = 0
             for grad in grads:
+                grad = grad.mul_(self._factor) if scaled else grad
                 held[at : at + grad.numel()].view(grad.shape).copy_(grad, non_blocking=True)
                 at += grad.numel()
                 self._moved_bytes += grad.nbytes
             self._came[slot] = self._mark()
 
     def take_grads(self, names: Sequence[str], factor: float | Tensor | None) -> list[Tensor]:
-        """The gradients of the next bucket as they came, on the host; `step` widens and scales them by `factor`."""
+        """The gradients of the next bucket as they came, on the host; `step` widens them, and scales those that came unscaled."""
         assert tuple(names) == self._order[self._at], "buckets are updated in the order that was begun"
-        assert isinstance(factor, float), "the host's step waits for the norm"
-        self._factor = factor
+        assert factor == self._factor, "an update has one factor"
+        self._left = self._factor
         if self.held is not None:
             return [self.held.taken(name) for name in names]
         self._fetch(self._at + 1)
         slot = self._at % 2
         self._wait(self._came[slot])
+        self._left = 1.0 if self._scaled[slot] else self._factor
         held = self._incoming[slot]
         assert held is not None, "no gradients came"
         found, at = [], 0
@@ -127,7 +137,7 @@ class HostSteps(Weights):
             grad = entry.grad.view(-1)
             for start, stop, weight, state in self._parts(rule, entry, name):
                 if rule.reads_whole:
-                    one = Entry(weight, entry.grad.float() * self._factor, dict(state), entry.parameter, entry.part)
+                    one = Entry(weight, entry.grad.float() * self._left, dict(state), entry.parameter, entry.part)
                     rule.step([one], **numbers)
                     if mask is not None:
                         weight.view(-1).masked_fill_(mask, 0)
@@ -136,7 +146,7 @@ class HostSteps(Weights):
                 wide = wide if len(wide) else torch.empty(most)
                 for at in range(start, stop, most):
                     end = min(at + most, stop)
-                    scaled = self._scaled(grad[at:end], wide[: end - at])
+                    scaled = self._wide(grad[at:end], wide[: end - at])
                     values = weight[at - start : end - start]
                     moments = _cut(rule, state, at - start, end - start)
                     rule.step([Entry(values, scaled, moments, entry.parameter)], **numbers)
@@ -145,13 +155,13 @@ class HostSteps(Weights):
                     out[at:end].copy_(values)
         self._at += 1
 
-    def _scaled(self, grad: Tensor, room: Tensor) -> Tensor:
-        """A gradient in float32 times the factor, in `room` unless it is that already: one operation where one is enough."""
-        if self._factor == 1.0:
+    def _wide(self, grad: Tensor, room: Tensor) -> Tensor:
+        """A gradient in float32 times what is left of the factor, in `room` unless it is that already."""
+        if self._left == 1.0:
             return grad if grad.dtype == torch.float32 else room.copy_(grad)
         if grad.dtype == torch.float32:
-            return torch.mul(grad, self._factor, out=room)
-        return room.copy_(grad).mul_(self._factor)
+            return torch.mul(grad, self._left, out=room)
+        return room.copy_(grad).mul_(self._left)
 
     def _parts(self, rule: Rule, entry: Entry, name: str) -> Iterator[tuple[int, int, Tensor, Mapping[str, Tensor]]]:
         """(start, stop, weight, state) of the parts of a weight that are in memory one after the other."""
