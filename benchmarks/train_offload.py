@@ -121,6 +121,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--disk-s", type=float, default=20.0, help="seconds that the disk of a 30b step may take at most"
     )
+    parser.add_argument(
+        "--probe-gib", type=float, default=8.0, help="size of the file with which 30b measures the disk"
+    )
     parser.add_argument("--spare-host", type=float, default=26e9, help="bytes of host memory that 30b leaves free")
     parser.add_argument("--layers", type=int, help="of 8b, a third training from the host: of so many layers")
     parser.add_argument(
@@ -180,9 +183,10 @@ def _rates(arguments: argparse.Namespace) -> Rates:
     """As a plan has them, with the disk measured for longer where it matters."""
     found = rates_of(describe(arguments.device), arguments.folder)
     if arguments.part == "30b":
-        measured = probe(Path(arguments.folder), 8 << 30)
+        measured = probe(Path(arguments.folder), int(arguments.probe_gib * 2**30))
         if measured is not None:
-            found = replace(found, read=measured[0], write=measured[1], said=f"{found.said}, for 8 GiB")
+            told = f"{found.said}, for {arguments.probe_gib:g} GiB"
+            found = replace(found, read=measured[0], write=measured[1], said=told)
     return found
 
 
@@ -249,18 +253,22 @@ def _timed(
     draw = np.random.default_rng(1)
     whole: list[float] = []
     updates: list[float] = []
+    waits: list[float] = []
     weights = trainer.update.weights
     for step in range(arguments.steps + 1):
         batch = random_batch(draw, config.vocab_size, arguments.rows, arguments.seq_len)
-        before = weights.update_s if isinstance(weights, HostSteps) else 0.0
+        before, disk = _spent(weights)
         _wait(on_gpu)
         begun = time.perf_counter()
         trainer.step(batch)
         _wait(on_gpu)
         took = time.perf_counter() - begun
-        spent = weights.update_s - before if isinstance(weights, HostSteps) else 0.0
-        whole, updates = (whole, updates) if step == 0 else ([*whole, took], [*updates, spent])
-        print(f"{name} {offload.kind}: step {step} {took:.3f} s, update on the host {spent:.3f} s", flush=True)
+        after, disk_after = _spent(weights)
+        spent, waited = after - before, disk_after - disk
+        if step:
+            whole, updates, waits = [*whole, took], [*updates, spent], [*waits, waited]
+        said = f", of which it waited {waited:.3f} s for the disk" if offload.to_files else ""
+        print(f"{name} {offload.kind}: step {step} {took:.3f} s, update on the host {spent:.3f} s{said}", flush=True)
     step_s, tokens = min(whole), arguments.rows * arguments.seq_len
     update_s = updates[whole.index(step_s)]
     work, machine = _work(arguments, config, offload), describe(arguments.device)
@@ -289,7 +297,18 @@ def _timed(
         overlap = min(max((total - update_s) / (total - longest), 0.0), 1.0) if total > longest else 1.0
         row |= {"update_s": update_s, "predicted_update_s": told.update, "overlap": overlap}
         row["note"] = f"{row['note']}; update {update_s:.3g} s, predicted {told.update:.3g} s of {_in_words(rates)}"
+    if isinstance(weights, HostSteps) and weights.files is not None:
+        row["io_s"], file = waits[whole.index(step_s)], weights.files.file
+        each = human_bytes((file.read_bytes + file.written_bytes) / (arguments.steps + 1))
+        row["note"] += f"; {each} read and written an update, which waited {row['io_s']:.3g} s for it"
     return row
+
+
+def _spent(weights: Any) -> tuple[float, float]:
+    """Seconds of all updates on the host so far, and those of them in which they waited for the disk."""
+    if not isinstance(weights, HostSteps):
+        return 0.0, 0.0
+    return weights.update_s, 0.0 if weights.files is None else weights.files.file.io_s
 
 
 def _beside(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from hone.cost.dims import ModelDims
 from hone.cost.memory import BUCKET, BYTES
 from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.measure.machine import Machine
-from hone.train.offload.rates import Rates, rates_of
+from hone.train.offload.rates import BUFFERS, WINDOW, Rates, rates_of
 from hone.train.offload.techniques import Host, Nvme, Offload
 
 COPIES, COPIES_OF_MANY, MANY = 4, 18, 8
@@ -20,13 +20,6 @@ rate.) The chunks of `MANY` threads stay in no cache: the scaled gradient is wri
 
 SCALED_BYTES = 8
 """Of `COPIES_OF_MANY` those of the scaled gradient, which are not there for float32 gradients that a GPU scales before they come."""
-
-WINDOW = 1 << 24
-"""Weights of a window of state that is in files: 192 MiB of AdamW's master and moments. A multiple of 2^20, so that a window of each
-state begins at a page."""
-
-BUFFERS = 3
-"""Windows in memory: one is read, one computed, one written."""
 
 SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
 """Of the seconds of a step's passes."""

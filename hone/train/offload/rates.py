@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hone.base.durable import write_atomic
 from hone.base.errors import HoneError
@@ -23,8 +25,15 @@ HOST_BYTES_PER_S = 6e9
 MOST_BYTES_PER_S = 150e9
 """The same of all threads together."""
 
+WINDOW = 1 << 24
+"""Weights of a window of state that is in files: 192 MiB of AdamW's master and moments. A multiple of 2^20, so that a window of each
+state begins at a page."""
+
+BUFFERS = 3
+"""Windows in memory: one is read, one computed, one written."""
+
 _PROBE_BYTES = 256 << 20
-"""Bytes that are written and read past the page cache to measure a disk."""
+"""Bytes that are read and written past the page cache to measure a disk."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def _memory(calibration: Calibration) -> float:
 def _disk(folder: Path) -> tuple[float, float] | None:
     """(read, write) of the disk of `folder` while both go on, measured once and kept in the user's cache; None: it cannot be used."""
     folder = nearest(folder)
-    where = hashlib.sha256(f"{folder.stat().st_dev} {describe('cpu').num_threads}".encode()).hexdigest()[:16]
+    where = hashlib.sha256(f"windows {folder.stat().st_dev} {describe('cpu').num_threads}".encode()).hexdigest()[:16]
     kept = None
     with suppress(RuntimeError):  # no home folder
         kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / f"disk-{where}.json"
@@ -96,20 +105,41 @@ def _disk(folder: Path) -> tuple[float, float] | None:
 
 
 def probe(folder: Path, num_bytes: int = _PROBE_BYTES) -> tuple[float, float] | None:
-    """Bytes a second (read, write) of a scratch file in `folder` while one half is read and the other written; None: it cannot be."""
-    from hone.train.offload.files import ScratchFile, aligned
+    """Bytes a second (read, write) of a scratch file of `num_bytes` in `folder`, all of it read and written back as an update does;
+    None: it cannot be.
 
-    half = num_bytes // 2
+    Windows of three tensors, of an update's size or an eighth of the file, go through `BUFFERS` buffers: while one comes, another one goes.
+    """
+    from hone.train.offload.files import PAGE, ScratchFile, aligned
+
+    size = max(min(4 * WINDOW, num_bytes // 24) // PAGE, 1) * PAGE
+    count = max(num_bytes // (3 * size), 1)
     try:
-        file = ScratchFile(folder, num_bytes)
+        file = ScratchFile(folder, 3 * size * count)
     except HoneError:
         return None
     try:
-        one, other = aligned(half).fill_(1), aligned(half).fill_(2)
-        file.wait([*file.write(one, 0), *file.write(other, half)])
+        buffers = [aligned(3 * size).fill_(1) for _ in range(BUFFERS)]
+        writing: list[list[Any]] = [[] for _ in range(BUFFERS)]
+
+        def moved(move: Callable[[Any, int], list[Any]], window: int) -> list[Any]:
+            parts = buffers[window % BUFFERS].split(size)
+            return [one for at, part in enumerate(parts) for one in move(part, (at * count + window) * size)]
+
+        for window in range(count):  # what was never written is not read from the disk
+            file.wait(moved(file.write, window))
         begun = time.perf_counter()
-        file.wait([*file.read(one, 0), *file.write(other, half)])
-        rate = half / (time.perf_counter() - begun)
+        reading = [moved(file.read, window) for window in range(min(BUFFERS - 1, count))]
+        for window in range(count):
+            file.wait(reading[window])
+            writing[window % BUFFERS] = moved(file.write, window)
+            after = window + BUFFERS - 1
+            if after < count:
+                file.wait(writing[after % BUFFERS])
+                reading.append(moved(file.read, after))
+        for one in writing:
+            file.wait(one)
+        rate = 3 * size * count / (time.perf_counter() - begun)
     finally:
         file.close()
     return rate, rate

@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hone.train.offload.cost import BUFFERS, WINDOW
 from hone.train.offload.files import PAGE, ScratchFile, aligned, layout
 from hone.train.offload.memory import Stage
+from hone.train.offload.rates import BUFFERS, WINDOW
 from hone.train.optimizers.base import Parameter, Rule
+
+MOST_AT_ONCE = 1 / 4
+"""Of the bytes in a file those of one weight."""
 
 
 class StateFile:
@@ -173,14 +176,32 @@ class StateFile:
 
 
 def _spread(tensors: Mapping[tuple[str, str], Tensor], memory_bytes: float) -> set[str]:
-    """Names whose tensors take `memory_bytes` at most, as evenly among all as their sizes allow."""
+    """Names of those in memory, of `memory_bytes` at most: the others are as evenly among them as their sizes allow.
+
+    A weight that would be more than `MOST_AT_ONCE` of what is in the file stays in memory if the others are enough: while the steps of
+    many weights in memory follow each other the disk has only the next windows to read, and then waits.
+    """
     sizes: dict[str, int] = {}
     for (name, _), tensor in tensors.items():
         sizes[name] = sizes.get(name, 0) + tensor.nbytes
-    share, seen, found, held = memory_bytes / max(sum(sizes.values()), 1), 0.0, set(), 0
-    for name, size in sizes.items():
-        seen += size
-        if share >= 1 or (held + size <= share * seen and held + size <= memory_bytes):
-            found.add(name)
-            held += size
-    return found
+    least = max(sum(sizes.values()) - memory_bytes, 0)
+    some = {name: size for name, size in sizes.items() if size <= MOST_AT_ONCE * least}
+    if sum(some.values()) < least:
+        some = sizes
+    share, due, filed = least / max(sum(some.values()), 1), 0.0, set()
+    for name, size in some.items():
+        due += share * size
+        if due >= size / 2 and share:
+            filed.add(name)
+            due -= size
+    there = sum(some[name] for name in filed)
+    for name in sorted(some.keys() - filed, key=lambda one: (some[one], one)):
+        if there >= least:
+            break
+        filed.add(name)
+        there += some[name]
+    for name in sorted(filed, key=lambda one: (-some[one], one)):
+        if there - some[name] >= least:
+            filed.remove(name)
+            there -= some[name]
+    return sizes.keys() - filed
