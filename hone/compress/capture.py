@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens, D hidden width, T tokens of a batch without paddi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hone.base.ranks import Mesh
 from hone.compress.calibration import Calibration
-from hone.compress.statistics import PAIRED, RANGES, STATISTICS
+from hone.compress.statistics import LEAST_TOKENS, PAIRED, RANGES, STATISTICS, pooled
 from hone.model.context import Causal, Context, Packed
 from hone.model.decoder import Decoder, DecoderLayer
 
@@ -73,29 +73,46 @@ class Flow:
 
     @torch.no_grad()
     def statistics(
-        self, layer: DecoderLayer, readers: dict[str, list[str]], wanted: Collection[str]
+        self, layer: DecoderLayer, readers: Mapping[Any, list[str]], wanted: Collection[str]
     ) -> dict[str, dict[str, Tensor]]:
         """Statistics `wanted` of the inputs of `layer`'s linears, in one pass and once for each distinct input.
 
         `layer` has its original weights; with `paired`, `dense_states` become its outputs. `readers` maps an input to the
         linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its statistics by name, over the
-        batches of all ranks; linears that read one input share them.
+        batches of all ranks; linears that read one input share them. Those of an expert are of the tokens that its router sends to it.
         """
-        gathered = {source: self._gather(layer, names[0], wanted) for source, names in readers.items()}
+        experts = {source for source in readers if getattr(source, "expert", None) is not None}
+        gathered = {
+            source: self._gather(layer, names[0], {*wanted, "tokens"} if source in experts else wanted)
+            for source, names in readers.items()
+        }
         hooks = [
             layer.get_submodule(names[0]).register_forward_pre_hook(gathered[source])
             for source, names in readers.items()
         ]
+        routing = {readers[source][0].partition(".")[0] for source in experts}
+        without = {block: _WithoutPadding(layer.get_submodule(block)) for block in routing}
+        inside = {source for source, names in readers.items() if names[0].partition(".")[0] in routing}
         try:
             for piece, context, counts in self.batches():
-                for gather in gathered.values():
-                    gather.counts = counts
+                for source, gather in gathered.items():
+                    gather.counts = None if source in inside else counts
+                for block in without.values():
+                    block.counts = counts
                 self._dense(layer, piece, context, gathered.values())
                 layer(self.states[piece], context)
         finally:
-            for hook in hooks:
+            for hook in (*hooks, *without.values()):
                 hook.remove()
         values = {source: gather.values(self.mesh) for source, gather in gathered.items()}
+        holder = {source: readers[source][0].rpartition(".")[0] for source in experts}
+        ranges = {
+            source: pooled([values[other] for other in experts if holder[other] == holder[source]])
+            for source in experts
+            if int(values[source]["tokens"])
+            < LEAST_TOKENS  # a range of so few would clip what another text sends there
+        }
+        values |= {source: values[source] | pool for source, pool in ranges.items()}
         return {name: values[source] for source, names in readers.items() for name in names}
 
     def _gather(self, layer: DecoderLayer, path: str, wanted: Collection[str]) -> _Gather:
@@ -152,6 +169,35 @@ def share(count: int, batch_size: int, mesh: Mesh) -> slice:
     begin = each * mesh.rank + min(mesh.rank, more)
     end = begin + each + (mesh.rank < more)
     return slice(begin * batch_size, min(end * batch_size, count))
+
+
+class _WithoutPadding:
+    """Hooks of a block with experts by which it computes tokens alone: rows that experts see do not say which tokens they are.
+
+    The block must work on each token by itself, as feed-forwards do; its outputs for padding are zero.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.counts: Tensor | None = None
+        self.shape = torch.Size()
+        self.hooks = block.register_forward_pre_hook(self._take), block.register_forward_hook(self._put)
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _take(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.counts is None:
+            return None
+        x, self.shape = args[0], args[0].shape
+        return (x.flatten(0, -2)[self.counts][None], *args[1:])
+
+    def _put(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        if self.counts is None:
+            return None
+        whole = out.new_zeros(len(self.counts), out.shape[-1])
+        whole[self.counts] = out[0]
+        return whole.view(*self.shape[:-1], -1)
 
 
 class _Gather:

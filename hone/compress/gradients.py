@@ -50,7 +50,15 @@ def measure(job: Job, flow: Flow, run: Run) -> dict[str, Tensor]:
         linear.register_forward_pre_hook(_Weigh(sums[name]))
 
     differentiate(job, flow, run, watch, _targets)
-    return {name: flow.mesh.sum(total).cpu() for name, total in sums.items()}
+    found = {name: flow.mesh.sum(total).cpu() for name, total in sums.items()}
+    unseen = {name for name, total in found.items() if name.rpartition(".")[2].isdigit() and not bool(total.any())}
+    return found | {name: _of_all_experts(name, found) for name in unseen}
+
+
+def _of_all_experts(name: str, found: dict[str, Tensor]) -> Tensor:
+    """The sum over the expert that has the matrix `name` ('layers.0.feed_forward.down.3') and those beside it."""
+    holder = name.rpartition(".")[0]
+    return torch.stack([total for other, total in found.items() if other.rpartition(".")[0] == holder]).sum(0)
 
 
 def differentiate(job: Job, flow: Flow, run: Run, watch: Watch, targets: Targets) -> None:

@@ -5,8 +5,9 @@ Legend: N rows and K columns of a linear, C channels of a source (C < K where qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from hone.base.ranks import Mesh
 from hone.compress.statistics import STATISTICS
 from hone.model.linear_spec import Input, Norm, NormSpec, outputs_of
 from hone.model.weights.model import ModelSource
+from hone.model.weights.tensors import matrices
 
 if TYPE_CHECKING:
     from hone.compress.step import Step
@@ -64,9 +66,10 @@ class LayerWeights:
         self.targets = targets
         self.quantizers = quantizers
         self.mesh = mesh or Mesh()
-        self.specs = config.linears(index)
+        found = list(matrices(config, index))
+        self.specs = {path: spec for path, spec, _ in found}
+        self.modules = {path: modules for path, _, modules in found}
         self.parameters = config.parameters(index)
-        self.modules = {path: config.modules(index, path) for path in self.specs}
         self.names = config.singles(index)
         self.changed: dict[str, Tensor] = {}
         self._layer = layer
@@ -91,6 +94,13 @@ class LayerWeights:
         """The rows [C, K] of the linear that `source` names."""
         assert source.linear is not None
         return self.weight(source.linear)[self._rows_of(source)]
+
+    def inputs(self, readers: list[str], name: str, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The statistic `name` [K] of an input: experts that read it have that of their own tokens, and `joined` makes one of two."""
+        found = {
+            id(self.statistics[path]): self.statistics[path][name] for path in readers
+        }  # shared where the input is one
+        return reduce(joined, found.values())
 
     def per_channel(self, source: Producer, values: Tensor) -> Tensor:
         """Largest of `values` [K] over the input features that belong to one channel of the source: [C]."""
@@ -129,14 +139,14 @@ class LayerWeights:
     def put_stored(self) -> None:
         """Sets the layer's modules to `tensors`, those of a finished layer, but for linears that are stored as codes."""
         for path, names in self.modules.items():
-            if all(f"{name}.weight" in self.tensors for name in names) and self.specs[path].experts is None:
+            if all(f"{name}.weight" in self.tensors for name in names):
                 _set(self._layer, f"{path}.weight", torch.cat([self.tensors[f"{name}.weight"] for name in names]))
         self._put_rest()
 
     def _put_rest(self) -> None:
         """Sets biases, norms and other parameters to `tensors`."""
         for path, spec in self.specs.items():
-            if spec.bias and spec.experts is None:
+            if spec.bias:
                 names = self.modules[path]
                 _set(self._layer, f"{path}.bias", torch.cat([self.tensors[f"{name}.bias"] for name in names]))
         for path, name in self.names.items():
@@ -148,13 +158,13 @@ class LayerWeights:
     def _source(self, reads: Input, paths: list[str]) -> Producer | None:
         """The source of an input; None when no scale can be moved into it."""
         specs = [self.specs[path] for path in paths]
-        if any(spec.experts is not None or spec.share != 1.0 for spec in specs):
+        if any(spec.share != 1.0 for spec in specs):
             return None
         if isinstance(reads, Norm):
             multiplied = any(getattr(one, "multiplied", False) for one in self.parameters.values())
             return None if multiplied else Producer(tuple(paths), f"{reads.name}.weight")
         last = (None, *outputs_of(reads))[-1]
-        if last is None or self.specs[last.linear].experts is not None:
+        if last is None:
             return None
         heads, columns = specs[0].in_heads, specs[0].in_features
         shared, left = divmod(columns, self.specs[last.linear].piece(last.piece).out_features)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hone.compress.statistics import LEAST_TOKENS
 from hone.compress.targets import Linear
 from hone.model.config import ModelConfig
 from hone.model.quantized import layouts
@@ -58,10 +59,17 @@ class Matrix:
     """(A [r, K], B [rows, r]) of each checkpoint module, as they are written."""
     replaced: bool = False
     notes: list[str] = field(default_factory=list)
+    tokens: int | None = None
+    """Of an expert the calibration tokens that it saw; with fewer than `LEAST_TOKENS` its `statistics` say nothing about inputs."""
     current: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.current = self.original
+
+    @property
+    def seldom(self) -> bool:
+        """Whether it is the matrix of an expert that saw too few calibration tokens."""
+        return self.tokens is not None and self.tokens < LEAST_TOKENS
 
     @property
     def weight(self) -> Tensor:
@@ -104,7 +112,7 @@ class Matrix:
         weight = self.weight
         change = weight - self.original
         hessian, output = self.statistics.get("hessian"), None
-        if hessian is not None:
+        if hessian is not None and not self.seldom:
             lost = ((change @ hessian) * change).sum()
             whole = ((self.original @ hessian) * self.original).sum()
             output = _ratio(lost.clamp(min=0).sqrt(), whole.clamp(min=0).sqrt())
@@ -126,6 +134,7 @@ class Matrix:
             "zeros": errors.zeros,
             "weights": self.original.numel(),
             "notes": self.notes,
+            **({} if self.tokens is None else {"tokens": self.tokens}),
         }
 
 

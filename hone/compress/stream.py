@@ -43,6 +43,7 @@ from hone.compress.shards import (
     write_shard,
 )
 from hone.compress.sizes import stored_rest
+from hone.compress.statistics import LEAST_TOKENS, uncalibrated
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head, matrix_name
 from hone.model.decoder import Decoder
 
@@ -154,7 +155,7 @@ def _compress_layer(
     """
     checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
     layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
-    readers: dict[str, list[str]] = {}
+    readers: dict[Any, list[str]] = {}
     for linear in job.targets[index]:
         readers.setdefault(linear.reads, []).append(linear.path)
     head = index == checkpoint.config.num_layers  # no transform changes its inputs
@@ -264,9 +265,18 @@ def _solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: d
             fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
         )
     modules = tuple(rows for _, rows in linear.modules)
+    tokens = int(statistics["tokens"]) if "tokens" in statistics else None
     steps, storage = job.matrix_steps(index, linear), job.storage.of(index, linear)
     quantize = None if storage is None else storage.apply
-    matrix = Matrix(name, original, job.checkpoint.dtype, statistics, modules, job.model, quantize=quantize)
+    matrix = Matrix(
+        name, original, job.checkpoint.dtype, statistics, modules, job.model, quantize=quantize, tokens=tokens
+    )
+    if matrix.seldom:
+        matrix.statistics = uncalibrated(statistics)
+    if matrix.seldom and any(step.needs & statistics.keys() for step in steps):
+        matrix.notes.append(
+            f"an expert saw fewer than {LEAST_TOKENS} calibration tokens: compressed as without calibration"
+        )
     matrix.keep_zeros(quantized=job.requantized)
     for step in steps:
         step.apply(matrix)

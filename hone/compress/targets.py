@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError, nearest
-from hone.model.linear_spec import Input, Norm, Tokens
+from hone.model.linear_spec import Input, Norm, Tokens, is_router
+from hone.model.weights.tensors import matrices
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -29,23 +30,33 @@ class PartOf:
 
     reads: Input
     share: float
-    """The fraction of the tokens."""
+    """The fraction of the tokens; of experts the mean of all."""
+    expert: int | None = None
+    """The expert to which a router sends them."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a layer as computed: q, k and v of an attention are one matrix."""
+    """One matrix of a layer as computed: q, k and v of an attention are one, each expert has one of its own."""
 
     path: str
-    """Its path in the layer: 'mixer.qkv'."""
+    """Its path in the layer: 'mixer.qkv', or 'feed_forward.down.3' of the fourth expert."""
     modules: tuple[tuple[str, int], ...]
     """Its checkpoint modules, each with its number of rows, in stacking order."""
     columns: int
     """Input features."""
     reads: Input | PartOf
     """Its input; linears of a layer with an equal value have the same input."""
-    experts: int | None = None
-    """With experts, the number of its matrices."""
+
+    @property
+    def expert(self) -> int | None:
+        """The number of its expert; None without."""
+        return self.reads.expert if isinstance(self.reads, PartOf) else None
+
+    @property
+    def share(self) -> float:
+        """The fraction of tokens that it reads; of experts the mean of all."""
+        return self.reads.share if isinstance(self.reads, PartOf) else 1.0
 
     @property
     def rows(self) -> int:
@@ -57,31 +68,40 @@ def linears(config: ModelConfig, index: int) -> tuple[Linear, ...]:
     """Every linear of layer `index`, in order of execution; of the index after the last layer the head, also where it is tied."""
     if index == config.num_layers:
         return (Linear(HEAD, ((HEAD, config.vocab_size),), config.hidden_size, Norm("norm")),)
-    found = []
-    for path, spec in config.linears(index).items():
-        reads = spec.reads if spec.share == 1.0 else PartOf(spec.reads, spec.share)
-        found.append(Linear(path, tuple(config.modules(index, path).items()), spec.in_features, reads, spec.experts))
+    whole, found = config.linears(index), []
+    for path, spec, modules in matrices(config, index):
+        holder, _, number = path.rpartition(".")
+        expert, share = (None, spec.share) if path in whole else (int(number), whole[holder].share)
+        reads = spec.reads if expert is None and share == 1.0 else PartOf(spec.reads, share, expert)
+        found.append(Linear(path, tuple(modules.items()), spec.in_features, reads))
     return tuple(found)
 
 
 def select(config: ModelConfig, targets: Sequence[str], ignore: Sequence[str]) -> tuple[tuple[Linear, ...], ...]:
     """Per layer, the linears to compress: matched by one of `targets` and by none of `ignore` (see `matches`). Where the head is,
-    it follows the layers.
+    it follows the layers. A router of experts is among them only where one of `targets` matches routers alone: what it decides
+    is worth more than its bytes.
 
     Raises SpecError when there is none, when one is matched only in part, and for a pattern that matches nothing of the model.
     """
     chosen: list[tuple[Linear, ...]] = []
-    names: list[str] = []
-    for index in range(config.num_layers):
+    layers = [linears(config, index) for index in range(config.num_layers)]
+    routers = [
+        {path for path in config.linears(index) if is_router(config.linears(index), path)}
+        for index in range(config.num_layers)
+    ]
+    names = [name for each in layers for linear in each for name, _ in linear.modules]
+    others = [
+        name for each, left in zip(layers, routers) for one in each if one.path not in left for name, _ in one.modules
+    ]
+    of_routers = (
+        [pattern for pattern in targets if not any(matches(pattern, name) for name in others)] if any(routers) else []
+    )
+    for each, left in zip(layers, routers, strict=True):
         here = []
-        for linear in linears(config, index):
-            names += [name for name, _ in linear.modules]
-            taken = [name for name, _ in linear.modules if _any(targets, name) and not _any(ignore, name)]
-            if taken and linear.experts is not None:
-                raise SpecError(
-                    f"layer {index}: {linear.path} holds one matrix per expert, which no step supports yet",
-                    fix=r"leave them unchanged: ignore=['lm_head', '\.experts\.']",
-                )
+        for linear in each:
+            wanted = of_routers if linear.path in left else targets
+            taken = [name for name, _ in linear.modules if _any(wanted, name) and not _any(ignore, name)]
             if len(taken) == len(linear.modules):
                 here.append(linear)
             elif taken:

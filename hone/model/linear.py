@@ -10,12 +10,13 @@ The interface of a linear, beside `forward(x [..., in]) -> [..., out]`:
 - `dequantize(dtype)`: the whole weight as the forward pass multiplies it.
 Loading replaces the tensors, with their device and dtype; `load` on the meta device materialises the layer.
 
-A maker can wrap another, as `hone.model.adapters.wrap.adapted` does.
+A maker can wrap another, as `hone.model.adapters.wrap.adapted` does. `ExpertLinears` makes one of the linears of several experts.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from hone.model.linear_spec import LinearSpec, Tokens, dense_shapes
 from hone.ops import grouped_linear, linear
 from hone.ops.dispatch import Choice, choose, locate
 from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
+
+Part = TypeVar("Part")
 
 LINEARS = Table(
     "linear",
@@ -133,6 +136,50 @@ class Experts(Dense):
             return y
         counts = ends.diff(prepend=ends.new_zeros(1))
         return y + self.bias.repeat_interleave(counts, 0, output_size=len(x))
+
+
+class ExpertLinears(nn.ModuleList):
+    """A linear of any kind for each expert, as quantized experts are computed: every expert multiplies its own tokens, one after another.
+
+    `forward` waits for the counts of tokens, so that it is not part of a CUDA graph; there is no kernel of all experts at once. It
+    has the interface of a linear but for its constructor, which takes the experts' linears.
+    """
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """As `Experts.forward`. A linear whose expert has no tokens is not called."""
+        pieces = x.tensor_split(ends.tolist()[:-1])
+        outs = [one(piece) for one, piece in zip(self, pieces, strict=True) if len(piece)]
+        return torch.cat(outs) if outs else x.new_empty(0, self[0].out_features)
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """The suffixes that hold integers, which are one expert's where experts are stored alike (`shared_out`)."""
+        return frozenset().union(*(one.integers for one in self))
+
+    def shared_out(self, parts: Sequence[Part]) -> list[Sequence[Part]]:
+        """`parts`, what there is of each checkpoint module, expert by expert: the parts of each."""
+        count, left = divmod(len(parts), len(self))
+        assert not left, f"{len(parts)} checkpoint modules of {len(self)} experts"
+        return [parts[count * expert : count * (expert + 1)] for expert in range(len(self))]
+
+    def load(self, parts: list[dict[str, Tensor]]) -> None:
+        """Takes the tensors of the checkpoint modules, one expert after another."""
+        for one, own in zip(self, self.shared_out(parts), strict=True):
+            one.load(list(own))
+
+    def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """The tensors of modules of `rows` output rows each."""
+        each = zip(self, self.shared_out(rows), strict=True)
+        return [part for one, own in each for part in one.parts(list(own))]
+
+    def part_shapes(self, rows: list[int]) -> list[dict[str, tuple[int, ...]]]:
+        """What `load` expects: the shape of every tensor of each part."""
+        each = zip(self, self.shared_out(rows), strict=True)
+        return [shapes for one, own in each for shapes in one.part_shapes(list(own))]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weights of all experts, [E, out, in]."""
+        return torch.stack([one.dequantize(dtype) for one in self])
 
 
 class Embedding(nn.Module):

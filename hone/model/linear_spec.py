@@ -21,9 +21,9 @@ Initial = tuple[float, float] | Callable[..., Any]
 """Initial distribution of a parameter: (mean, std) of a normal, or a function (shape, torch.Generator) -> float32 tensor on the CPU."""
 
 
-AxisKind = Literal["hidden", "heads", "kv_heads", "channels"]
-"""What rows or columns are: channels of the residual stream, heads, key and value heads, or inner channels that a block may have
-more or fewer of."""
+AxisKind = Literal["hidden", "heads", "kv_heads", "channels", "experts"]
+"""What rows or columns are: channels of the residual stream, heads, key and value heads, inner channels that a block may have more
+or fewer of, or a router's scores of experts."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class LinearSpec:
     """How tensor parallelism shards it: output rows (column, as Megatron-LM calls it), input columns (row), rows of the vocabulary."""
     bias: bool = False
     experts: int | None = None
-    """With E experts the weight is [E, out_features, in_features] and the bias [E, out_features]."""
+    """With E experts the weight is [E, out_features, in_features] and the bias [E, out_features]. Another whole linear of the block
+    with E rows that reads what experts read is their router (`is_router`)."""
     in_heads: int | None = None
     """Number of heads that the input features are divided into; a rank takes whole heads. None: it may take any features."""
     residual: bool = False
@@ -332,6 +333,34 @@ def column_axis(linears: Mapping[str, LinearSpec], path: str) -> AxisKind | None
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def each_expert(linears: Mapping[str, LinearSpec]) -> dict[str, LinearSpec]:
+    """The linears of a layer with one for every expert in place of those that hold all: 'feed_forward.down' with E experts becomes
+    'feed_forward.down.0' to 'feed_forward.down.{E - 1}', each of which reads its own expert's outputs."""
+    found = {}
+    for path, linear in linears.items():
+        if linear.experts is None:
+            found[path] = linear
+            continue
+        for expert in range(linear.experts):
+            reads = _of_expert(linears, linear.reads, expert)
+            found[f"{path}.{expert}"] = replace(
+                linear, name=f"{linear.name}.{expert}", reads=reads, experts=None, share=1.0
+            )
+    return found
+
+
+def is_router(linears: Mapping[str, LinearSpec], path: str) -> bool:
+    """Whether the rows of the linear at `path` of a layer with `linears` are the scores of its block's experts: as many as those, made
+    of what they read."""
+    linear, block = linears[path], path.partition(".")[0]
+    experts = [one for name, one in linears.items() if one.experts is not None and name.startswith(f"{block}.")]
+    return (
+        linear.experts is None
+        and not linear.residual
+        and any((one.experts, one.reads) == (linear.out_features, linear.reads) for one in experts)
+    )
+
+
 def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Piece, Piece, Piece]:
     """Queries, keys and values; ranks beyond the key heads share them."""
     keys = num_kv_heads * head_dim
@@ -340,6 +369,15 @@ def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Pi
         Piece("k", keys, num_kv_heads, replicate=True),
         Piece("v", keys, num_kv_heads, replicate=True),
     )
+
+
+def _of_expert(linears: Mapping[str, LinearSpec], reads: Input, expert: int) -> Input:
+    """The input of one expert's linear: outputs of linears that hold all experts are those of its own."""
+    if isinstance(reads, Product):
+        return Product(tuple(_of_expert(linears, one, expert) for one in reads.factors))
+    if isinstance(reads, Output) and linears[reads.linear].experts is not None:
+        return replace(reads, linear=f"{reads.linear}.{expert}")
+    return reads
 
 
 def _vocabulary(size: int, rank: int, num_ranks: int) -> slice:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hone.base.artifact import Artifact
-from hone.base.errors import ArtifactError, SpecError
+from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.feed.load import Batch
@@ -122,16 +122,6 @@ def test_the_trainer_adds_what_a_router_adds_to_the_loss(balance: float) -> None
     assert torch.equal(*found)
 
 
-def test_experts_that_are_quantized_are_refused_by_name(tmp_path: Path) -> None:
-    saved(build(with_experts(), seed=1), tmp_path)
-    checkpoint = hf.Checkpoint(tmp_path)
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    groups = {"group_0": {"targets": [r"re:.*experts.*"], "weights": weights, "format": "int-quantized"}}
-    checkpoint.quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
-    with pytest.raises(ArtifactError, match=r"the experts of layers\.0\.feed_forward\.gate_up are quantized"):
-        checkpoint.build()
-
-
 @pytest.mark.parametrize(
     ("targets", "names"),
     [
@@ -199,14 +189,8 @@ def test_rank_and_targets_are_read_and_printed() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compressed_yet_is_said(tmp_path: Path) -> None:
+def test_a_model_with_a_wrapper_is_not_compressed(tmp_path: Path) -> None:
     spec = Compress.read({"steps": [{"kind": "rtn", "group_size": 0}]})
-    saved(build(with_experts(), seed=1), tmp_path / "experts")
-    with pytest.raises(SpecError, match=r"feed_forward\.gate_up holds one matrix per expert"):
-        spec.make(tmp_path / "x", {"model": Artifact.read(tmp_path / "experts")}, Run(quiet=True))
-    left = spec.model_copy(update={"ignore": ("lm_head", r"\.experts\."), "targets": (r"self_attn",)})
-    made = left.make(tmp_path / "y", {"model": Artifact.read(tmp_path / "experts")}, Run(quiet=True))
-    assert hf.load(made.folder)(TOKENS).isfinite().all()
     saved(build(config(adapters=["low_rank"]), seed=1), tmp_path / "wrapped")
     with pytest.raises(SpecError, match="has adapters around its linears"):
         spec.make(tmp_path / "z", {"model": Artifact.read(tmp_path / "wrapped")}, Run(quiet=True))

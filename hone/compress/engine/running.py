@@ -56,7 +56,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         if checkpoint.config.tie_embeddings and has_head(plan.targets):
             checkpoint = shards.untied(checkpoint)
         job = Job(
-            checkpoint,
+            checkpoint.with_each_expert(),
             spec.layer_steps,
             plan.targets,
             run.device,

@@ -194,6 +194,14 @@ class Correction(LowRank):
             "it over the folder, and without it the model is the one before the correction"
         )
 
+    def check_linear(self, name: str, linear: Linear) -> None:
+        super().check_linear(name, linear)
+        if linear.expert is not None:
+            raise SpecError(
+                f"{self.kind} writes an adapter, which cannot wrap {name}, the matrix of one expert",
+                fix=r"leave experts unchanged: ignore=['lm_head', '\.experts\.']",
+            )
+
     def rank_of(self, rows: int, columns: int) -> int:
         return self.rank
 

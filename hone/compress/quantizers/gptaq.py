@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from hone.base.errors import SpecError
 from hone.compress.quantizers.gptq import GPTQ
 from hone.cost.compress import Work
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.compress.matrix import Matrix
+    from hone.compress.targets import Linear
 
 
 class GPTAQ(GPTQ):
@@ -30,6 +32,14 @@ class GPTAQ(GPTQ):
     alpha: float = Field(
         0.25, ge=0, le=1, description="Share of the change of the inputs that is made up for: 1 in the paper; 0: GPTQ."
     )
+
+    def check_linear(self, name: str, linear: Linear) -> None:
+        super().check_linear(name, linear)
+        if linear.expert is not None:
+            raise SpecError(
+                f"gptaq compares a token's inputs in two models, and each may send it to other experts than those of {name}",
+                fix=r"use gptq, or leave experts unchanged: ignore=['lm_head', '\.experts\.']",
+            )
 
     def aims(self, matrix: Matrix, factor: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         import torch

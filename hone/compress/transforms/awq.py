@@ -54,7 +54,7 @@ class AWQ(Transform):
         """The candidate [C] with the least squared error of all readers' outputs; ones if none is better than no scale."""
         import torch
 
-        inputs = layer.per_channel(source, layer.statistics[readers[0]]["absmean"])
+        inputs = layer.per_channel(source, layer.inputs(readers, "absmean", torch.add))
         weights = {path: _some(layer.weight(path)) for path in readers}
         group_sizes = {path: layer.quantizers[path].scheme(one.shape[1]).group_size for path, one in weights.items()}
         columns = torch.cat([_relative(weight, group_sizes[path]) for path, weight in weights.items()]).mean(0)

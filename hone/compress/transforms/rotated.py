@@ -188,8 +188,8 @@ def _changes(config: ModelConfig, rotation: Turning, hadamards: dict[str, int]) 
                 columns.append(stream)
             if values is not None and path == values.out:
                 columns.append(turn)
-            if f"layers.{index}.{path}" in hadamards:
-                columns.append(partial(hadamard.multiply, size=hadamards[f"layers.{index}.{path}"]))
+            if f"layers.{index}.{module.matrix}" in hadamards:
+                columns.append(partial(hadamard.multiply, size=hadamards[f"layers.{index}.{module.matrix}"]))
             begin, end = module.rows.start, module.rows.stop
             rows = (stream, 0, module.num_rows) if linear.residual else (None, 0, None)
             if values is not None and path == values.path and begin < values.end and end > values.begin:

@@ -36,7 +36,7 @@ class SmoothQuant(Transform):
             readers = [path for path in source.readers if path in layer.targets]
             if not readers or (source.norm is None and self.inputs == "norms"):
                 continue
-            inputs = layer.per_channel(source, layer.statistics[readers[0]]["absmax"])
+            inputs = layer.per_channel(source, layer.inputs(readers, "absmax", torch.maximum))
             columns = torch.stack([layer.weight(path).abs().amax(0) for path in source.readers]).amax(0)
             weights = layer.per_channel(source, columns).to(inputs)
             scales = inputs.clamp(min=LEAST) ** self.alpha / weights.clamp(min=LEAST) ** (1 - self.alpha)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.spec import Spec
-from hone.model.linear_spec import Norm, NormSpec, Output
+from hone.model.linear_spec import Norm, NormSpec, Output, each_expert
 
 if TYPE_CHECKING:
     from hone.compress.targets import Linear
@@ -72,7 +72,7 @@ class Turning(Spec):
         """Block sizes of r4 by the linear's name ('layers.3.feed_forward.down'). Raises SpecError where no block divides it."""
         found: dict[str, int] = {}
         for index, linears in enumerate(targets[: config.num_layers] if self.r4 else ()):
-            specs = config.linears(index)
+            specs = each_expert(config.linears(index))
             for linear in linears:
                 if linear.path.startswith("feed_forward.") and specs[linear.path].residual:
                     found[f"layers.{index}.{linear.path}"] = self._block(index, linear)

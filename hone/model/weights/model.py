@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,12 +15,13 @@ from hone.base.errors import ArtifactError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families.stored import refuse_unread
-from hone.model.linear import LINEARS, MakeLinear, make_dense
+from hone.model.linear import LINEARS, Dense, ExpertLinears, MakeLinear, make_dense
 from hone.model.linear_spec import LinearSpec, Tokens
+from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.weights import values as checked
 from hone.model.weights.source import WeightSource
-from hone.model.weights.tensors import TABLES
+from hone.model.weights.tensors import TABLES, expert_modules
 
 
 class ModelSource:
@@ -49,6 +51,7 @@ class ModelSource:
         self.weights = weights
         self.quantization = quantization
         self.hadamards = hadamards or {}
+        self.each_expert = False
 
     def viewed(self, weights: WeightSource) -> ModelSource:
         """The same model with its weights read from `weights`, a view of these."""
@@ -131,39 +134,53 @@ class ModelSource:
                 raise checked.misfit(self.file(name), name, found, shape)
         refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
 
+    def with_each_expert(self) -> Self:
+        """The same model with a linear for every expert in place of one for all of them (`ExpertLinears`)."""
+        found = copy(self)
+        found.each_expert = True
+        return found
+
     def _maker(self) -> MakeLinear:
         """The maker of dense linears, which may multiply their inputs, or of those (and the embedding) that the quantization config describes."""
-        if self.quantization is None and not self.hadamards:
+        if self.quantization is None and not self.hadamards and not self.each_expert:
             return make_dense
-        from hone.model.quantized.hadamard import multiply_inputs
-
-        if self.quantization is None:
-            return lambda name, spec: multiply_inputs(make_dense(name, spec), self.hadamards.get(name, 0))
-        from hone.model.quantized.config import input_hadamard, linear_of
-        from hone.model.quantized.embedding import make_embedding
 
         def make(name: str, spec: LinearSpec) -> nn.Module:
-            modules = self._modules_of(name)
-            sizes = {input_hadamard(self.quantization, module, spec.in_features) for module in modules}
-            schemes = [linear_of(self.quantization, module) for module in modules]
-            if any(one != schemes[0] for one in schemes) or len(sizes) > 1:
-                raise ArtifactError(
-                    f"{self.folder}: {', '.join(modules)} are quantized differently",
-                    fix="quantize projections of one fused linear with one scheme",
-                )
-            if not schemes or schemes[0] is None:
-                return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
-            kind, options = schemes[0]
-            if isinstance(spec.reads, Tokens):
-                return make_embedding(spec, kind, options, tied=self.config.tie_embeddings, where=self.folder)
-            if spec.experts is not None:
-                raise ArtifactError(
-                    f"{self.folder}: the experts of {name} are quantized as {kind}, which holds one matrix",
-                    fix="load the checkpoint it was made from",
-                )
-            return multiply_inputs(LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options), *sizes)
+            if spec.experts is None:
+                return self._make_linear(name, spec, self._modules_of(name))
+            made = self._make_experts(name, spec)
+            alike = not self.each_expert and all(type(one) is Dense and not input_hadamard(one) for one in made)
+            return make_dense(name, spec) if alike else made
 
         return make
+
+    def _make_experts(self, name: str, spec: LinearSpec) -> ExpertLinears:
+        """A linear for every expert. Raises ArtifactError where the checkpoint stores several experts as one module."""
+        _, index, path = name.split(".", 2)
+        one, names = replace(spec, experts=None), expert_modules(self.config, int(index), path)
+        return ExpertLinears(self._make_linear(f"{name}.{expert}", one, list(own)) for expert, own in enumerate(names))
+
+    def _make_linear(self, name: str, spec: LinearSpec, modules: list[str]) -> nn.Module:
+        """A linear with one matrix, stored as `modules`; that of an expert has its number at the end of its `name`."""
+        if self.quantization is None:
+            return multiply_inputs(make_dense(name, spec), self.hadamards.get(name, 0))
+        from hone.model.quantized.config import input_hadamard as size_of
+        from hone.model.quantized.config import linear_of
+        from hone.model.quantized.embedding import make_embedding
+
+        sizes = {size_of(self.quantization, module, spec.in_features) for module in modules}
+        schemes = [linear_of(self.quantization, module) for module in modules]
+        if any(one != schemes[0] for one in schemes) or len(sizes) > 1:
+            raise ArtifactError(
+                f"{self.folder}: {', '.join(modules)} are quantized differently",
+                fix="quantize projections of one fused linear with one scheme",
+            )
+        if not schemes or schemes[0] is None:
+            return multiply_inputs(make_dense(name, spec), max(sizes, default=0))
+        kind, options = schemes[0]
+        if isinstance(spec.reads, Tokens):
+            return make_embedding(spec, kind, options, tied=self.config.tie_embeddings, where=self.folder)
+        return multiply_inputs(LINEARS[kind](spec.in_features, spec.out_features, spec.bias, **options), *sizes)
 
     def _round_caches(self, layers: Iterable[nn.Module]) -> None:
         """Gives the layers the rounding of keys and values that the quantization config describes, if it does."""
@@ -209,6 +226,10 @@ class ModelSource:
         self, linear: nn.Module, names: dict[str, int], device: torch.device | str, dtype: torch.dtype
     ) -> None:
         """Loads checkpoint modules into one fused linear; `names` maps each to its number of rows."""
+        if isinstance(linear, ExpertLinears):
+            for one, own in zip(linear, linear.shared_out(list(names.items())), strict=True):
+                self.load_linear(one, dict(own), device, dtype)
+            return
         parts = []
         for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
             parts.append(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from hone.base.errors import SpecError
+from hone.model.linear_spec import each_expert
+
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
     from hone.model.linear_spec import LinearSpec, Parameter
@@ -29,6 +32,13 @@ class Module(NamedTuple):
     def num_rows(self) -> int:
         """Its output features."""
         return self.rows.stop - self.rows.start
+
+    @property
+    def matrix(self) -> str:
+        """The path of its matrix, which is that of its expert where the linear has experts: 'feed_forward.down.3'."""
+        return (
+            self.path if self.linear.experts is None else f"{self.path}.{self.rows.start // self.linear.out_features}"
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,6 +67,31 @@ def layer_modules(config: ModelConfig, index: int) -> Iterator[Module]:
         for name, count in config.modules(index, path).items():
             yield Module(name, path, slice(begin, begin + count), linear)
             begin += count
+
+
+def expert_modules(config: ModelConfig, index: int, path: str) -> list[dict[str, int]]:
+    """The checkpoint modules of each expert of the linear at `path` of layer `index`, with their rows; of a linear without experts
+    those of its one matrix.
+
+    Raises SpecError where several experts are stored as one module.
+    """
+    found, count = list(config.modules(index, path).items()), config.linears(index)[path].experts or 1
+    each, left = divmod(len(found), count)
+    if left or not each:
+        raise SpecError(
+            f"{found[0][0]} holds several of {count} experts: matrices are compressed one by one",
+            fix=f"use a checkpoint that stores them apart, as experts.0 to experts.{count - 1}, or leave them unchanged with ignore",
+        )
+    return [dict(found[each * expert : each * (expert + 1)]) for expert in range(count)]
+
+
+def matrices(config: ModelConfig, index: int) -> Iterator[tuple[str, LinearSpec, dict[str, int]]]:
+    """Path, declaration and checkpoint modules of every matrix of layer `index`, in the order in which they run: a linear of experts
+    is one for each (`each_expert`), 'feed_forward.down.3' that of the fourth."""
+    linears = config.linears(index)
+    own = (modules for path in linears for modules in expert_modules(config, index, path))
+    for (path, linear), modules in zip(each_expert(linears).items(), own, strict=True):
+        yield path, linear, modules
 
 
 def end_module(config: ModelConfig, path: str) -> Module:
