@@ -334,7 +334,12 @@ def work_of(
     """
     layers = tuple(
         tuple(
-            MatrixWork(one.rows, one.columns, tuple(step.work(one.rows, one.columns) for step in steps_of(spec, one)))
+            MatrixWork(
+                one.rows,
+                one.columns,
+                tuple(step.work(one.rows, one.columns) for step in steps_of(spec, one)),
+                1.0 if one.expert is None else one.share,
+            )
             for one in linears
         )
         for linears in _with(targets, embedding)

@@ -108,11 +108,12 @@ def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: in
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """One matrix [rows, columns] and the work of each step on it."""
+    """One matrix [rows, columns], the work of each step on it, and the fraction of the calibration tokens that it reads."""
 
     rows: int
     columns: int
     steps: tuple[Work, ...]
+    share: float = 1.0
 
     @property
     def size(self) -> int:
@@ -208,7 +209,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     parts: dict[str, float] = {}
     forward, bound = _forward(machine, work)
     share = _share(machine, work)
-    outside = work.dims.num_params - sum(layer.matmul_params for layer in work.dims.layers)
+    outside = work.dims.num_params - sum(work.dims.layer_params)
     disk = Disk.of(machine)
     ends = _passes(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
     ends += sum(_solve(machine, one, step) for each in work.embedding for one in each for step in one.steps)
@@ -249,8 +250,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     # A backward pass is two forward passes.
     parts["gradients"] = _compared(machine, work, forward, 3 * work.differentiated, models=1)
     formula = " + ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value)
-    calibration = machine.calibration
-    bound = any((bound, calibration is None, *bounds))
+    bound = any((bound, machine.calibration is None, *bounds))
     more = importances + parts["check"] + parts["divergences"] + parts["gradients"]
     return Estimate(value=written + more, unit="s", formula=formula, bound=bound)
 
@@ -269,7 +269,7 @@ def _peak(machine: Machine, work: Compression, variants: int) -> dict[str, float
     """Bytes that are in memory at once on a rank, with `variants` of the hidden states."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     every = (*work.layers, *work.head)
-    largest = [one.matmul_params for one in work.dims.layers] + [one.size for head in work.head for one in head]
+    largest = [*work.dims.layer_params, *(one.size for head in work.head for one in head)]
     layer = max(largest, default=0) * (width + work.stored_width)
     solved = (*every, *work.embedding)
     solve = max((_solve_bytes(one, work) for matrices in solved for one in matrices), default=0.0)
@@ -301,7 +301,7 @@ def _importance_seconds(machine: Machine, work: Compression, passes: Passes) -> 
     """Seconds of measuring importances on the model of `work`; whether that is a bound."""
     (forward, bound), share = _forward(machine, work), _share(machine, work)
     count = len(work.layers)
-    outside = work.dims.num_params - sum(layer.matmul_params for layer in work.dims.layers)
+    outside = work.dims.num_params - sum(work.dims.layer_params)
     head = (work.tokens, work.dims.vocab_size, work.dims.hidden_size)
     value = share * passes.forward * count * forward + sum(_load(machine, work, index) for index in range(count))
     value += _passes(machine, 20.0 * outside + share * OBSERVED_BYTES * passes.observed * work.tokens)
@@ -376,10 +376,10 @@ def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork])
     """Seconds of the sums of x x^T of every matrix's input."""
     batch = min(work.batch_size, work.num_sequences)
     tokens, batches, total = batch * work.seq_len, work.num_sequences / batch, 0.0
-    for columns in [one.columns for one in matrices]:
+    for columns, read in [(one.columns, round(one.share * tokens)) for one in matrices]:
         blocks = -(-columns // hessian_block(columns))
         share = (blocks + 1) / (2 * blocks)
-        product = seconds(machine, matmul=(columns, columns, tokens), num_ops=3 * blocks, dtype=work.dtype).value
+        product = seconds(machine, matmul=(columns, columns, read), num_ops=3 * blocks, dtype=work.dtype).value
         added = _passes(machine, 12.0 * columns * columns) if machine.device.startswith("cuda") else 0.0
         total += batches * share * (product + added)
     return total
@@ -387,7 +387,8 @@ def _gather(machine: Machine, work: Compression, matrices: Iterable[MatrixWork])
 
 def _inputs(machine: Machine, work: Compression, matrices: Iterable[MatrixWork], num_bytes: float) -> float:
     """Seconds of moving `num_bytes` for each value of every matrix's input."""
-    return _passes(machine, num_bytes * work.tokens * sum(one.columns for one in matrices)) if num_bytes else 0.0
+    values = work.tokens * sum(one.share * one.columns for one in matrices)
+    return _passes(machine, num_bytes * values) if num_bytes else 0.0
 
 
 def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:
@@ -402,8 +403,7 @@ def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) 
 def _load(machine: Machine, work: Compression, index: int) -> float:
     """Seconds of reading a layer's weights, of which a rank reads a part, and of building it."""
     matrices = (*work.layers, *work.head)[index]
-    inside = index < len(work.layers)
-    weights = work.dims.layers[index].matmul_params if inside else sum(one.size for one in matrices)
+    weights = work.dims.layer_params[index] if index < len(work.layers) else sum(one.size for one in matrices)
     ops = LAYER_OPS + MATRIX_OPS * len(matrices)
     if machine.device.startswith("cuda"):
         read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)

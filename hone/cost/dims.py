@@ -123,6 +123,12 @@ class ModelDims:
     tie_embeddings: bool
     layers: tuple[LayerDims, ...]
 
+    @property
+    def layer_params(self) -> tuple[int, ...]:
+        """Weights of each layer that are multiplied, with those of experts that one token does not use: equally many in all layers."""
+        idle = (self.num_params - self.active_params) // max(len(self.layers), 1)
+        return tuple(layer.matmul_params + idle for layer in self.layers)
+
     @classmethod
     def uniform(
         cls,

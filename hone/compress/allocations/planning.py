@@ -25,7 +25,9 @@ def seconds(machine: Machine, work: Compression, allocation: Allocation | None) 
     if allocation is None:
         return whole
     layers = tuple(
-        tuple(MatrixWork(one.rows, one.columns, (allocation.work(one.rows, one.columns),)) for one in matrices)
+        tuple(
+            MatrixWork(one.rows, one.columns, (allocation.work(one.rows, one.columns),), one.share) for one in matrices
+        )
         for matrices in work.layers
     )
     few = min(work.num_sequences, allocation.num_sequences)
