@@ -157,6 +157,22 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture
+def experts_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table line of the feed-forward of `experts_folder`."""
+    from tests.model.extensions.routed_model import add_line
+
+    add_line(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with experts (`tests.model.extensions.routed_model`), to be read with `experts_line`."""
+    from tests.model.extensions.routed_model import write
+
+    return made_once(tmp_path_factory, "experts", write)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a random two-layer Llama and a byte-level tokenizer, made by transformers itself."""

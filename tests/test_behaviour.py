@@ -68,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "low rank": ("compress/test_low_rank.py",),
     "KV cache quantizer": ("compress/test_kv_cache.py",),
-    "structured pruner": ("compress/structured/test_cuts.py",),
+    "structured pruner": ("compress/structured/test_cuts.py", "compress/structured/test_experts.py"),
     "drafter": ("serve/test_speculate.py",),
     "eviction": ("serve/test_eviction.py",),
     "KV policy": ("serve/test_kv_policies.py",),

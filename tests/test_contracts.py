@@ -101,8 +101,9 @@ def digests(folder: Path) -> dict[str, str]:
         *(name for name in TRANSFORMS if TRANSFORMS[name].phase == "model"),
     ],
 )
-def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
-    before = digests(tiny_llama)
+def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, experts_line, experts_folder, tmp_path):
+    model = experts_folder if kind == "experts" else tiny_llama
+    before = digests(model)
     text = tmp_path / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
     options = {"group_size": 32, "block_size": 32, "intermediate_size": 0.5}
@@ -114,8 +115,8 @@ def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, tmp_path):
     spec = Compress.read(
         {"steps": [*before_it, step], "calibration_text": str(text), "num_sequences": 4, "seq_len": 64}
     )
-    made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(tiny_llama)}, QUIET)
-    assert digests(tiny_llama) == before
+    made = spec.make(tmp_path / "made", {"model": hone.Artifact.read(model)}, QUIET)
+    assert digests(model) == before
     figure = made.figures["model_bytes"]
     assert figure.estimate.value == pytest.approx(figure.value, rel=0.01)
     assert [row["kind"] for row in made.techniques] == [*(one["kind"] for one in before_it), kind]

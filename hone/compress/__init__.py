@@ -59,6 +59,7 @@ STRUCTURED_PRUNERS = Table(
     {
         "depth": "hone.compress.structured.depth:Depth",
         "width": "hone.compress.structured.width:Width",
+        "experts": "hone.compress.structured.experts:Experts",
     },
 )
 

@@ -91,7 +91,7 @@ class Flow:
             for source, names in readers.items()
         ]
         routing = {readers[source][0].partition(".")[0] for source in experts}
-        without = {block: _WithoutPadding(layer.get_submodule(block)) for block in routing}
+        without = {block: WithoutPadding(layer.get_submodule(block)) for block in routing}
         inside = {source for source, names in readers.items() if names[0].partition(".")[0] in routing}
         try:
             for piece, context, counts in self.batches():
@@ -171,7 +171,7 @@ def share(count: int, batch_size: int, mesh: Mesh) -> slice:
     return slice(begin * batch_size, min(end * batch_size, count))
 
 
-class _WithoutPadding:
+class WithoutPadding:
     """Hooks of a block with experts by which it computes tokens alone: rows that experts see do not say which tokens they are.
 
     The block must work on each token by itself, as feed-forwards do; its outputs for padding are zero.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.compress.calibration import Calibration, from_text
 from hone.compress.capture import Flow
@@ -20,61 +18,26 @@ from hone.compress.matrix import Matrix
 from hone.compress.quantizers.gptq import GPTQ
 from hone.compress.statistics import LEAST_TOKENS
 from hone.compress.targets import linears, select
-from hone.model.decoder import build
-from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.hf import Checkpoint, load, save
 from hone.model.linear import ExpertLinears, Experts
 from hone.model.quantized.dense import dequantized
-from hone.model.shape import Shape
-from tests.conftest import byte_tokenizer
+from tests.model.extensions.routed_model import NUM_EXPERTS, UNUSED
 
 TOKENS = torch.arange(2 * 30).reshape(2, 30) * 7 % 250
-NUM_EXPERTS, UNUSED = 5, 4
 ROWS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
-@pytest.fixture(autouse=True)
-def table_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FEED_FORWARDS.rows, "top_experts", "tests.model.extensions.top_experts:TopExperts")
+pytestmark = pytest.mark.usefixtures("experts_line")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model with five experts a layer, of which a token visits two, and the router of layer 0 never sends one to the last: its
-    score is 0, and two of s, -s, t and -t are at least that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FEED_FORWARDS.rows, "top_experts", "tests.model.extensions.top_experts:TopExperts")
-        made = tmp_path_factory.mktemp("experts")
-        tokenizer = byte_tokenizer()
-        tokenizer.save_pretrained(made)
-        config = Shape(
-            hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=32, max_seq_len=64
-        ).config(len(tokenizer))
-        values = config.model_dump(mode="json")
-        experts = {"kind": "top_experts", "intermediate_size": 32, "num_experts": NUM_EXPERTS, "top_k": 2}
-        layers = [{**layer, "feed_forward": experts} for layer in values["layers"]]
-        model = build(type(config).read({**values, "layers": layers}), seed=1)
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=0.1, generator=generator)
-            rows = model.layers[0].feed_forward.router.weight
-            rows[1], rows[3], rows[UNUSED] = -rows[0], -rows[2], 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that transformers cannot read it
-            save(model, made)
-        yield made
+def samples(experts_folder: Path, calibration_text: Path) -> Calibration:
+    return from_text(calibration_text, experts_folder, num_sequences=16, seq_len=32, seed=0)
 
 
-@pytest.fixture(scope="module")
-def samples(folder: Path, calibration_text: Path) -> Calibration:
-    return from_text(calibration_text, folder, num_sequences=16, seq_len=32, seed=0)
-
-
-def inputs_of_experts(folder: Path, tokens: np.ndarray, valid: Tensor | None = None) -> dict[str, list[Tensor]]:
+def inputs_of_experts(experts_folder: Path, tokens: np.ndarray, valid: Tensor | None = None) -> dict[str, list[Tensor]]:
     """The rows that each expert of layer 0 reads, by linear, routed by hand; of tokens that are `valid` alone."""
-    model = load(folder)
+    model = load(experts_folder)
     layer = model.layers[0]
     kept: dict[str, Tensor] = {}
     layer.feed_forward.register_forward_pre_hook(lambda _, args: kept.update(x=args[0].flatten(0, 1)))
@@ -91,11 +54,11 @@ def inputs_of_experts(folder: Path, tokens: np.ndarray, valid: Tensor | None = N
     return {"gate_up": own, "down": inner}
 
 
-def test_gptq_of_experts_is_one_of_each_on_its_own_tokens(folder: Path, samples: Calibration, compress) -> None:
-    made = compress(folder, {"kind": "gptq", "group_size": 32})
+def test_gptq_of_experts_is_one_of_each_on_its_own_tokens(experts_folder: Path, samples: Calibration, compress) -> None:
+    made = compress(experts_folder, {"kind": "gptq", "group_size": 32})
     step = GPTQ(kind="gptq", group_size=32)
-    packed, whole = load(made.folder).layers[0].feed_forward, load(folder).layers[0].feed_forward
-    for name, each in inputs_of_experts(folder, samples.tokens).items():
+    packed, whole = load(made.folder).layers[0].feed_forward, load(experts_folder).layers[0].feed_forward
+    for name, each in inputs_of_experts(experts_folder, samples.tokens).items():
         weights = packed.get_submodule(name).dequantize(torch.float32)
         assert isinstance(packed.get_submodule(name), ExpertLinears)
         for expert, rows in enumerate(each):
@@ -107,14 +70,14 @@ def test_gptq_of_experts_is_one_of_each_on_its_own_tokens(folder: Path, samples:
             assert (weights[expert] - alone.weight).abs().gt(1e-6).float().mean() < 0.02
     rows = {row["name"]: row for row in map(json.loads, (made.folder / "layers.jsonl").read_text().splitlines())}
     seen = [rows[f"model.layers.0.feed_forward.down.{expert}"]["tokens"] for expert in range(NUM_EXPERTS)]
-    assert seen == [len(one) for one in inputs_of_experts(folder, samples.tokens)["down"]]
+    assert seen == [len(one) for one in inputs_of_experts(experts_folder, samples.tokens)["down"]]
     assert sum(seen) == 2 * samples.num_tokens and seen[UNUSED] == 0
     assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
 
 
-def test_an_expert_without_tokens_is_compressed_as_without_calibration(folder: Path, compress) -> None:
-    nearest = compress(folder, {"kind": "rtn", "group_size": 32, "scale": "search"}, name="nearest")
-    made = compress(folder, {"kind": "gptq", "group_size": 32})
+def test_an_expert_without_tokens_is_compressed_as_without_calibration(experts_folder: Path, compress) -> None:
+    nearest = compress(experts_folder, {"kind": "rtn", "group_size": 32, "scale": "search"}, name="nearest")
+    made = compress(experts_folder, {"kind": "gptq", "group_size": 32})
     weights = [load(one.folder).layers[0].feed_forward.down.dequantize(torch.float32) for one in (nearest, made)]
     torch.testing.assert_close(weights[1][UNUSED], weights[0][UNUSED])
     assert not torch.allclose(weights[1][0], weights[0][0])
@@ -126,10 +89,10 @@ def test_an_expert_without_tokens_is_compressed_as_without_calibration(folder: P
 
 @pytest.mark.parametrize("observer", ["min_max", "cross_entropy"])
 def test_the_inputs_of_an_expert_without_tokens_have_the_range_of_all(
-    observer: str, folder: Path, calibration_text: Path, compress
+    observer: str, experts_folder: Path, calibration_text: Path, compress
 ) -> None:
     step = {"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": {"kind": observer}}
-    made = Checkpoint(compress(folder, step, calibration_text=str(calibration_text)).folder)
+    made = Checkpoint(compress(experts_folder, step, calibration_text=str(calibration_text)).folder)
     scales = [
         float(made.tensor(f"model.layers.0.mlp.experts.{expert}.down_proj.input_scale"))
         for expert in range(NUM_EXPERTS)
@@ -139,12 +102,12 @@ def test_the_inputs_of_an_expert_without_tokens_have_the_range_of_all(
 
 
 @torch.no_grad()
-def test_padding_is_no_token_of_an_expert(folder: Path, samples: Calibration) -> None:
+def test_padding_is_no_token_of_an_expert(experts_folder: Path, samples: Calibration) -> None:
     owners = np.zeros(samples.tokens.shape, np.int32)
     owners[:, 20:] = 1
     owners[::2, 25:] = -1
     padded = Calibration(samples.tokens, owners, samples.source)
-    source = Checkpoint(folder).with_each_expert()
+    source = Checkpoint(experts_folder).with_each_expert()
     flow = Flow(padded, 8, "cpu", torch.float32)
     flow.embed(source.build_ends())
     layer = source.build_layer(0)
@@ -168,8 +131,8 @@ def test_padding_is_no_token_of_an_expert(folder: Path, samples: Calibration) ->
         pytest.param({"kind": "svd"}, marks=pytest.mark.slow),
     ],
 )
-def test_experts_are_stored_each_and_read_again(step: dict, folder: Path, compress, tmp_path: Path) -> None:
-    made = compress(folder, step).folder
+def test_experts_are_stored_each_and_read_again(step: dict, experts_folder: Path, compress, tmp_path: Path) -> None:
+    made = compress(experts_folder, step).folder
     model, stored = load(made), Checkpoint(made)
     assert any(name.startswith("model.layers.1.mlp.experts.3.gate_proj.") for name in stored.names())
     assert "model.layers.0.mlp.router.weight" in stored.names()
@@ -197,10 +160,10 @@ def test_experts_are_stored_each_and_read_again(step: dict, folder: Path, compre
     "step", [{"kind": "smoothquant", "inputs": "all"}, {"kind": "cross_layer_equalization"}, {"kind": "rotation"}]
 )
 def test_transforms_reach_every_expert_and_leave_the_result(
-    step: dict, folder: Path, calibration_text: Path, compress
+    step: dict, experts_folder: Path, calibration_text: Path, compress
 ) -> None:
-    made = compress(folder, step, calibration_text=str(calibration_text)).folder
-    whole, changed = load(folder), load(made)
+    made = compress(experts_folder, step, calibration_text=str(calibration_text)).folder
+    whole, changed = load(experts_folder), load(made)
     torch.testing.assert_close(changed(TOKENS), whole(TOKENS), atol=1e-4, rtol=1e-4)
     before, after = (model.layers[1].feed_forward.gate_up.weight for model in (whole, changed))
     assert all(not torch.allclose(one, other) for one, other in zip(before, after, strict=True))
@@ -214,15 +177,15 @@ def test_transforms_reach_every_expert_and_leave_the_result(
     ],
 )
 def test_what_cannot_be_done_to_experts_is_said_with_the_way_out(
-    steps, says, folder: Path, calibration_text, compress
+    steps, says, experts_folder: Path, calibration_text, compress
 ) -> None:
     with pytest.raises(SpecError, match=says) as raised:
-        compress(folder, *steps, calibration_text=str(calibration_text))
+        compress(experts_folder, *steps, calibration_text=str(calibration_text))
     assert r"ignore=['lm_head', '\.experts\.']" in raised.value.fix
 
 
-def test_a_router_is_compressed_only_where_it_is_named(folder: Path) -> None:
-    config = Artifact.read(folder) and Checkpoint(folder).config
+def test_a_router_is_compressed_only_where_it_is_named(experts_folder: Path) -> None:
+    config = Checkpoint(experts_folder).config
     chosen = {one.path for one in select(config, [r"\.layers\."], ["lm_head"])[0]}
     assert chosen == {"mixer.qkv", "mixer.out"} | {
         f"feed_forward.{name}.{expert}" for name in ROWS for expert in range(NUM_EXPERTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.hf import config_values
-from hone.model.linear_spec import AxisKind, ParameterSpec, column_axis
+from hone.model.linear_spec import AxisKind, LinearSpec, ParameterSpec, column_axis, is_router
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource
 from hone.model.weights.tensors import DeclaredTensor, Module, end_tensors, layer_tensors
@@ -23,13 +23,15 @@ Places = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays of a model: `layers`, in order; for each of them groups of heads and feed-forward channels; hidden channels."""
+    """What stays of a model: `layers`, in order; for each of them groups of heads, feed-forward channels and experts; hidden channels."""
 
     layers: tuple[int, ...]
     kv_heads: tuple[tuple[int, ...], ...] | None = None
     """Key/value heads, each with all the query heads that it serves; None: all."""
     intermediate: tuple[tuple[int, ...], ...] | None = None
     hidden: Places = None
+    experts: tuple[tuple[int, ...], ...] | None = None
+    """() of a layer without experts."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,7 +39,9 @@ class Cut:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Self:
         """The cut that `to_json` described."""
-        nested = {name: values[name] and tuple(map(tuple, values[name])) for name in ("kv_heads", "intermediate")}
+        nested = {
+            name: values[name] and tuple(map(tuple, values[name])) for name in ("kv_heads", "intermediate", "experts")
+        }
         return cls(tuple(values["layers"]), **nested, hidden=values["hidden"] and tuple(values["hidden"]))
 
     def config(self, source: ModelConfig) -> ModelConfig:
@@ -57,6 +61,9 @@ class Cut:
         if self.intermediate is not None:
             size = len(self.intermediate[place])
             update["feed_forward"] = layer.feed_forward.model_copy(update={"intermediate_size": size})
+        if self.experts is not None and self.experts[place]:
+            fewer = {"num_experts": len(self.experts[place])}
+            update["feed_forward"] = update.get("feed_forward", layer.feed_forward).model_copy(update=fewer)
         return layer.model_copy(update=update)
 
 
@@ -119,8 +126,12 @@ def _sources(whole: ModelConfig, config: ModelConfig, cut: Cut) -> Iterator[tupl
         yield tensor.name, CutTensor(tensor.name, *((cut.hidden,) if len(tensor.shape) == 1 else (None, cut.hidden)))
     for place, index in enumerate(cut.layers):
         axes = _Axes(whole, index, cut, place)
-        for tensor, made in zip(layer_tensors(whole, index), layer_tensors(config, place), strict=True):
-            yield made.name, CutTensor(tensor.name, *axes.of(tensor))
+        stay = ((tensor, axes.of(tensor)) for tensor in layer_tensors(whole, index))
+        stay = (
+            (tensor, places) for tensor, places in stay if places[0] != ()
+        )  # those of an expert that leaves have no rows
+        for (tensor, places), made in zip(stay, layer_tensors(config, place), strict=True):
+            yield made.name, CutTensor(tensor.name, *places)
 
 
 class _Axes:
@@ -132,6 +143,9 @@ class _Axes:
         self.intermediate = None if cut.intermediate is None else cut.intermediate[place]
         self.groups = None if cut.kv_heads is None else cut.kv_heads[place]
         self.num_groups = 1 if self.groups is None else num_groups(whole.layers[index].mixer)
+        self.experts = (cut.experts[place] or None) if cut.experts is not None else None
+        self.num_experts = {path.partition(".")[0]: one.experts for path, one in self.linears.items() if one.experts}
+        self._parts: dict[str, list[tuple[int, int, Places]]] = {}
 
     def of(self, tensor: DeclaredTensor) -> tuple[Places, Places]:
         """The rows and columns of a tensor."""
@@ -142,7 +156,9 @@ class _Axes:
                 return rows, None
             return rows, self._places(module.path, column_axis(self.linears, module.path), module.linear.in_features)
         if isinstance(parameter, ParameterSpec):
-            return self._places(tensor.path, parameter.heads and "heads", tensor.shape[0]), None
+            scores = tensor.shape[0] == self.num_experts.get(tensor.path.partition(".")[0])
+            axis = "experts" if scores else parameter.heads and "heads"
+            return self._places(tensor.path, axis, tensor.shape[0]), None
         assert parameter is not None, f"{tensor.name} is no tensor of a layer"
         if parameter.over is None:
             return self.hidden if "." not in tensor.path.removesuffix(".weight") else None, None
@@ -150,22 +166,35 @@ class _Axes:
         return self._places(tensor.path, over.row_axis(over.piece(parameter.over.piece)), tensor.shape[0]), None
 
     def rows(self, module: Module) -> Places:
-        """The rows of a module, whose linear may have more; None: all."""
+        """The rows of a module, whose linear may have more; None: all, (): it leaves."""
         found: list[int] = []
-        begin, whole = 0, True
-        for part, count in module.linear.parts.items():
-            piece = module.linear.piece(part.rpartition(".")[2])
-            places = self._places(module.path, module.linear.row_axis(piece), count)
-            whole &= places is None
-            found += (begin + row for row in (range(count) if places is None else places))
-            begin += count
-        first, last = module.rows.start, module.rows.stop
-        return None if whole else tuple(row - first for row in found if first <= row < last)
+        whole, first = True, module.rows.start
+        for begin, count, places in self._parts_of(module.path, module.linear):
+            if first <= begin < module.rows.stop:
+                whole &= places is None
+                found += (begin - first + row for row in (range(count) if places is None else places))
+        return None if whole else tuple(found)
+
+    def _parts_of(self, path: str, linear: LinearSpec) -> list[tuple[int, int, Places]]:
+        """Of each piece of a linear, of every expert in turn, the first row, the number of rows, and those that stay."""
+        if path not in self._parts:
+            router, parts, begin = is_router(self.linears, path), [], 0
+            for part, count in linear.parts.items():
+                *expert, name = part.split(".")
+                places = self._places(path, "experts" if router else linear.row_axis(linear.piece(name)), count)
+                if expert and self.experts is not None and int(expert[-1]) not in self.experts:
+                    places = ()
+                parts.append((begin, count, places))
+                begin += count
+            self._parts[path] = parts
+        return self._parts[path]
 
     def _places(self, path: str, axis: AxisKind | None, size: int) -> Places:
         """What stays of an axis of `size` entries in the block that `path` begins with."""
         if axis == "hidden":
             return self.hidden
+        if axis == "experts":
+            return self.experts
         if path.startswith("mixer."):
             if self.groups is None or axis not in ("heads", "kv_heads"):
                 return None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
-from hone.compress.capture import Flow
+from hone.compress.capture import Flow, WithoutPadding
 from hone.compress.shards import build_layer
 from hone.feed.load import IGNORE
 from hone.model.decoder import DecoderLayer
@@ -108,6 +109,66 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
     found = WidthScores(inner, heads, hidden + last.score(flow))
     _finite([float(one.sum()) for one in (*inner, *heads, found.hidden)], flow)
     return found
+
+
+@torch.no_grad()
+def expert_scores(checkpoint: ModelSource, flow: Flow, run: Run, *, weighted: bool) -> list[list[float]]:
+    """Of every layer's experts the mean over their tokens of g |f(x)|, with f(x) an expert's output and g the weight with which it is
+    added to the others; without `weighted` the number of tokens. [] of a layer without experts.
+
+    Lasby et al. 2025 (REAP), arXiv:2510.13999. An expert without tokens has 0.
+    """
+    scores: list[list[float]] = []
+    for index, layer in _layers(checkpoint.with_each_expert(), flow, run):
+        linears = checkpoint.config.linears(index)
+        last = [path for path, one in linears.items() if one.experts is not None and one.residual]
+        if not last:
+            flow.through(layer)
+            scores.append([])
+            continue
+        layer.requires_grad_(False)
+        count, (block,) = linears[last[0]].experts, {path.partition(".")[0] for path in last}
+        watched = _Weighted(
+            [layer.get_submodule(path) for path in last], layer.get_submodule(block), count, flow.device
+        )
+        without = WithoutPadding(layer.get_submodule(block))
+        for piece, context, counts in flow.batches():
+            without.counts = counts
+            flow.states[piece] = layer(flow.states[piece], context)
+        norms, tokens = flow.mesh.sum(watched.norms), flow.mesh.sum(watched.tokens)
+        scores.append(_finite((norms / tokens.clamp(min=1) if weighted else tokens).tolist(), flow))
+    return scores
+
+
+class _Weighted:
+    """Adds up g |f(x)| and the tokens of every expert of a block, [E] each.
+
+    g is the derivative of the block's output by the expert's: whatever a router does with its scores, and a block with the sum.
+    """
+
+    def __init__(self, linears: list[nn.Module], block: nn.Module, count: int, device: str) -> None:
+        self.norms, self.tokens = (torch.zeros(count, dtype=torch.float64, device=device) for _ in range(2))
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._forward = block.forward
+        block.forward = self._weigh
+        for linear in linears:
+            for expert, own in enumerate(linear):
+                own.register_forward_hook(partial(self._keep, expert))
+
+    def _keep(self, expert: int, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        self._outputs.append((expert, out.detach().requires_grad_()))
+        return self._outputs[-1][1]
+
+    def _weigh(self, *args: Any) -> Tensor:
+        with torch.enable_grad():  # of the steps after the experts alone: nothing before them needs a gradient
+            out = self._forward(*args)
+            made = [one for _, one in self._outputs]
+            weights = torch.autograd.grad(out.sum(), made) if made else ()
+        for (expert, one), weight in zip(self._outputs, weights, strict=True):
+            self.norms[expert] += (weight[:, 0].abs().float() * one.detach().float().norm(dim=-1)).double().sum()
+            self.tokens[expert] += len(one)
+        self._outputs.clear()
+        return out.detach()
 
 
 class _Sequences:
