@@ -63,7 +63,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "observer": ("compress/test_observers.py",),
     "quantizer": (
         "compress/test_stage.py",
-        *(f"compress/test_{name}.py" for name in ("gptq", "hqq", "gptaq", "autoround", "fp8", "nf4", "formats")),
+        *(
+            f"compress/test_{name}.py"
+            for name in ("gptq", "hqq", "gptaq", "autoround", "block_int8", "fp8", "nf4", "formats")
+        ),
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
     "low rank": ("compress/test_low_rank.py",),

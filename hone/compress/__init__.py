@@ -12,6 +12,7 @@ QUANTIZERS = Table(
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
         "gptaq": "hone.compress.quantizers.gptaq:GPTAQ",
         "autoround": "hone.compress.quantizers.autoround:AutoRound",
+        "block_int8": "hone.compress.quantizers.block_int8:BlockInt8",
         "fp8": "hone.compress.quantizers.fp8:FP8",
         "nf4": "hone.compress.quantizers.nf4:NF4",
         "fp4": "hone.compress.quantizers.nf4:FP4",

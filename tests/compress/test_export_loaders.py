@@ -29,6 +29,7 @@ FORMATS = {
     "fp8-block": ({"kind": "fp8", "strategy": "block"}, ("accelerate",), EXACT),
     "fp8-channel": ({"kind": "fp8", "activations": "none"}, ("compressed_tensors",), EXACT),
     "fp8-tensor": ({"kind": "fp8", "strategy": "tensor", "activations": "none"}, ("compressed_tensors",), EXACT),
+    "int8-block": ({"kind": "block_int8"}, ("compressed_tensors",), EXACT),
     "nf4": ({"kind": "nf4"}, ("bitsandbytes", "accelerate"), EXACT),
     "nf4-double": ({"kind": "nf4", "double_quant": True}, ("bitsandbytes", "accelerate"), EXACT),
     "nf4-128": ({"kind": "nf4", "block_size": 128}, ("bitsandbytes", "accelerate"), EXACT),
@@ -36,7 +37,7 @@ FORMATS = {
     "fp4-double": ({"kind": "fp4", "double_quant": True}, ("bitsandbytes", "accelerate"), EXACT),
     "llm_int8": ({"kind": "llm_int8"}, ("bitsandbytes", "accelerate"), EXACT),
 }
-QUICK = ("gptq", "awq", "fp8-block", "nf4-double", "llm_int8")
+QUICK = ("gptq", "awq", "fp8-block", "int8-block", "nf4-double", "llm_int8")
 """One of each layout for the default tier."""
 FORMS = [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMATS]
 FAMILIES = ("llama", "qwen3", "mistral")
@@ -106,7 +107,7 @@ def test_saved_again_it_has_the_same_tensors(form: str, family_folder, compress,
     made = compress(source, FORMATS[form][0])
     assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
     model = load(made.folder)
-    kind = PackedInt if form.startswith(("gptq", "awq", "llm")) else Dequantizing
+    kind = PackedInt if form.startswith(("gptq", "awq", "int8", "llm")) else Dequantizing
     assert sum(isinstance(module, kind) for module in model.modules()) == 8
     save(model, tmp_path / "again")
     before, after = tensors_of(made.folder), tensors_of(tmp_path / "again")

@@ -32,6 +32,7 @@ STEPS = {
     "w8a8 token": {"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_token"},
     "w8a8 tensor": {"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_tensor", "observer": "percentile"},
     "w8a8 asymmetric": {"kind": "rtn", "bits": 8, "group_size": 0, "activations": "int8_tensor_asymmetric"},
+    "w8a8 blocks": {"kind": "block_int8", "block_size": 32, "activations": "int8_token"},
     "w4a4": {"kind": "gptq", "bits": 4, "group_size": 0, "activations": "int4_token_asymmetric"},
     "w4a8": {"kind": "gptq", "bits": 4, "group_size": 32, "activations": "int8_token"},
 }

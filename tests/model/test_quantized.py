@@ -25,6 +25,7 @@ SCHEMES = [
     Scheme(8, 0, "int-quantized"),
     Scheme(8, 0),
     Scheme(8, 32),
+    Scheme(8, block=(4, 32), layout="int-quantized"),
 ]
 
 
@@ -35,13 +36,13 @@ def make_parts(scheme: Scheme, rows: list[int], columns: int, bias: bool = False
     parts, weights, biases = [], [], []
     for count in rows:
         codes = torch.randint(low, high + 1, (count, columns), generator=generator, dtype=torch.int8)
-        scales = (torch.randn(count, scheme.num_groups(columns), generator=generator) * 0.1).to(dtype)
+        scales = (torch.randn(scheme.grid(count, columns), generator=generator) * 0.1).to(dtype)
         part = layout_of(scheme).write(Stored(scheme, codes, scales))
         if bias:
             part["bias"] = torch.randn(count, generator=generator)
             biases.append(part["bias"])
         parts.append(part)
-        weights.append(formats.dequantize(codes, scales, torch.float64))
+        weights.append(formats.dequantize(codes, scheme.by_row(scales, count, columns), torch.float64))
     return parts, torch.cat(weights), torch.cat(biases).double() if bias else None
 
 
@@ -81,7 +82,7 @@ def test_bfloat16_weights_round_as_a_dense_bfloat16_layer(scheme: Scheme) -> Non
     if compiled(module, x):  # weights are not rounded: the output is, once
         exact = F.linear(x.double(), module.dequantize(torch.float64))
         assert torch.allclose(module(x).double(), exact, rtol=2**-8, atol=1e-4 * float(exact.abs().max()))
-    elif scheme.group_size:
+    elif module.scales.shape[1] > 1:
         assert torch.equal(module(x), expected)
     else:  # scaled behind the product, which rounds the outputs and not the weights
         assert torch.allclose(module(x), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
@@ -142,6 +143,13 @@ def test_the_config_survives_its_own_json() -> None:
         "packed_int",
         {"scheme": Scheme(3, 32)},
     )
+
+
+@pytest.mark.parametrize(("columns", "kind"), [(96, "packed_int"), (80, "dequantizing"), (0, "dequantizing")])
+def test_int8_blocks_stay_packed_where_they_divide_the_columns(columns: int, kind: str) -> None:
+    scheme = Scheme(8, block=(32, 32), layout="int-quantized")
+    values = config_of.to_json(Quantization(((("Linear",), scheme),)))
+    assert linear_of(values, "model.layers.0.mlp.up_proj", columns) == (kind, {"scheme": scheme})
 
 
 @pytest.mark.parametrize(

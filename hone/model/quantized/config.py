@@ -57,10 +57,10 @@ def input_hadamard(values: dict[str, Any], module: str, columns: int) -> int:
     return size
 
 
-def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]] | None:
-    """The LINEARS row and options for checkpoint module `module` under config.json's `quantization_config`.
+def linear_of(values: dict[str, Any], module: str, columns: int = 0) -> tuple[str, dict[str, Any]] | None:
+    """The LINEARS row and options for checkpoint module `module` of `columns` input features under config.json's `quantization_config`.
 
-    None for a dense module. Raises ArtifactError for a config hone does not compute exactly.
+    None for a dense module. Without `columns` it is unknown whether blocks divide them, which they need not where they are dequantized. Raises ArtifactError for a config hone does not compute exactly.
     """
     if _factored(values):
         from hone.model.quantized.low_rank import is_factored
@@ -71,8 +71,11 @@ def linear_of(values: dict[str, Any], module: str) -> tuple[str, dict[str, Any]]
         return None
     if found.activations is not None:
         return "rounded_inputs", {"scheme": found}
-    plain = found.number == "int" and found.symmetric and found.strategy in ("group", "channel") and not found.permuted
-    return "packed_int" if plain else "dequantizing", {"scheme": found}
+    plain = found.number == "int" and found.symmetric and not found.permuted
+    whole = found.block is not None and columns > 0 and columns % found.block[1] == 0
+    return "packed_int" if plain and (whole or found.strategy in ("group", "channel")) else "dequantizing", {
+        "scheme": found
+    }
 
 
 def _factored(values: Any) -> bool:

@@ -35,7 +35,7 @@ UNPACKED_VALUES = 1 << 24
 
 
 class PackedInt(nn.Module):
-    """y = x W^T + b with W kept as integer codes and scales, unpacked tile by tile.
+    """y = x W^T + b with W kept as integer codes and scales, unpacked tile by tile; scales of blocks once for each of their rows.
 
     In memory the codes take their packed size: int8 [N, K] for 8 bits, two rows to a byte for 4 bits (row n in the low
     nibble, row n + N/2 in the high one, so that unpacking is two contiguous shifts), the checkpoint's words otherwise. On a
@@ -77,7 +77,8 @@ class PackedInt(nn.Module):
         stored = [layout_of(self.scheme).read(self.scheme, part, self.in_features) for part in parts]
         codes = _stack([one.codes for one in stored])
         assert codes.shape == (self.out_features, self.in_features), f"stacked to {tuple(codes.shape)}"
-        self._keep(codes, _stack([one.scales for one in stored]))
+        scales = [self.scheme.by_row(one.scales, *one.codes.shape) for one in stored]
+        self._keep(codes, _stack(scales))
         self.raw = [one.raw[0] for one in stored if one.raw]
         if self.bias is not None:
             self.bias = _stack([part["bias"] for part in parts])
@@ -88,7 +89,10 @@ class PackedInt(nn.Module):
         pieces = zip(self._codes(slice(None)).split(rows), self._scales().split(rows), strict=True)
         layout = layout_of(self.scheme)
         raw = [{0: tensors} for tensors in self.raw] or [{}] * len(rows)
-        whole = [Stored(self.scheme, *piece, raw=kept) for piece, kept in zip(pieces, raw, strict=True)]
+        whole = [
+            Stored(self.scheme, codes, self.scheme.by_block(scales, self.in_features).contiguous(), raw=kept)
+            for (codes, scales), kept in zip(pieces, raw, strict=True)
+        ]
         parts = [layout.write(one) for one in whole]
         if self.bias is not None:
             for part, bias in zip(parts, self.bias.split(rows), strict=True):
@@ -163,7 +167,7 @@ class PackedInt(nn.Module):
 
     def on_cpu(self, dtype: torch.dtype, rows: int) -> Choice:
         """How a CPU's compiled step multiplies `rows` rows of x of `dtype` by this weight."""
-        shape = {"group_size": self.scheme.group_size or self.in_features, "in_features": self.in_features}
+        shape = {"group_size": self.scheme.extent(1, self.in_features)[1], "in_features": self.in_features}
         options = {"bits": self.scheme.bits, "tiled": self.scheme.bits != 8 and not self.blocked, "plain": True}
         return choose("quantized_linear", locate("cpu"), dtype=dtype, rows=rows, **shape, **options)
 
@@ -261,13 +265,13 @@ def blocks_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
     """Whether a compiled kernel of a CPU reads 4-bit weights of `scheme` in blocks."""
     if device.type != "cpu" or scheme.bits != 4:
         return False
-    case = {"bits": 4, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    case = {"bits": 4, "group_size": scheme.extent(1, in_features)[1], "in_features": in_features}
     return runs_kernel("quantized_linear", device, **case, dtype=torch.float32, rows=1, tiled=False, plain=True)
 
 
 def tiles_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:
     """Whether a kernel of `device` multiplies weights of `scheme` in tiles, for 16-bit x without gradient."""
-    case = {"bits": scheme.bits, "group_size": scheme.group_size or in_features, "in_features": in_features}
+    case = {"bits": scheme.bits, "group_size": scheme.extent(1, in_features)[1], "in_features": in_features}
     tiled = scheme.bits in (4, 8) and in_features % 64 == 0
     return tiled and runs_kernel(
         "quantized_linear", device, **case, dtype=torch.bfloat16, rows=1, tiled=True, plain=True

@@ -169,7 +169,7 @@ class ModelSource:
         from hone.model.quantized.embedding import make_embedding
 
         sizes = {size_of(self.quantization, module, spec.in_features) for module in modules}
-        schemes = [linear_of(self.quantization, module) for module in modules]
+        schemes = [linear_of(self.quantization, module, spec.in_features) for module in modules]
         if any(one != schemes[0] for one in schemes) or len(sizes) > 1:
             raise ArtifactError(
                 f"{self.folder}: {', '.join(modules)} are quantized differently",

@@ -30,6 +30,7 @@ SCHEMES = {
     "int4 in groups": (Scheme(4, 32), "compressed-tensors"),
     "int4 with zero points": (Scheme(4, 32, symmetric=False), "compressed-tensors"),
     "int8 per channel": (Scheme(8, None, layout="int-quantized"), "compressed-tensors"),
+    "int8 in blocks": (Scheme(8, block=(32, 32), layout="int-quantized"), "compressed-tensors"),
     "gptq": (Scheme(4, 32, layout="gptq"), "gptq"),
     "awq": (Scheme(4, 32, symmetric=False, layout="awq"), "awq"),
     "fp8 blocks": (Scheme(8, block=(32, 32), number="e4m3", layout="fp8"), "fp8"),
