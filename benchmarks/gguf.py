@@ -23,7 +23,7 @@ from benchmarks.quality import texts
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.exports.gguf.export import export
+from hone.exports.api import export
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
 from tests.exports.gguf.llama_cpp import LlamaCpp

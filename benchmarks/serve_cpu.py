@@ -32,7 +32,7 @@ from benchmarks.serve import exactly, random_model
 from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.exports.gguf.export import export
+from hone.exports.api import export
 from hone.model import hf
 from hone.model.shape import Shape
 from hone.serve.engine import Engine, EngineSpec

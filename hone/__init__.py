@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hone.base.errors import HoneError
     from hone.base.run import Run
     from hone.base.store import pull, push
-    from hone.exports.gguf.export import export
+    from hone.exports.api import export
     from hone.model.hf import load, save
     from hone.model.tokenizer import load_tokenizer
     from hone.recipe import Recipe, make
@@ -29,7 +29,7 @@ _HOMES = {
     "Recipe": "hone.recipe",
     "Run": "hone.base.run",
     "SamplingParams": "hone.serve.request",
-    "export": "hone.exports.gguf.export",
+    "export": "hone.exports.api",
     "load": "hone.model.hf",
     "load_tokenizer": "hone.model.tokenizer",
     "make": "hone.recipe",

@@ -72,6 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "low rank": ("compress/test_low_rank.py",),
     "KV cache quantizer": ("compress/test_kv_cache.py",),
     "structured pruner": ("compress/structured/test_cuts.py", "compress/structured/test_experts.py"),
+    "export format": ("exports/gguf/test_export.py",),
     "drafter": ("serve/test_speculate.py",),
     "eviction": ("serve/test_eviction.py",),
     "KV policy": ("serve/test_kv_policies.py",),

@@ -48,6 +48,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress:STRUCTURED_PRUNERS",
     "hone.compress:LOW_RANK",
     "hone.compress:KV_CACHES",
+    "hone.exports:EXPORTS",
     "hone.serve:DRAFTERS",
     "hone.serve:EVICTIONS",
     "hone.serve:KV_POLICIES",

@@ -24,7 +24,7 @@ using a model
   serve MODEL       an OpenAI-compatible server, with a page to chat with the model
   chat MODEL        talk with a model in the terminal, or with that of a running server (--url)
   generate MODEL PROMPT   continue a text
-  export MODEL      one GGUF file for llama.cpp
+  export MODEL      one file for another program: GGUF for llama.cpp
 looking
   show THING        print a recipe, an artifact or a model folder
   redecide DATA     what other filters would keep of a data stage's input

@@ -7,7 +7,7 @@ from hone.cli.options import circumstances, fields, list_fields, need
 
 OF_SERVE = ("config", "quiet")
 OF_GENERATE = ("device", "quiet")
-OF_EXPORT = ("out", "device", "redo", "quiet")
+OF_EXPORT = ("out", "format", "device", "redo", "quiet")
 
 
 def serve(words: list[str], options: dict[str, str]) -> int:
@@ -78,17 +78,20 @@ def generate(words: list[str], options: dict[str, str]) -> int:
 def export(words: list[str], options: dict[str, str]) -> int:
     """Writes a model folder as one file of another format."""
     from hone.base.errors import SpecError
-    from hone.exports.gguf.export import GGUF
-    from hone.exports.gguf.export import export as write_file
+    from hone.exports import EXPORTS
 
+    kind = options.get("format", "gguf")
+    cls = EXPORTS[kind]
     if "help" in options:
-        usage = "usage: hone export MODEL_FOLDER --out=FILE.gguf [--type=q4_0] [--redo] [--field=value ...]"
-        about = "Writes the folder's model and tokenizer as one file that llama.cpp loads. Codes of int4 and int8 folders are kept."
-        print(f"{usage}\n\n{about}\n\nfields:\n{list_fields(GGUF)}")
+        usage = (
+            f"usage: hone export MODEL_FOLDER --out=FILE [--format={'|'.join(EXPORTS)}] [--redo] [--field=value ...]"
+        )
+        about = f"Writes the folder's model and tokenizer as one file.\n{kind}: {(cls.__doc__ or '').splitlines()[0]}"
+        print(f"{usage}\n\n{about}\n\nfields:\n{list_fields(cls, ('kind',))}")
         return 0
     folder = need(words, "MODEL_FOLDER")
     if "out" not in options:
-        raise SpecError("hone export needs --out=FILE.gguf", fix="add --out=model.gguf")
-    spec = GGUF.from_overrides(fields(options, *OF_EXPORT))
-    print(write_file(folder, options["out"], circumstances(options), **spec.model_dump()).describe())
+        raise SpecError(f"hone export needs --out=FILE{cls.ending}", fix=f"add --out=model{cls.ending}")
+    spec = cls.from_overrides({**fields(options, *OF_EXPORT), "kind": kind})
+    print(spec.export(folder, options["out"], circumstances(options)).describe())
     return 0

@@ -84,8 +84,10 @@ def specs_of(verb: str) -> list[Any]:
     others = {
         "serve": "hone.serve.http:ServeConfig",
         "generate": "hone.serve.request:SamplingParams",
-        "export": "hone.exports.gguf.export:GGUF",
     }
+    if verb == "export":
+        table = resolve("hone.exports:EXPORTS")
+        return [table[name] for name in table]
     if verb == "chat":
         return [resolve("hone.cli.chat.spec:ChatSpec"), resolve(others["generate"])]
     return [resolve(others[verb])] if verb in others else []

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hone.base.errors import SpecError
 from hone.compress import calibration, stream
 from hone.compress.targets import embedding
-from hone.exports.gguf.export import export
+from hone.exports.api import export
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
 from hone.model.facts import CheckpointFacts

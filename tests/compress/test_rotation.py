@@ -15,7 +15,7 @@ from hone.base.run import Run
 from hone.compress.stage import Compress
 from hone.compress.transforms.rotated import random_rotation, rotated, rotated_model
 from hone.compress.transforms.rotation import Rotation
-from hone.exports.gguf.export import export
+from hone.exports.api import export
 from hone.measure.machine import describe
 from hone.model.context import Causal
 from hone.model.decoder import build

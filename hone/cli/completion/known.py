@@ -21,6 +21,7 @@ from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
 from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
+from hone.exports import EXPORTS
 from hone.train.curves.wandb import Wandb
 from hone.train.live.profiling import Profiling
 
@@ -44,10 +45,15 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "calibrate": ("device", OPTION),
     "watch": OF_WATCH,
 }
-_CHOICES = {"device": ("cpu", "cuda"), "executor": ("serial", "processes", "ray", "slurm")}
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "format": tuple(EXPORTS),
+    "executor": ("serial", "processes", "ray", "slurm"),
+}
 _ABOUT = {
     "device": "Device: cpu or cuda.",
     "redo": "Make it again.",
+    "format": "Format of the file.",
     "quiet": "No progress and no messages.",
     "plan": "Print the estimates, make nothing.",
     "out": "Folder to write.",
@@ -104,7 +110,7 @@ def options_of(verb: str) -> list[Option]:
             for cls in specs_of(verb)
             for role in cls.roles
         ]
-    left_out = {"chat": NOT_SHOWN}.get(verb, ())
+    left_out = {"chat": NOT_SHOWN, "export": ("kind",)}.get(verb, ())
     return [*found, *(one for one in _fields(*specs_of(verb)) if one.name not in left_out)]
 
 

@@ -19,6 +19,7 @@ from hone.base.durable import NO_SPACE, sync
 from hone.base.errors import ArtifactError, FitError
 from hone.base.figure import human_bytes
 from hone.base.partial import is_at
+from hone.exports.base import need_free
 from hone.exports.gguf.formats import Format
 
 ALIGNMENT = 32
@@ -130,14 +131,6 @@ def _locked(partial: Path, path: Path) -> BinaryIO:
         if is_at(file, partial):
             return file
         file.close()  # another process has renamed or removed it since it was opened
-
-
-def need_free(path: Path) -> None:
-    """Raises ArtifactError where `path` exists."""
-    if path.exists():
-        raise ArtifactError(
-            f"{path} exists", fix="give another name, or --redo (in Python Run(redo=True)) to replace it"
-        )
 
 
 def _padded(size: int) -> int:

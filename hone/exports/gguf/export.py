@@ -6,116 +6,53 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
-from pydantic import Field
+from torch import Tensor
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.figure import human_bytes
-from hone.base.lazy import lazy
-from hone.base.partial import PULL, need_local
 from hone.base.run import Run
-from hone.base.spec import Spec
+from hone.exports.base import Exported
+from hone.exports.gguf import architectures, container, names
+from hone.exports.gguf import source as sources
+from hone.exports.gguf import vocabulary as vocabularies
 from hone.exports.gguf.formats import FORMATS, fitting
+from hone.exports.gguf.source import FileTensor
+from hone.exports.gguf.spec import GGUF
 from hone.model.facts import stores_weights
+from hone.model.hf import Checkpoint
+from hone.model.quantized import config as config_of
+from hone.model.quantized.scheme import Scheme
+from hone.model.tokenizer import load_tokenizer
 from hone.model.weights.tensors import TABLES, model_tensors
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hone.exports.gguf.source import FileTensor
-    from hone.model.hf import Checkpoint
-    from hone.model.quantized.scheme import Scheme
-
-architectures = lazy("hone.exports.gguf.architectures")
-container = lazy("hone.exports.gguf.container")
-config_of = lazy("hone.model.quantized.config")
-hf = lazy("hone.model.hf")
-names = lazy("hone.exports.gguf.names")
-sources = lazy("hone.exports.gguf.source")
-tokenizers = lazy("hone.model.tokenizer")
-vocabularies = lazy("hone.exports.gguf.vocabulary")
-
-TypeName = Literal[("auto", *FORMATS)]
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
 _LARGEST_CHANGE = 0.01
 """Repacked scales may change by less than this where float16 rounds them; a larger change is that of numbers too small."""
-_OUT = "give a local file, such as model.gguf"
 
 
-class GGUF(Spec):
-    """How a model is written as GGUF."""
-
-    format: Literal["gguf"] = Field("gguf", description="The file format.")
-    type: TypeName = Field(
-        "auto",
-        description="Type of the layers' matrices. auto: the codes of a quantized folder without loss (q4_0, q5_0, q8_0), "
-        "else q8_0; a dense folder's own dtype.",
-    )
-    embedding_type: TypeName = Field(
-        "auto",
-        description="Type of embedding and head; auto: the codes of quantized ones without loss, else q8_0 in a file of quantized types, "
-        "or as the layers.",
-    )
-    pre_tokenizer: str = Field(
-        "auto",
-        description="llama.cpp's name of the rule that splits texts (gpt-2, llama-bpe, qwen2 ...); auto finds it.",
-    )
-
-
-class Exported(NamedTuple):
-    """The file, its size, the type of each tensor by its name in the file, and what was done otherwise than asked."""
-
-    path: Path
-    num_bytes: int
-    types: dict[str, str]
-    notes: list[str]
-
-    def describe(self) -> str:
-        """The result as the command line prints it."""
-        counts: dict[str, int] = {}
-        for name in self.types.values():
-            counts[name] = counts.get(name, 0) + 1
-        kinds = ", ".join(f"{name} {count}" for name, count in counts.items())
-        return "\n".join(
-            [
-                f"{self.path}: {human_bytes(self.num_bytes)}; tensors by type: {kinds}",
-                *(f"note: {one}" for one in self.notes),
-            ]
-        )
-
-
-def export(
-    model: Path | str,
-    out: Path | str,
-    run: Run | None = None,
-    importance: Mapping[str, Tensor] | None = None,
-    **options: Any,
-) -> Exported:
-    """Writes the model folder `model`, dense or quantized by hone, as the file `out`; `options` are fields of `GGUF`.
+def write(spec: GGUF, model: Path, path: Path, run: Run, importance: Mapping[str, Tensor]) -> Exported:
+    """Writes the model folder `model`, dense or quantized by hone, as the file `path`.
 
     Codes of a quantized folder are stored as they are where the type holds them; other weights are rounded by a search for
     least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
     of its inputs; it is of no use for codes that stay. In memory are one tensor's codes and a few rows. The file appears when it is whole.
     Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
-    that exists (`run.redo` replaces it) or that another process writes, FitError when the disk is too small.
+    that another process writes, FitError when the disk is too small.
     """
-    spec, run = GGUF.read(options), run or Run(quiet=True)
-    path = _free(out, run.redo)
-    need_local(model, PULL)
-    checkpoint = hf.Checkpoint(model)
+    checkpoint = Checkpoint(model)
     where = str(checkpoint.folder)
     if checkpoint.config.adapters:
         raise SpecError(f"{where} has adapters around its linears", fix="merge them into the model, then export it")
     architectures.architecture(checkpoint.values.get("model_type"), where)
     shape, notes = architectures.hyperparameters(checkpoint.config, where)
-    tokenizer = tokenizers.load_tokenizer(checkpoint.folder)
+    tokenizer = load_tokenizer(checkpoint.folder)
     words = vocabularies.vocabulary(tokenizer, checkpoint.config.vocab_size, spec.pre_tokenizer, where)
     name = vocabularies.model_name(checkpoint.folder.resolve().name, tokenizer)
     checkpoint.empty()  # checks names and shapes of all tensors
     parts = list(_sources(checkpoint, spec))
     matrices = {part.module: part.entry.columns for part in parts if part.entry.columns}
-    _check_importance(importance or {}, matrices, where)
+    _check_importance(importance, matrices, where)
     entries = [part.entry for part in parts]
     notes += [*words.notes, *_notes(checkpoint, parts, spec)]
     metadata = _general(checkpoint, entries, name) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
@@ -125,7 +62,7 @@ def export(
 
         def contents() -> Iterator[Iterator[Any]]:
             for part in parts:
-                yield sources.pieces(checkpoint, part, run.device, importance or {})
+                yield sources.pieces(checkpoint, part, run.device, importance)
                 bar.advance(part.entry.num_bytes, part.entry.name)
 
         container.write(path, head, entries, contents(), replace=run.redo)
@@ -145,19 +82,6 @@ def _check_importance(importance: Mapping[str, Tensor], columns: Mapping[str, in
                 f"importance of '{module}' has the shape {tuple(values.shape)}, the matrix {columns[module]} columns",
                 fix="give one number for each column",
             )
-
-
-def _free(out: Path | str, redo: bool) -> Path:
-    """The path to write. Raises SpecError or ArtifactError when it is no free file name."""
-    need_local(out, _OUT)
-    path = Path(out).expanduser()
-    if path.suffix != ".gguf":
-        raise SpecError(f"out is {path}, which does not end in .gguf", fix=f"name a file: {path / 'model.gguf'}")
-    if path.is_dir():
-        raise SpecError(f"{path} is a folder", fix=f"name a file: {path / 'model.gguf'}")
-    if not redo:
-        container.need_free(path)
-    return path
 
 
 def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[FileTensor]:

@@ -16,8 +16,9 @@ import hone
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.cli import main
+from hone.exports.api import export
+from hone.exports.base import Exported
 from hone.exports.gguf import container, source
-from hone.exports.gguf.export import Exported, export
 from hone.model.decoder import build
 from hone.model.hf import load
 from hone.model.shape import Shape

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hone.base.errors import SpecError
+from hone.exports.api import export
 from hone.exports.gguf.architectures import ARCHITECTURES
-from hone.exports.gguf.export import export
 from hone.model.context import Causal
 from hone.model.families import FAMILIES
 from hone.model.hf import load

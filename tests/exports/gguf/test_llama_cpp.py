@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from hone.base.errors import SpecError
-from hone.exports.gguf.export import export
+from hone.exports.api import export
 from hone.exports.gguf.formats import FORMATS
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
