@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "compress/test_stage.py",
         *(
             f"compress/test_{name}.py"
-            for name in ("gptq", "hqq", "gptaq", "autoround", "block_int8", "fp8", "nf4", "formats")
+            for name in ("gptq", "hqq", "gptaq", "sorted_groups", "autoround", "block_int8", "fp8", "nf4", "formats")
         ),
     ),
     "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),

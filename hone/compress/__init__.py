@@ -11,6 +11,7 @@ QUANTIZERS = Table(
         "hqq": "hone.compress.quantizers.hqq:HQQ",
         "gptq": "hone.compress.quantizers.gptq:GPTQ",
         "gptaq": "hone.compress.quantizers.gptaq:GPTAQ",
+        "sorted_groups": "hone.compress.quantizers.sorted_groups:SortedGroups",
         "autoround": "hone.compress.quantizers.autoround:AutoRound",
         "block_int8": "hone.compress.quantizers.block_int8:BlockInt8",
         "fp8": "hone.compress.quantizers.fp8:FP8",
@@ -18,8 +19,8 @@ QUANTIZERS = Table(
         "fp4": "hone.compress.quantizers.nf4:FP4",
         "llm_int8": "hone.compress.quantizers.llm_int8:LLMInt8",
         "nvfp4": "hone.compress.quantizers.nvfp4:NVFP4",
-        "mxfp4": "hone.compress.quantizers.mxfp4:MXFP4",
-        "mxfp8": "hone.compress.quantizers.mxfp8:MXFP8",
+        "mxfp4": "hone.compress.quantizers.microscaling:MXFP4",
+        "mxfp8": "hone.compress.quantizers.microscaling:MXFP8",
     },
 )
 

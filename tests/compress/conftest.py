@@ -41,7 +41,7 @@ def compress(tmp_path: Path, calibration_text: Path):
 
     def make(model: Path, *steps: dict, name: str = "small", **spec) -> Artifact:
         values = {"steps": list(steps), "num_sequences": 16, "seq_len": 32, **spec}
-        if any(step["kind"] in ("gptq", "gptaq", "autoround", "sparsegpt") for step in steps):
+        if any(step["kind"] in ("gptq", "gptaq", "sorted_groups", "autoround", "sparsegpt") for step in steps):
             values.setdefault("calibration_text", str(calibration_text))
         parents = {"model": Artifact.read(model)}
         return Compress.read(values).make(tmp_path / f"compress-{name}", parents, Run(quiet=True))

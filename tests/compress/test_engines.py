@@ -50,6 +50,7 @@ def test_fp8_rounds_inputs_unless_told_not_to(family_folder, compress) -> None:
         ("vllm", {"kind": "rtn", "bits": 3, "group_size": 32, "symmetric": False}, "asymmetric int weights of 3 bits"),
         ("vllm", {"kind": "mxfp4", "activations": "mxfp4"}, "mxfp4-pack-quantized with activations mxfp4"),
         ("vllm", {"kind": "llm_int8"}, "the layout llm-int8"),
+        ("vllm", {"kind": "sorted_groups", "group_size": 32}, "groups of sorted columns"),
         ("vllm", {"kind": "block_int8", "block_size": 32}, "strategy block, in int-quantized"),
         ("vllm", {"kind": "svd", "ratio": 0.5}, r"factors in place of weights \(svd\)"),
         (
@@ -60,6 +61,7 @@ def test_fp8_rounds_inputs_unless_told_not_to(family_folder, compress) -> None:
         ("transformers", {"kind": "svd", "ratio": 0.5}, r"factors in place of weights \(svd\)"),
         ("llama.cpp", {"kind": "rtn", "group_size": 16}, "4 bits, strategy group, in pack-quantized"),
         ("llama.cpp", {"kind": "fp8", "activations": "none"}, "e4m3 weights"),
+        ("llama.cpp", {"kind": "sorted_groups", "group_size": 32}, "strategy group, in gptq"),
         ("llama.cpp", {"kind": "block_int8", "block_size": 16}, "strategy block"),
         ("llama.cpp", {"kind": "rtn", **ROWS, "activations": "int8_token"}, "the rounding of inputs"),
     ],

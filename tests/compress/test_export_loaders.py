@@ -25,6 +25,7 @@ FORMATS = {
     "gptq": ({"kind": "rtn", "layout": "gptq", "group_size": 32}, ("optimum", "gptqmodel"), FLOAT16),
     "gptq-8": ({"kind": "rtn", "layout": "gptq", "bits": 8}, ("optimum", "gptqmodel"), FLOAT16),
     "gptq_v2": ({"kind": "gptq", "layout": "gptq_v2"}, ("optimum", "gptqmodel"), FLOAT16),
+    "sorted-groups": ({"kind": "sorted_groups", "group_size": 32}, ("optimum", "gptqmodel"), FLOAT16),
     "awq": ({"kind": "gptq", "layout": "awq", "scale": "signed"}, ("gptqmodel",), FLOAT16),
     "fp8-block": ({"kind": "fp8", "strategy": "block"}, ("accelerate",), EXACT),
     "fp8-channel": ({"kind": "fp8", "activations": "none"}, ("compressed_tensors",), EXACT),
@@ -37,7 +38,7 @@ FORMATS = {
     "fp4-double": ({"kind": "fp4", "double_quant": True}, ("bitsandbytes", "accelerate"), EXACT),
     "llm_int8": ({"kind": "llm_int8"}, ("bitsandbytes", "accelerate"), EXACT),
 }
-QUICK = ("gptq", "awq", "fp8-block", "int8-block", "nf4-double", "llm_int8")
+QUICK = ("gptq", "sorted-groups", "awq", "fp8-block", "int8-block", "nf4-double", "llm_int8")
 """One of each layout for the default tier."""
 FORMS = [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in FORMATS]
 FAMILIES = ("llama", "qwen3", "mistral")

@@ -14,8 +14,7 @@ from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.capture import Flow
 from hone.compress.matrix import Matrix
-from hone.compress.quantizers.mxfp4 import MXFP4
-from hone.compress.quantizers.mxfp8 import MXFP8
+from hone.compress.quantizers.microscaling import MXFP4, MXFP8
 from hone.compress.quantizers.nvfp4 import NVFP4
 from hone.model.hf import load, save
 from hone.model.quantized.rounded_inputs import RoundedInputs

@@ -1,4 +1,4 @@
-"""Base of the quantizers whose groups of 4- or 8-bit floats share a scale of one byte."""
+"""MXFP4 and MXFP8: groups of 4- or 8-bit floats that share a power of two; and their base, which NVFP4 has, too."""
 
 from __future__ import annotations
 
@@ -84,3 +84,21 @@ class Microscaling(Quantizer):
         size = rows * columns
         on_gpu = Work(num_bytes=(passes * 64.0 + 48.0) * size, num_ops=passes * 15)
         return Work(num_bytes=(passes * ROUNDING_BYTES[self.bits] + 48.0) * size, num_ops=passes * 15, on_gpu=on_gpu)
+
+
+class MXFP4(Microscaling):
+    """Rounds to 4-bit floats (e2m1) with a power of two as the scale of 32 columns. Rouhani et al. 2023, arXiv:2310.10537."""
+
+    paper: ClassVar[str] = "arXiv:2310.10537"
+    bits: ClassVar[int] = 4
+    number: ClassVar[str] = "e2m1"
+    layout: ClassVar[str] = "mxfp4-pack-quantized"
+
+
+class MXFP8(Microscaling):
+    """Rounds to 8-bit floats (e4m3) with a power of two as the scale of 32 columns. Rouhani et al. 2023, arXiv:2310.10537."""
+
+    paper: ClassVar[str] = "arXiv:2310.10537"
+    bits: ClassVar[int] = 8
+    number: ClassVar[str] = "e4m3"
+    layout: ClassVar[str] = "mxfp8-quantized"

@@ -114,6 +114,8 @@ def _vllm(written: Written) -> Iterable[tuple[str, str]]:
             yield f"a quantized lm_head, which was not tried there ({what})", "set ignore=['lm_head']"
         if able is None:
             yield f"the layout {scheme.layout}, at {name}", "use rtn, gptq, fp8, nvfp4 or nf4"
+        elif scheme.permuted:
+            yield f"groups of sorted columns ({what})", "use gptq, whose groups are of neighbours"
         elif scheme.block is not None and scheme.number == "int":
             yield what, "use fp8 with strategy=block, or rtn with bits=8 and group_size=0"
         elif rounding not in able:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from hone.exports.gguf import source as sources
 from hone.exports.gguf import vocabulary as vocabularies
 from hone.exports.gguf.formats import FORMATS, fitting
 from hone.exports.gguf.source import FileTensor
-from hone.exports.gguf.spec import GGUF
 from hone.model.facts import stores_weights
 from hone.model.hf import Checkpoint
 from hone.model.quantized import config as config_of
@@ -31,8 +30,17 @@ _LARGEST_CHANGE = 0.01
 """Repacked scales may change by less than this where float16 rounds them; a larger change is that of numbers too small."""
 
 
-def write(spec: GGUF, model: Path, path: Path, run: Run, importance: Mapping[str, Tensor]) -> Exported:
-    """Writes the model folder `model`, dense or quantized by hone, as the file `path`.
+class Types(NamedTuple):
+    """The types asked for: of the layers' matrices, and of embedding and head."""
+
+    layers: str
+    ends: str
+
+
+def write(
+    model: Path, path: Path, run: Run, importance: Mapping[str, Tensor], types: tuple[str, str], pre_tokenizer: str
+) -> Exported:
+    """Writes the model folder `model`, dense or quantized by hone, as the file `path`; `types` as `Types`.
 
     Codes of a quantized folder are stored as they are where the type holds them; other weights are rounded by a search for
     least squared error, weighted with `importance` where given: by checkpoint module, float32 [columns], the mean square
@@ -40,21 +48,21 @@ def write(spec: GGUF, model: Path, path: Path, run: Run, importance: Mapping[str
     Raises SpecError for a model that llama.cpp computes otherwise, ArtifactError for a folder that is no model or a file
     that another process writes, FitError when the disk is too small.
     """
-    checkpoint = Checkpoint(model)
+    checkpoint, asked = Checkpoint(model), Types(*types)
     where = str(checkpoint.folder)
     if checkpoint.config.adapters:
         raise SpecError(f"{where} has adapters around its linears", fix="merge them into the model, then export it")
     architectures.architecture(checkpoint.values.get("model_type"), where)
     shape, notes = architectures.hyperparameters(checkpoint.config, where)
     tokenizer = load_tokenizer(checkpoint.folder)
-    words = vocabularies.vocabulary(tokenizer, checkpoint.config.vocab_size, spec.pre_tokenizer, where)
+    words = vocabularies.vocabulary(tokenizer, checkpoint.config.vocab_size, pre_tokenizer, where)
     name = vocabularies.model_name(checkpoint.folder.resolve().name, tokenizer)
     checkpoint.empty()  # checks names and shapes of all tensors
-    parts = list(_sources(checkpoint, spec))
+    parts = list(_sources(checkpoint, asked))
     matrices = {part.module: part.entry.columns for part in parts if part.entry.columns}
     _check_importance(importance, matrices, where)
     entries = [part.entry for part in parts]
-    notes += [*words.notes, *_notes(checkpoint, parts, spec)]
+    notes += [*words.notes, *_notes(checkpoint, parts, asked)]
     metadata = _general(checkpoint, entries, name) | shape | words.metadata | ({"hone.notes": notes} if notes else {})
     head = container.header(metadata, entries)
     size = container.file_bytes(head, entries)
@@ -84,7 +92,7 @@ def _check_importance(importance: Mapping[str, Tensor], columns: Mapping[str, in
             )
 
 
-def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[FileTensor]:
+def _sources(checkpoint: Checkpoint, types: Types) -> Iterator[FileTensor]:
     """Every tensor of the file, in its order."""
     config = checkpoint.config
     quantization = None
@@ -98,7 +106,7 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[FileTensor]:
 
     def matrix(module: str, rows: int, columns: int, end: bool = False, name: str | None = None) -> FileTensor:
         scheme = quantization.scheme(module) if quantization is not None else None
-        asked = _asked(spec, checkpoint, scheme, columns, end)
+        asked = _asked(types, checkpoint, scheme, columns, end)
         name = name or names.tensor_name(module)
         entry = container.Entry(f"{name}.weight", rows, columns, fitting(asked, columns))
         found = sources.FileTensor(entry, module, scheme=scheme, asked=asked)
@@ -132,11 +140,11 @@ def _sources(checkpoint: Checkpoint, spec: GGUF) -> Iterator[FileTensor]:
         yield sources.FileTensor(container.Entry(name, len(values), 0, FORMATS["f32"]), "", values=values)
 
 
-def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: int, end: bool) -> str:
+def _asked(types: Types, checkpoint: Checkpoint, scheme: Scheme | None, columns: int, end: bool) -> str:
     """The type asked for a matrix with rows of `columns`, `end`: the embedding or head; with what 'auto' stands for."""
-    wanted = spec.embedding_type if end else spec.type
-    if wanted == "auto" and end and spec.type != "auto":
-        wanted = "q8_0" if FORMATS[spec.type].parts else spec.type
+    wanted = types.ends if end else types.layers
+    if wanted == "auto" and end and types.layers != "auto":
+        wanted = "q8_0" if FORMATS[types.layers].parts else types.layers
     if wanted != "auto":
         return wanted
     held = None if scheme is None else sources.holding(scheme, columns)
@@ -147,7 +155,7 @@ def _asked(spec: GGUF, checkpoint: Checkpoint, scheme: Scheme | None, columns: i
     return _OF_DTYPE.get(str(checkpoint.dtype).removeprefix("torch."), "f32")
 
 
-def _notes(checkpoint: Checkpoint, parts: list[FileTensor], spec: GGUF) -> list[str]:
+def _notes(checkpoint: Checkpoint, parts: list[FileTensor], types: Types) -> list[str]:
     """What a user must know of the tensors: other types than asked for, codes that were kept or were not."""
     notes = []
     uneven: dict[tuple[str, str, int], list[str]] = {}
@@ -162,7 +170,7 @@ def _notes(checkpoint: Checkpoint, parts: list[FileTensor], spec: GGUF) -> list[
             change = max(change, part.change)
         elif part.scheme is not None:
             lost.setdefault((f"dequantized from {_named(part.scheme)}", entry.form.name), []).append(entry.name)
-        elif stores_weights(checkpoint.quantization) and entry.columns and spec.type == "auto":
+        elif stores_weights(checkpoint.quantization) and entry.columns and types.layers == "auto":
             lost.setdefault(("not quantized in the folder", entry.form.name), []).append(entry.name)
     for (asked, form, columns), found in uneven.items():
         notes.append(f"{_listed(found)}: {form}, because rows of {columns} are no whole number of {asked} blocks")

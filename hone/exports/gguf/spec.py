@@ -40,4 +40,5 @@ class GGUF(Export):
     )
 
     def write(self, model: Path, path: Path, run: Run, importance: Mapping[str, Tensor]) -> Exported:
-        return resolve("hone.exports.gguf.export:write")(self, model, path, run, importance)
+        types = (self.type, self.embedding_type)
+        return resolve("hone.exports.gguf.export:write")(model, path, run, importance, types, self.pre_tokenizer)
