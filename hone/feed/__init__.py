@@ -25,3 +25,12 @@ CURRICULA = Table(
         "multi_task": "hone.feed.order.multi_task:MultiTask",
     },
 )
+
+ROWS: dict[str, str] = {
+    "jsonl": "hone.feed.rows:lines",
+    "json": "hone.feed.rows:values",
+    "parquet": "hone.feed.rows:table",
+}
+"""Files whose rows are texts or conversations, by their format in `hone.feed.files.kinds` or, of a format that stands not there, by
+the ending of their names ('.chats'), and the function that reads them: `rows(stream, problems)` yields a dict a row, with `text`
+or `messages`, from the decompressed bytes; `problems` counts the reasons for which rows are left out."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
+from hone.base.lazy import lazy, resolve
+from hone.feed import ROWS
 from hone.feed.chat import FIELDS, ROLES
-from hone.feed.files.kinds import UNKNOWN, kind_of
+from hone.feed.files.kinds import COMPRESSIONS, UNKNOWN, kind_of
 from hone.feed.files.remote import is_remote
 
 if TYPE_CHECKING:
@@ -34,17 +34,23 @@ streams = lazy("hone.feed.files.streams")
 
 _PLAIN = ("text", "code", "tex", UNKNOWN)
 """Formats that are text as they stand."""
-_ROWS = ("jsonl", "parquet")
 _JSON = "json"
-_BETWEEN = re.compile(r"[\s,\[\]]*")
-"""What stands between the rows of a JSON file: an array's signs, or line ends."""
 _BROKEN = ("LZMAError", "ZstdError", "Unreadable")
 _EXPANSION = 3.0
-"""Bytes of text of a byte in a compressed file or a Parquet table, to estimate how much there is."""
+"""Bytes of text of a byte in a Parquet table, or in a compressed file elsewhere, of which nothing is read to estimate how much
+there is."""
+_SAMPLE = 1 << 19
+"""Bytes of a compressed file that are decompressed for that; of bzip2 less than a block has no text yet."""
+_NAMED = 3
+"""Files that are left out of which each has a note of its own."""
 _OTHER_FIELD = (
     "read it with `hone data FILE --text_field=NAME --tokenizer.path=MODEL --out=DATA`, and give that: --from.data=DATA"
 )
 _WAY = "read it with `hone data FILE --tokenizer.path=MODEL --out=DATA`, and give that: --from.data=DATA"
+
+
+class NotUnicode(SpecError):
+    """A plain file in another encoding than UTF-8."""
 
 
 @dataclass
@@ -73,25 +79,30 @@ def files_of(source: str, field: str) -> list[File]:
         raise SpecError(f"{field} {source} is a data set of hone", fix=f"give it as data: --from.data={source}")
     if not is_remote(source) and not path.is_dir() and not any(letter in source for letter in "*?["):
         try:
-            file = _told_by_content(
-                listing.File(path, path.name, path.stat().st_size, *(kind_of(path.name) or (UNKNOWN, "")))
-            )
+            file = _told_by_content(listing.File(path, path.name, path.stat().st_size, *_kind_of(path.name)))
         except OSError as error:
             raise SpecError(f"{field} {source}: {error.strerror}", fix="name a text file") from None
-        if file.format not in (*_PLAIN, *_ROWS, _JSON):
+        if file.format not in (*_PLAIN, *ROWS):
             raise SpecError(f"{field} {source} is {file.format}", fix=f"give text, JSONL, JSON or Parquet; else {_WAY}")
         return [file]
     try:
         found = listing.list_source(source).files
     except SpecError as error:
         raise SpecError(f"{field}: {error.what}", fix=error.fix) from None
-    able = [file for file in found if file.format in (*_PLAIN, *_ROWS)]
+    able = [file for file in found if file.format in (*_PLAIN, *ROWS) and file.format != _JSON]
     # Beside others a JSON file describes them.
     able = able or [file for file in found if file.format == _JSON]
     if not able:
         kinds = ", ".join(sorted({file.format for file in found}))
         raise SpecError(f"{field} {source} holds {kinds} alone", fix=f"give text, JSONL, JSON or Parquet; else {_WAY}")
     return able
+
+
+def _kind_of(name: str) -> tuple[str, str]:
+    """Format and compression of a file by its name; of an ending that ROWS names, the ending."""
+    last = next((ending for ending in COMPRESSIONS if name.lower().endswith(ending)), "")
+    own = Path(name.lower().removesuffix(last)).suffix
+    return (own, COMPRESSIONS.get(last, "")) if own in ROWS else kind_of(name) or (UNKNOWN, "")
 
 
 def _told_by_content(file: File) -> File:
@@ -102,7 +113,7 @@ def _told_by_content(file: File) -> File:
     if file.compression or file.format not in (UNKNOWN, "text", "jsonl"):
         return file
     found = sniff.sniffed(file) or file
-    return found if found.compression or (file.format == UNKNOWN and found.format in _ROWS) else file
+    return found if found.compression or (file.format == UNKNOWN and found.format in ("jsonl", "parquet")) else file
 
 
 def local_files(source: str, field: str) -> dict[str, Path]:
@@ -120,10 +131,24 @@ def _is_several(source: str) -> bool:
 
 def num_bytes(source: str, field: str) -> float:
     """About how many bytes of text `source` holds. Raises SpecError as `files_of`."""
-    return sum(
-        file.size * (_EXPANSION if file.compression or file.format == "parquet" else 1.0)
-        for file in files_of(source, field)
-    )
+    files, ratios = files_of(source, field), {"": 1.0}
+    for file in files:
+        if file.compression not in ratios:
+            ratios[file.compression] = _ratio(file)
+    return sum(file.size * (_EXPANSION if file.format == "parquet" else ratios[file.compression]) for file in files)
+
+
+def _ratio(file: File) -> float:
+    """Bytes of text of a byte in a compressed file, by the beginning of it."""
+    if file.url:
+        return _EXPANSION
+    try:
+        start = len(streams.head(file, _SAMPLE))
+    except Exception as error:
+        if not _is_broken(error):
+            raise
+        return _EXPANSION  # reading it says what is wrong
+    return start / min(file.size, _SAMPLE) if start and file.size else _EXPANSION
 
 
 def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
@@ -136,8 +161,9 @@ def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
     if len(files) == 1 and files[0].format in _PLAIN:
         return Texts([_plain(files[0], field)], whole=True)
     documents: list[str] = []
+    notes: list[str] = []
     chats, size, problems = 0, 0, Counter[str]()
-    reads = (item for file in files for item in _documents(file, field, tokenizer, problems))
+    reads = (item for file in files for item in _documents(file, field, tokenizer, problems, notes))
     for text, is_chat in reads:
         documents.append(text)
         chats += is_chat
@@ -145,7 +171,7 @@ def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
         if size >= most:
             break
     if not documents:
-        why = "; ".join(problem for problem, _ in problems.most_common(3)) or "it is empty"
+        why = "; ".join([*notes, *(problem for problem, _ in problems.most_common(3))][:3]) or "it is empty"
         raise SpecError(
             f"{field} {source} has no text: {why}", fix=f"give rows with a field text or messages; else {_OTHER_FIELD}"
         )
@@ -154,14 +180,23 @@ def read(source: str, field: str, tokenizer: Tokenizer, most: float) -> Texts:
             f"{field} {source} has {chats} conversations and {len(documents) - chats} texts",
             fix="give one of the two: conversations hold special tokens that texts get",
         )
-    notes = [f"{count} rows of {source} are left out: {problem}" for problem, count in problems.most_common(3)]
+    notes = notes[:_NAMED] + ([f"and {len(notes) - _NAMED} other files are left out"] if notes[_NAMED:] else [])
+    notes += [f"{count} rows of {source} are left out: {problem}" for problem, count in problems.most_common(3)]
     return Texts(documents, special=bool(chats), notes=notes, first=size if size >= most else None)
 
 
-def _documents(file: File, field: str, tokenizer: Tokenizer, problems: Counter[str]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a conversation) of every document of a file; what is none is counted in `problems`."""
+def _documents(
+    file: File, field: str, tokenizer: Tokenizer, problems: Counter[str], notes: list[str]
+) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a conversation) of every document of a file among several; what is none is counted in `problems`.
+
+    A plain file that is not UTF-8 is left out, which `notes` say.
+    """
     if file.format in _PLAIN:
-        yield _plain(file, field), False
+        try:
+            yield _plain(file, field), False
+        except NotUnicode as error:
+            notes.append(f"{file.name} is left out: {error.what.partition(' is ')[2]}; {error.fix}")
         return
     for row in _rows(file, field, problems):
         try:
@@ -215,53 +250,13 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(file: File, field: str, problems: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL, JSON or Parquet file."""
-    if file.format == "parquet":
-        yield from _table(file, field)
-        return
+    """The rows of a file of a format in ROWS."""
     with _opened(file, field) as stream:
-        for row in _values(stream.read(), problems) if file.format == _JSON else _lines(stream, problems):
+        for row in resolve(ROWS[file.format])(stream, problems):
             if isinstance(row, dict):
                 yield row
             else:
                 problems["no JSON object"] += 1
-
-
-def _lines(stream: Iterable[bytes], problems: Counter[str]) -> Iterator[Any]:
-    """The values of JSON lines."""
-    for line in stream:
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
-            problems[f"no JSON: {line[:40].decode('utf8', 'replace').strip()}"] += 1
-
-
-def _values(raw: bytes, problems: Counter[str]) -> Iterator[Any]:
-    """The values of a JSON file: those of an array, or one after the other. After one that is none the next line is tried."""
-    text, decoder, place = raw.decode("utf-8-sig", "replace"), json.JSONDecoder(), 0
-    while (place := _BETWEEN.match(text, place).end()) < len(text):  # type: ignore[union-attr]
-        try:
-            value, place = decoder.raw_decode(text, place)
-            yield value
-        except (ValueError, RecursionError):
-            problems[f"no JSON: {text[place : place + 40].strip()}"] += 1
-            place = text.find("\n", place) + 1 or len(text)
-
-
-def _table(file: File, field: str) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    wanted = ("text", *FIELDS, "tools")
-    try:
-        with streams.open_raw(file) as raw, parquet.ParquetFile(raw) as table:
-            names = [name for name in table.schema_arrow.names if name in wanted]
-            for batch in table.iter_batches(batch_size=256, columns=names or None, use_threads=False):
-                yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise SpecError(f"{field} {file.name} is no Parquet table: {error}", fix="give a whole file") from None
 
 
 def _plain(file: File, field: str) -> str:
@@ -271,7 +266,7 @@ def _plain(file: File, field: str) -> str:
     try:
         return raw.decode("utf-8-sig")  # some editors begin a text with a mark
     except UnicodeDecodeError as error:
-        raise SpecError(f"{field} {file.path} is not UTF-8: {error}", fix=f"give it as UTF-8, or {_WAY}") from None
+        raise NotUnicode(f"{field} {file.path} is not UTF-8: {error}", fix=f"give it as UTF-8, or {_WAY}") from None
 
 
 @contextmanager
@@ -281,8 +276,12 @@ def _opened(file: File, field: str) -> Iterator[Any]:
         with streams.open_stream(file) as stream:
             yield stream
     except Exception as error:
-        broken = isinstance(error, (OSError, EOFError, zlib.error)) or type(error).__name__ in _BROKEN
-        if not broken:
+        if not _is_broken(error):
             raise
         why = getattr(error, "strerror", None) or str(error)
         raise SpecError(f"{field} {file.name}: {why}", fix="give a file that is whole and can be read") from None
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether an error of reading a file comes from the file."""
+    return isinstance(error, (OSError, EOFError, zlib.error)) or type(error).__name__ in _BROKEN

@@ -183,7 +183,7 @@ def test_conversations_are_written_by_the_models_own_template(row, name, model, 
         ("a.jsonl", b'{"body": "a story"}\n', "no field text or messages, but body"),
         ("a.jsonl", b"a story\n", "no JSON: a story"),
         ("a.jsonl", b"", "it is empty"),
-        ("a.parquet", b"no table", "a.parquet is no Parquet table"),
+        ("a.parquet", b"no table", "a.parquet: no Parquet table"),
         ("a.jsonl", json.dumps({"messages": MESSAGES}).encode(), "this model has no chat template"),
         ("a.jsonl", b'{"text": "a story"}\n' * 9, "has 9 sequences of 8 tokens, num_sequences asks for 10"),
         ("a.txt", b"a story", "has 0 sequences of 16 tokens"),
@@ -256,6 +256,29 @@ def test_rows_that_are_left_out_are_said(model, tmp_path):
     notes = read(tmp_path / "a.jsonl", model).notes
     assert notes[0].startswith("7 rows of ") and notes[0].endswith("no field text or messages, but body")
     assert "2 rows" in notes[1] and "surrogate" in notes[1]
+
+
+def test_a_file_in_another_encoding_is_left_out_by_name(model, tmp_path):
+    """Among others; alone it is an error."""
+    (tmp_path / "folder").mkdir()
+    for number in range(40):
+        (tmp_path / "folder" / f"{number}.md").write_text(f"note {number} about a fox and a dog")
+    (tmp_path / "folder" / "old.txt").write_bytes("Straße, café".encode("latin-1"))
+    (note,) = read(tmp_path / "folder", model).notes
+    assert note.startswith("old.txt is left out: not UTF-8") and "give it as UTF-8" in note
+    for one in (tmp_path / "folder").glob("*.md"):
+        one.unlink()
+    (tmp_path / "folder" / "older.txt").write_bytes("Köln".encode("latin-1"))
+    with pytest.raises(SpecError, match=r"has no text: old.txt is left out: not UTF-8.*older.txt is left out"):
+        read(tmp_path / "folder", model)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_how_much_a_compressed_file_holds_is_estimated_from_its_beginning(pack, model, tmp_path):
+    ending = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}[pack]
+    raw = "".join(json.dumps({"text": text * 20}) + "\n" for text in STORIES).encode()
+    (tmp_path / f"a.jsonl.{ending}").write_bytes(pack(raw))
+    assert plain.num_bytes(str(tmp_path / f"a.jsonl.{ending}"), "calibration_text") == pytest.approx(len(raw))
 
 
 def test_a_large_source_is_read_as_far_as_is_needed(model, tmp_path, monkeypatch):
