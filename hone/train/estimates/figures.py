@@ -337,6 +337,12 @@ def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate
     before = [growth_bytes(one, device, passes=1) for one in by_rank(work, pipeline, first=True)]
     after = [growth_bytes(one, device) for one in by_rank(work, pipeline)]
     most = [max(pair, key=lambda one: one.value) for pair in zip(before, after, strict=True)]
+    head = BYTES[work.dtype] * work.model.vocab_size * work.model.hidden_size // max(work.tensor.degree, 1)
+    for rank, one in enumerate(most):
+        waiting = head * (pipeline.losses(rank) - 1)
+        if waiting > 0:
+            said = f"{one.formula} + gradients of the head that wait for backward passes {human_bytes(waiting)}"
+            most[rank] = one.model_copy(update={"value": one.value + waiting, "formula": said})
     return [pipeline.with_versions(one, rank, *about) for rank, one in enumerate(most)]
 
 

@@ -156,6 +156,16 @@ class Pipelined:
         each = zip(self.updates, self.parts, strict=True)
         return max(update_seconds(one, part, machine, dtype).value for one, part in each)
 
+    def losses(self, rank: int) -> int:
+        """The most micro-batches whose loss `rank` has computed and not yet passed back: each keeps a gradient of the head, which
+        the loss computes with it."""
+        last, held, most = len(self.layers) - 1, 0, 0
+        for op in self.table.ranks[rank]:
+            if op.stage == last and op.kind in "FBI":
+                held += 1 if op.kind == "F" else -1
+                most = max(most, held)
+        return most
+
     def live(self, rank: int, segments: Sequence[Segment], *, first: bool) -> tuple[Segment, ...]:
         """What `rank` holds at its peak, as segments: one for each layer of each micro-batch in memory. `first`: until its first
         backward pass has ended; else from then on, beside gradients of weights."""
