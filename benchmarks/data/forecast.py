@@ -27,8 +27,6 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from benchmarks.data.corpus import Grown, code, english, grown
-from benchmarks.data.pages import gold
-from benchmarks.data.reading import warc_of
 from benchmarks.data.scale import tokenizer
 
 FIGURES = ("kept_bytes", "train_tokens", "peak_memory_bytes", "time_s")
@@ -97,40 +95,25 @@ def run(case: Case, work: Path) -> dict[str, dict[str, Any]]:
 def cases(data: Path, work: Path, megabytes: float) -> Iterator[Case]:
     """All cases; text of about `megabytes` in those that are grown."""
     given = {"tokenizer": {"path": str(tokenizer(data, work))}}
-    own = {"tokenizer": {"vocab_size": 8192}}
-    tenth = {"filters": [{"kind": "expression", "when": "True", "keep": "language == 'fr' or kind == 'code'"}]}
+    own = {"tokenizer": {"vocab_size": 4096}}
+    tenth = {
+        "filters": [{"kind": "expression", "when": "True", "keep": "language == 'fr' or kind == 'code'"}],
+        "dedups": [],
+    }
     whole = _texts(data, megabytes)
     small = _texts(data, megabytes / 10)
     english_first = [text for _, text in sorted(zip(whole.kinds, whole.texts), key=lambda row: row[0] != "english")]
     yield Case("library", None, {"source": "python", "tokenizer": {"vocab_size": 2048}})
-    rare = {"kind": "expression", "when": "True", "keep": "dup_5gram_chars > 0.15 or dup_line_chars > 0.2"}
-    yield Case("library, rare filter", None, {"source": "python", **given, "filters": ["length", rare]})
     yield Case("small jsonl", lambda to: _jsonl(to / "rows.jsonl", small.texts), own)
-    yield Case("jsonl", lambda to: _jsonl(to / "rows.jsonl", whole.texts), own)
-    yield Case("jsonl, two workers", lambda to: _jsonl(to / "rows.jsonl", whole.texts), given, 2)
-    yield Case("parquet", lambda to: _parquet(to / "rows.parquet", whole.texts), given)
-    yield Case("jsonl.gz", lambda to: _jsonl(to / "rows.jsonl.gz", whole.texts), given)
-    yield Case("sorted jsonl", lambda to: _jsonl(to / "rows.jsonl", english_first), given)
-    yield Case("sorted parquet", lambda to: _parquet(to / "rows.parquet", english_first), own)
+    yield Case("jsonl, two workers", lambda to: _jsonl(to / "rows.jsonl", whole.texts), own, 2)
+    yield Case("sorted parquet", lambda to: _parquet(to / "rows.parquet", english_first), given)
     yield Case("sorted jsonl.gz", lambda to: _jsonl(to / "rows.jsonl.gz", english_first), given)
     yield Case("one huge, many tiny", lambda to: _skewed(to, data, whole), given)
-    yield Case("many files", lambda to: _files(to, small.texts), own)
     yield Case("a filter keeps few", lambda to: _jsonl(to / "rows.jsonl", whole.texts), {**given, **tenth})
     yield Case("every text twice", lambda to: _jsonl(to / "rows.jsonl", _repeated(whole.texts, 2)), given)
-    yield Case("few texts often", lambda to: _jsonl(to / "rows.jsonl", _unequal(whole.texts)), given)
-    cut = {"max_bytes": int(megabytes * 2e5)}
+    cut = {"max_bytes": int(megabytes * 2e5), "dedups": []}
     yield Case("max_bytes", lambda to: _jsonl(to / "rows.jsonl", english_first), {**given, **cut})
-    yield Case("books", lambda to: _copied(to, sorted(data.glob("books/*.gz"))), given)
-    yield Case("revisions", lambda to: _copied(to, sorted(data.glob("neardup/gutenberg_revisions/*.gz"))), given)
-    yield Case("stories", lambda to: _copied(to, sorted(data.glob("lm_text/tinystories*"))), own)
-    yield Case("code", lambda to: _files(to, [text for _, text in code(data)], ".py"), own)
-    yield Case("pages", lambda to: _pages(to / "pages.warc", data), given)
-    yield Case("pages, careful", lambda to: _pages(to / "pages.warc", data), {**given, "extractor": "careful"})
     yield Case("crawl", lambda to: _copied(to, sorted(data.glob("web/*.warc*.gz"))), given)
-    german = {"filters": ["length", {"kind": "language", "languages": ["de", "nl"], "min_score": 0.5}]}
-    yield Case("languages", lambda to: _copied(to, sorted(data.glob("langid/*.gz"))), {**given, **german})
-    edits = {"edits": ["lines", "substrings"]}
-    yield Case("edits", lambda to: _jsonl(to / "rows.jsonl", small.texts), {**given, **edits})
     yield _scored(data, work, given)
 
 
@@ -164,12 +147,6 @@ def _repeated(texts: list[str], times: int) -> list[str]:
     return _shuffled([text for text in texts[: len(texts) // times] for _ in range(times)])
 
 
-def _unequal(texts: list[str]) -> list[str]:
-    """Half of the documents are copies of one in fifty."""
-    half = len(texts) // 2
-    return _shuffled(texts[:half] + random.Random(2).choices(texts[: half // 50], k=half))
-
-
 def _jsonl(path: Path, texts: list[str]) -> None:
     with gzip.open(path, "wt", encoding="utf8") if path.suffix == ".gz" else open(path, "w", encoding="utf8") as file:
         for text in texts:
@@ -197,7 +174,3 @@ def _skewed(folder: Path, data: Path, whole: Grown) -> None:
 def _copied(folder: Path, paths: list[Path]) -> None:
     for path in paths:
         shutil.copyfile(path, folder / path.name)
-
-
-def _pages(path: Path, data: Path) -> None:
-    path.write_bytes(b"".join(warc_of(gold(data)[0])))

@@ -24,8 +24,7 @@ from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.keeping import keep
 from hone.data.executors.task import Task, need_known
-from hone.data.forecasting.plan import DataPlan
-from hone.data.forecasting.plan import plan as make_plan
+from hone.data.forecast import DataPlan
 from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
 from hone.data.work import Models, careful, read, read_task, train_scorers
@@ -43,11 +42,7 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         pool = keep(pool, executor.store, draft, listing, run)
         clock = Clock(draft)
         models, scorers = train_scorers(spec, draft.folder / "scorers", run)
-        trained_s = clock.done("train")
-        if plan.left_out:
-            plan = make_plan(spec, models, trained_s)
-            draft.predict(plan.estimates)
-            clock.done("plan")
+        clock.done("train")
         if plan.pace is not None:
             draft.predict({"time_s": plan.pace.estimate(pool.workers)})
         _need_space(draft, listing, plan.estimates)
@@ -120,15 +115,14 @@ class Clock:
         self._draft, self._path = draft, draft.log / "seconds.json"
         self._begun = time.monotonic()
 
-    def done(self, step: str) -> float:
-        """Records the seconds since the previous step, and returns the step's seconds over all runs."""
+    def done(self, step: str) -> None:
+        """Records the seconds since the previous step."""
         now = time.monotonic()
         seconds = json.loads(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
         seconds[step] = seconds.get(step, 0.0) + now - self._begun
         write_atomic(self._path, json.dumps(seconds, indent=1).encode())
         self._begun = now
         self._draft.keep_time()
-        return seconds[step]
 
 
 def split(corpus: Corpus, kept: np.ndarray, fraction: float) -> dict[str, np.ndarray]:

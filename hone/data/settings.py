@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hone.base.errors import did_you_mean
 from hone.base.spec import Quiet
@@ -93,6 +94,15 @@ class Settings(Stage):
         Exports(), description="Other forms of the result: dropped, jsonl, hugging_face."
     )
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        try:
+            codecs.lookup("utf-8" if value == "auto" else value)
+        except LookupError:
+            raise ValueError(f"'{value}' is not an encoding of Python: write utf-8, latin-1, or auto") from None
+        return value
 
     @model_validator(mode="after")
     def _languages_known(self) -> Settings:

@@ -18,7 +18,7 @@ from hone.data.settings import Settings
 from hone.feed.files.listing import PYTHON, SEEN, list_source
 
 if TYPE_CHECKING:
-    from hone.data.forecasting.plan import DataPlan
+    from hone.data.forecast import DataPlan
 
 
 class Data(Settings):
@@ -96,7 +96,7 @@ class Data(Settings):
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> DataPlan:
         """Runs a sample of the source. The time is that of one worker; `DataPlan.pace` gives it for any number of workers."""
-        from hone.data.forecasting.plan import plan
+        from hone.data.forecast import plan
 
         return plan(self)
 

@@ -371,7 +371,6 @@ def test_an_own_rule_and_a_taken_tokenizer(made, source, tmp_path):
             "without a document in them .*no_text_field.*\n.*set text_field",
         ),
         ({"source": "bad.txt"}, "wrong_encoding.*\n.*set encoding"),
-        ({"encoding": "klingon-8"}, "not an encoding of Python"),
         ({"languages": ["xx-nothing"]}, "unknown languages"),
         ({"max_bytes": 1}, "larger than max_bytes"),
         ({"source": "nowhere"}, "there is no such file"),
@@ -395,6 +394,7 @@ def test_mistakes(source, tmp_path, changes, message):
         ({"filters": [{"kind": "length", "min_byte": 3}]}, "min_byte"),
         ({"filters": [{"kind": "expression", "keep": "import os"}]}, "is not an expression"),
         ({"tokenizer": {"vocab_size": 3}}, "vocab_size"),
+        ({"encoding": "klingon-8"}, "not an encoding of Python"),
     ],
 )
 def test_wrong_specs(values, message):

@@ -1,1 +1,0 @@
-"""Forecasting: estimates of the data stage, from a sample of the input that goes through every step."""
