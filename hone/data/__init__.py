@@ -53,7 +53,7 @@ DEDUPS = Table(
         "exact": "hone.data.dedup.exact:Exact",
         "minhash": "hone.data.dedup.minhash:MinHash",
         "simhash": "hone.data.dedup.simhash:SimHash",
-        "semantic": "hone.data.dedup.semantics.semantic:Semantic",
+        "semantic": "hone.data.dedup.semantic:Semantic",
     },
 )
 

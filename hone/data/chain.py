@@ -14,8 +14,7 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
-from hone.data.dedup.base import Found
-from hone.data.dedup.clusters import Clusters
+from hone.data.dedup.groups import Clusters, Found
 from hone.data.edits.cuts import Cuts
 from hone.data.executors.base import Pool
 from hone.data.executors.task import need_known

@@ -56,7 +56,7 @@ class DataPlan(Plan):
     pace: Pace | None = None
 
 
-class Piece(NamedTuple):
+class SampledPart(NamedTuple):
     """A file, a part or the beginning of one, whose `file.size` bytes stand for `stands_for`; about `most` bytes of its text are used."""
 
     file: File
@@ -123,7 +123,7 @@ def _plan(spec: Settings, seen: str) -> DataPlan:
 
 def sample(
     files: Sequence[File], options: Options, folder: Path, num_bytes: float, max_bytes: int | None = None
-) -> list[Piece]:
+) -> list[SampledPart]:
     """Pieces at even distances along the bytes of `files`, about `num_bytes` together: all parts of a sorted source are there (Madow 1949).
 
     With `max_bytes` they are of so many bytes of input. Beginnings of files that cannot be cut are copied to `folder`.
@@ -132,7 +132,7 @@ def sample(
     total = float(sizes.sum())
     num_bytes *= total / max(sum(file.size * (_LIBRARY_COST if file.format == "python" else 1) for file in files), 1)
     if total <= num_bytes:
-        return [Piece(file, file.size) for file in files]
+        return [SampledPart(file, file.size) for file in files]
     reach = min(total, max_bytes or total)
     place_bytes = max(int(min(num_bytes, reach) / PLACES), 1)
     count = round(
@@ -153,7 +153,7 @@ def sample(
         borders = before + np.cumsum([part.size for part in cut])[:-1]
         here = places[slice(*np.searchsorted(places, (before, ends[number])))]
         for at, times in Counter(np.searchsorted(borders, here, "right").tolist()).items():
-            pieces.append(Piece(cut[at], times * step, times * place_bytes))
+            pieces.append(SampledPart(cut[at], times * step, times * place_bytes))
     return pieces
 
 
@@ -174,7 +174,7 @@ class Scratch:
         """Does nothing: a trial is not resumed."""
 
 
-def _attempt(spec: Settings, pieces: Sequence[Piece], folder: Path) -> Trial | None:
+def _attempt(spec: Settings, pieces: Sequence[SampledPart], folder: Path) -> Trial | None:
     """Runs all steps on `pieces`, each timed; None when they have no document."""
     place, quiet, clock = Scratch(folder), _Quiet(quiet=True), [time.perf_counter()]
     of: dict[str, int] = {}
@@ -207,7 +207,7 @@ def _attempt(spec: Settings, pieces: Sequence[Piece], folder: Path) -> Trial | N
     return trial
 
 
-def _items(pieces: Sequence[Piece], options: Options, of: dict[str, int], weights: np.ndarray) -> Iterator[Any]:
+def _items(pieces: Sequence[SampledPart], options: Options, of: dict[str, int], weights: np.ndarray) -> Iterator[Any]:
     """What readers give for `pieces`; notes the piece of each document in `of`, and for how many documents one of each piece stands."""
     for number, piece in enumerate(pieces):
         there = used = 0
@@ -246,7 +246,7 @@ def _count_tokens(spec: Settings, corpus: Corpus, kept: np.ndarray, place: Scrat
         trial.growth = float(np.log2(trial.words / len(words[0])))
 
 
-def _scaled(spec: Settings, trial: Trial, pieces: Sequence[Piece], started_s: float) -> DataPlan:
+def _scaled(spec: Settings, trial: Trial, pieces: Sequence[SampledPart], started_s: float) -> DataPlan:
     """The plan of the whole input."""
     whole = all(piece.file.size == piece.stands_for for piece in pieces)
     text, documents = float(trial.weight @ trial.size), float(trial.weight.sum())
@@ -304,7 +304,7 @@ def _scaled(spec: Settings, trial: Trial, pieces: Sequence[Piece], started_s: fl
     return DataPlan(estimates=estimates, facts=_facts(spec, trial, kept, num_kept), ways=ways, pace=pace)
 
 
-def _missing(spec: Settings, pieces: Sequence[Piece], whole: bool) -> list[str]:
+def _missing(spec: Settings, pieces: Sequence[SampledPart], whole: bool) -> list[str]:
     """Why the estimates are bounds: what the sample's run leaves out, or a sample cannot show."""
     found = [f"without {one.kind} and the filters that use it" for one in spec.scorers if one.kind in _SLOW_SCORERS]
     found += ["without what language models are asked and the waiting for them"] * bool(spec.annotations)
@@ -317,7 +317,7 @@ def _missing(spec: Settings, pieces: Sequence[Piece], whole: bool) -> list[str]:
     return found
 
 
-def _error(trial: Trial, pieces: Sequence[Piece]) -> float:
+def _error(trial: Trial, pieces: Sequence[SampledPart]) -> float:
     """Relative standard error of the kept bytes: how the pieces differ in what is left of the input that they stand for."""
     stands = np.array([piece.stands_for for piece in pieces])
     left = np.bincount(trial.piece, trial.weight * trial.left, len(pieces))

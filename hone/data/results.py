@@ -12,7 +12,7 @@ import numpy as np
 from hone.base.durable import write_atomic, write_jsonl
 from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, Labels, Part
-from hone.data.dedup.clusters import COLUMNS, Named
+from hone.data.dedup.groups import COLUMNS, Named
 from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.text.batch import Texts

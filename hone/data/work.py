@@ -14,7 +14,7 @@ from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.annotate import Care, Opened, annotate
 from hone.data.corpus import Corpus, Part, digest
-from hone.data.dedup.clusters import Named
+from hone.data.dedup.groups import Named
 from hone.data.executors.task import Function, Task
 from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter

@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from hone.base.errors import MissingExtra
+from hone.base.lazy import resolve
 from hone.base.spec import Quiet
 from hone.base.table import Technique
-from hone.data.corpus import Corpus
-from hone.data.dedup.choice import LOWEST_ID, WITH_COLUMN, ranks
-from hone.data.dedup.earlier import Shard, ids_of, record_of, shards_of, sign, sign_tasks
-from hone.data.executors.task import Function, Task, perform
 
 if TYPE_CHECKING:
-    from hone.data.dedup.joining import Joining
+    from hone.data.corpus import Corpus
+    from hone.data.dedup.groups import Found
+    from hone.data.executors.task import Function, Task
+    from hone.text.batch import Texts
 
-
-class Found(NamedTuple):
-    """The groups of duplicates. `stands` (int [num_documents]) is the representative of each document's group, its own index when it is that.
-
-    `earlier` maps the representative of a group that an earlier artifact has a document of to that document's id: all of
-    such a group is dropped. `figures` are for stats.json.
-    """
-
-    stands: np.ndarray
-    earlier: dict[int, str]
-    figures: dict[str, Any] = {}  # noqa: RUF012
-
-    def kept(self, before: np.ndarray) -> np.ndarray:
-        """Which of the documents in `before` (bool [num_documents]) stay."""
-        kept = before & (self.stands == np.arange(len(self.stands), dtype=self.stands.dtype))
-        kept[list(self.earlier)] = False
-        return kept
-
-    def known(self) -> np.ndarray:
-        """Which documents (bool [num_documents]) are in a group with a document of an earlier artifact."""
-        marked = np.zeros(len(self.stands), bool)
-        marked[list(self.earlier)] = True
-        return marked[self.stands]
+_WITH_COLUMN = ("newest", "highest", "lowest")
 
 
 class Dedup(Technique):
-    """Finds groups of duplicate documents and keeps one of each, the same whatever the order of reading unless `keep` is 'first'."""
+    """Finds groups of duplicate documents and keeps one of each, the same whatever the order of reading unless `keep` is 'first'.
+
+    Specs load without the packages of the extra 'data'; what they do is in other files, imported on use.
+    """
 
     reason: ClassVar[str] = "duplicate"
 
@@ -57,6 +38,10 @@ class Dedup(Technique):
     def representatives(self, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
         """`Found.stands` of `compare`."""
         return self.compare(corpus, kept, state).stands
+
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        """Which of the kept documents (bool [num_documents]) it reads: all."""
+        return kept
 
     def files(self) -> dict[str, Path]:
         """Field names and files whose content the result depends on: part of the identity of the artifact."""
@@ -74,11 +59,12 @@ class Dedup(Technique):
 class Joined(Dedup):
     """A deduplication by keys: documents that share a key are in one group, also when linked through other documents.
 
-    Tasks compare the keys, in rounds; `prepare` computes keys that depend on the texts first.
+    A document has `num_keys` keys, each in a table of its own: by default one, the hash of its text, which is a column. Equal keys join, or those
+    that differ in at most `most_bits` bits. Tasks compare the keys, in rounds.
     """
 
     keep: Annotated[Literal["lowest_id", "first", "longest", "newest", "highest", "lowest", "source"], Quiet()] = Field(
-        LOWEST_ID,
+        "lowest_id",
         description="The copy of a group that stays: that with the lowest id (a hash: no preference), the first read, the longest, "
         "the newest by the date in `column`, that with the highest or lowest value in `column`, or of the first of `sources`. "
         "Of equal ones that with the lowest id.",
@@ -95,56 +81,52 @@ class Joined(Dedup):
 
     @model_validator(mode="after")
     def _has_what_it_keeps_by(self) -> Joined:
-        if (self.keep in WITH_COLUMN) != bool(self.column):
+        if (self.keep in _WITH_COLUMN) != bool(self.column):
             raise ValueError(f"keep = {self.keep} {'needs' if not self.column else 'takes no'} column")
         if (self.keep == "source") != bool(self.sources):
             raise ValueError(f"keep = {self.keep} {'needs' if not self.sources else 'takes no'} sources")
         return self
 
+    @property
+    def num_keys(self) -> int:
+        return 1
+
+    @property
+    def most_bits(self) -> int:
+        return 0
+
     def files(self) -> dict[str, Path]:
+        record_of = resolve("hone.data.dedup.keys:record_of")
         return {f"against.{number}": record_of(folder) for number, folder in enumerate(self.against)}
 
     def alone(self) -> Dedup:
-        return self.model_copy(update={"against": (), "keep": LOWEST_ID, "column": "", "sources": ()})
-
-    def joining(self, corpus: Corpus, kept: np.ndarray, state: Path, earlier: Sequence[Shard] = ()) -> Joining:
-        """The comparison of the keys, also with those of `earlier`; those that `prepare` and `sign` compute are in `state`."""
-        raise NotImplementedError
+        return self.model_copy(update={"against": (), "keep": "lowest_id", "column": "", "sources": ()})
 
     def rounds(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
         """(function, tasks) of each round, after `prepare`; all tasks of a round must be done before the next round."""
         need_numba()
-        earlier = shards_of(self.against, len(corpus))
-        if tasks := sign_tasks(self, earlier, state):
-            yield sign, tasks
-        yield from self.joining(corpus, kept, state, earlier).rounds()
+        yield from resolve("hone.data.dedup.groups:rounds")(self, corpus, kept, state)
 
     def compare(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
         need_numba()
-        if hasattr(self, "prepare"):
-            self.prepare(corpus, kept, state)
-        for function, tasks in self.rounds(corpus, kept, state):
-            for task in tasks:
-                perform(function, task)
-        earlier = shards_of(self.against, len(corpus))
-        groups = self.joining(corpus, kept, state, earlier).groups()
-        known = groups[len(corpus) :]
-        groups = groups[: len(corpus)]
-        met: dict[int, str] = {}
-        if earlier:
-            numbers = np.flatnonzero(known < len(corpus))
-            for group, ident in zip(known[numbers].tolist(), ids_of(earlier, numbers + len(corpus))):
-                met[group] = min(met.get(group, ident), ident)
-        rank = ranks(self.keep, self.column, self.sources, corpus, _shared(groups, kept))
-        stands = lowest_ids(groups, corpus.columns["id"], rank)
-        return Found(stands, {int(stands[group]): ident for group, ident in met.items()})
+        return resolve("hone.data.dedup.groups:compare")(self, corpus, kept, state)
 
 
-def _shared(groups: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Which documents (bool [n]) are in a group of several; `groups` (int [n]) has the lowest index of each one's group."""
-    several = np.zeros(len(groups), bool)
-    several[groups[groups != np.arange(len(groups), dtype=groups.dtype)]] = True
-    return several[groups] & kept
+class Signed(Joined):
+    """A deduplication whose keys are computed from the texts, shard by shard, before they are compared."""
+
+    def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> list[Path]:
+        """Files of the keys of each shard of `corpus`, computed where they are missing."""
+        need_numba()
+        return resolve("hone.data.dedup.keys:sign_shards")(corpus, chosen, state, self.num_keys, self.keys)
+
+    def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
+        """Keys of n texts (uint64 [num_keys, n]), and which texts have a word (bool [n])."""
+        raise NotImplementedError
+
+    def unit_table(self) -> Any:
+        """The table of letters that the kernels of keys take."""
+        return resolve("hone.text.units:unit_table")()
 
 
 def need_numba() -> None:
@@ -153,31 +135,3 @@ def need_numba() -> None:
         import numba  # noqa: F401
     except ImportError:
         raise MissingExtra.of("deduplication", "numba", "data") from None
-
-
-def lowest_ids(groups: np.ndarray, ids: np.ndarray, rank: np.ndarray | None = None) -> np.ndarray:
-    """For each document (int [n]) the document of its group with the lowest (rank, id); overwrites `groups` with the result.
-
-    `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
-    as Python orders them; `rank` (uint64 [n]), without which ids alone decide. Of equal ones in a group, the lower index is taken.
-    """
-    from hone.text.dedup.union_find import least_members
-
-    letters = _letters(ids)
-    if rank is not None:
-        high = rank.astype(">u8").view(np.uint8).reshape(len(rank), 8)
-        letters = np.hstack([high.astype(letters.dtype), letters])
-    least_members(groups, letters)
-    return groups
-
-
-def _letters(ids: np.ndarray) -> np.ndarray:
-    """`ids` as unsigned numbers [n, width], whose rows compare lexicographically like the ids."""
-    if ids.dtype.kind == "O":
-        ids = ids.astype(str)
-    ids = np.ascontiguousarray(ids)
-    if ids.dtype.kind in "US":
-        letter = np.uint32 if ids.dtype.kind == "U" else np.uint8
-        return ids.view(letter).reshape(len(ids), -1 if len(ids) else 1)
-    assert ids.dtype.kind == "u", f"ids must be strings or unsigned numbers, not {ids.dtype}"
-    return ids.reshape(-1, 1)

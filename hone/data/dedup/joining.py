@@ -4,72 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from hone.base.spec import fingerprint
-from hone.data.dedup import shards
+from hone.data.dedup.keys import KeySource
 from hone.data.executors.task import Function, Task, finished
 from hone.text.dedup import union_find
-from hone.text.dedup.equal_numbers import by_first_bits, join_equal
+from hone.text.dedup.equal_numbers import by_first_bits
+from hone.text.dedup.tables import Rule
 
 SORT_KEYS = 1 << 23
 """Keys that a task compares at once: 28 bytes each, 235 MB. A larger table is compared in ranges of its keys."""
 TASK_KEYS = 1 << 22
 """Small tables share a task of about so many keys, a tenth of a second of work; smaller tasks are not worth their overhead."""
-
-
-class KeySource(Protocol):
-    """Where keys come from: rows of them in pieces (one per shard). Sent to tasks, so small and picklable."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Number of keys in a row of each piece."""
-        ...
-
-    def content(self) -> list[Any]:
-        """The identity of each piece's content (JSON), which does not depend on when it was written."""
-        ...
-
-    def part(self, begin: int, end: int) -> KeySource:
-        """The pieces from `begin` to `end`."""
-        ...
-
-    def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
-        """The documents (`kind` [n]) of all pieces, and rows `begin`..`end` of their keys (uint64 [end - begin, n])."""
-        ...
-
-
-class Equal(NamedTuple):
-    """Joins documents whose keys in a row are equal; each row is a table."""
-
-    num_tables: int
-
-    def row(self, table: int) -> int:
-        """The row of keys of a table."""
-        return table
-
-    def heads(self, numbers: np.ndarray, table: int) -> np.ndarray:
-        """Numbers (uint64 [n], evenly distributed) by which a table is split into ranges; equal for documents to be joined."""
-        return numbers
-
-    def join(self, parents: np.ndarray, numbers: np.ndarray, table: int) -> None:
-        """Joins in `parents` [n] the indices of documents to be joined."""
-        join_equal(parents, numbers)
-
-
-class Rule(Protocol):
-    """Which documents are joined; methods as in `Equal`."""
-
-    @property
-    def num_tables(self) -> int: ...
-
-    def row(self, table: int) -> int: ...
-
-    def heads(self, numbers: np.ndarray, table: int) -> np.ndarray: ...
-
-    def join(self, parents: np.ndarray, numbers: np.ndarray, table: int) -> None: ...
 
 
 class Joining:
@@ -207,31 +156,3 @@ def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         held += size
     if begin < len(sizes):
         yield begin, len(sizes)
-
-
-class Numbers(NamedTuple):
-    """Files of `shards.sign_shards`, each with the indices of its documents and `width` rows of keys.
-
-    `shifts`, when given, are added to the indices of each file.
-    """
-
-    files: tuple[Path, ...]
-    width: int
-    shifts: tuple[int, ...] = ()
-
-    @property
-    def sizes(self) -> list[int]:
-        return [shards.length(file, 1 + self.width) for file in self.files]
-
-    def content(self) -> list[Any]:
-        rows = shards.contents(self.files)
-        return [[*row, shift] for row, shift in zip(rows, self.shifts)] if self.shifts else rows
-
-    def part(self, begin: int, end: int) -> Numbers:
-        return Numbers(self.files[begin:end], self.width, self.shifts[begin:end])
-
-    def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
-        owners, numbers = shards.gather(self.files, 1 + self.width, 1 + begin, 1 + end, kind)
-        if self.shifts:
-            owners += np.repeat(np.array(self.shifts, kind), self.sizes)
-        return owners, numbers

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from hone.data.corpus import Corpus, Part
-from hone.data.dedup.shards import contents
+from hone.data.dedup.keys import contents
 from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of

@@ -12,7 +12,7 @@ import numpy as np
 from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.corpus import Columns, Part
-from hone.data.dedup.clusters import COLUMNS, Named
+from hone.data.dedup.groups import COLUMNS, Named
 from hone.data.expression import columns_of, evaluate
 from hone.data.filters.base import Filter
 from hone.data.filters.decide import causes as causes_of

@@ -12,7 +12,7 @@ from hone.base.durable import write_atomic
 from hone.base.lazy import lazy
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus, Part, digest
-from hone.data.dedup.clusters import Named
+from hone.data.dedup.groups import Named
 from hone.data.executors.task import Function, Task
 from hone.data.exports.hugging_face import SPLITS, card, write_split
 from hone.data.exports.rows import dropped_lines, kept_lines

@@ -74,3 +74,29 @@ def least_members(roots, letters):
                 break
     for node in range(len(roots)):
         roots[node] = best[roots[node]]
+
+
+def lowest_ids(groups: np.ndarray, ids: np.ndarray, rank: np.ndarray | None = None) -> np.ndarray:
+    """For each document (int [n]) the document of its group with the lowest (rank, id); overwrites `groups` with the result.
+
+    `groups` (int [n], each 0 <= group < n) is equal for documents of one group; `ids` [n] are strings or numbers, ordered
+    as Python orders them; `rank` (uint64 [n]), without which ids alone decide. Of equal ones in a group, the lower index is taken.
+    """
+    letters = _letters(ids)
+    if rank is not None:
+        high = rank.astype(">u8").view(np.uint8).reshape(len(rank), 8)
+        letters = np.hstack([high.astype(letters.dtype), letters])
+    least_members(groups, letters)
+    return groups
+
+
+def _letters(ids: np.ndarray) -> np.ndarray:
+    """`ids` as unsigned numbers [n, width], whose rows compare lexicographically like the ids."""
+    if ids.dtype.kind == "O":
+        ids = ids.astype(str)
+    ids = np.ascontiguousarray(ids)
+    if ids.dtype.kind in "US":
+        letter = np.uint32 if ids.dtype.kind == "U" else np.uint8
+        return ids.view(letter).reshape(len(ids), -1 if len(ids) else 1)
+    assert ids.dtype.kind == "u", f"ids must be strings or unsigned numbers, not {ids.dtype}"
+    return ids.reshape(-1, 1)

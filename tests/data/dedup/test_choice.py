@@ -16,7 +16,7 @@ from hone.base.run import Run
 from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
-from hone.data.dedup.choice import ascending, seconds
+from hone.data.dedup.groups import ascending, seconds
 from hone.data.language import Identifier
 from hone.data.stage import Data
 from hone.feed.files.listing import list_source

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError
 from hone.data import EXECUTORS
-from hone.data.dedup import joining, shards
+from hone.data.dedup import joining
+from hone.data.dedup import keys as key_files
 from hone.data.dedup.exact import Exact
-from hone.data.dedup.joining import Equal, Joining, Numbers
-from hone.data.dedup.simhash import Near
+from hone.data.dedup.joining import Joining
+from hone.data.dedup.keys import Numbers
 from hone.data.executors.task import Task, perform
 from hone.text.dedup import equal_numbers, union_find
+from hone.text.dedup.tables import Equal, Near
 from tests.text.dedup import oracles
 
 SPLITS = [(10**6, 10**6), (10**6, 400), (700, 1), (150, 1), (40, 1)]
@@ -73,7 +75,7 @@ def files_of(folder: Path, rows: np.ndarray, owners: np.ndarray, sizes: list[int
     ends = np.cumsum(sizes)
     for number, (begin, end) in enumerate(zip([0, *ends], ends)):
         block = np.vstack([owners[None, begin:end].astype(np.uint64), rows[:, begin:end]])
-        shards.save(folder / f"keys-{number:05d}.u64", block)
+        key_files.save(folder / f"keys-{number:05d}.u64", block)
     return tuple(folder / f"keys-{number:05d}.u64" for number in range(len(sizes)))
 
 
@@ -251,9 +253,9 @@ def test_a_manifest_says_what_a_file_holds_without_reading_it(tmp_path):
     path = tmp_path / "keys-00000.u64"
     task = Task("shard-00000", tmp_path, {"name": path.name, "raw": b"some numbers"}, 1)
     perform(_write, task)
-    [told] = shards.contents([path])
+    [told] = key_files.contents([path])
     task.manifest.unlink()
-    assert shards.contents([path]) == [told] and told[:2] == ["keys-00000.u64", 12]
+    assert key_files.contents([path]) == [told] and told[:2] == ["keys-00000.u64", 12]
 
 
 def _write(folder: Path, name: str, raw: bytes) -> dict:

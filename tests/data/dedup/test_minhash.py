@@ -15,11 +15,12 @@ import pytest
 
 from benchmarks.data.corpus import altered
 from hone.data.corpus import Corpus
-from hone.data.dedup import joining, shards
+from hone.data.dedup import joining
+from hone.data.dedup import keys as key_files
 from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
 from hone.text.batch import Texts
-from hone.text.dedup import union_find
+from hone.text.dedup import tables, union_find
 from hone.text.dedup.equal_numbers import join_equal
 from tests.text.dedup import oracles
 
@@ -119,9 +120,9 @@ def test_batches_of_one_text_sign_the_same(known, tmp_path):
     for num_bytes in (1, 5000, 1 << 30):
         state = tmp_path / str(num_bytes)
         state.mkdir()
-        files = shards.sign_shards(corpus, kept, state, "keys", 14, technique.keys, num_bytes)
-        read.append(shards.gather(files, 15, 0, 15))
-        assert all((shards.gather(files, 15, row, row + 1)[1][0] == read[-1][1][row]).all() for row in range(15))
+        files = key_files.sign_shards(corpus, kept, state, 14, technique.keys, num_bytes)
+        read.append(key_files.gather(files, 15, 0, 15))
+        assert all((key_files.gather(files, 15, row, row + 1)[1][0] == read[-1][1][row]).all() for row in range(15))
     for one, other in itertools.combinations(read, 2):
         assert all((a == b).all() for a, b in zip(one, other))
     assert (
@@ -142,9 +143,9 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     names = {path.name for path in state.iterdir()}
     assert len(names) == 4 + 2 * 5, "three of fourteen bands a task"
     signed, compared = [], []
-    keys, equal = MinHash.keys, joining.join_equal
+    keys, equal = MinHash.keys, tables.join_equal
     monkeypatch.setattr(MinHash, "keys", lambda self, batch: signed.append(batch.num_texts) or keys(self, batch))
-    monkeypatch.setattr(joining, "join_equal", lambda *args: compared.append(1) or equal(*args))
+    monkeypatch.setattr(tables, "join_equal", lambda *args: compared.append(1) or equal(*args))
     (state / "join-002.done").unlink()
     assert (MinHash().representatives(corpus, kept, state) == whole).all()
     assert (signed, len(compared)) == ([], 3) and {path.name for path in state.iterdir()} == names

@@ -71,7 +71,7 @@ def test_fifty_copies_of_a_chinese_text_are_one_group():
 def test_fingerprints_of_copies_are_near_in_scripts_without_spaces():
     for script in CLUSTERS:
         text = " ".join(sentences(script))
-        found, worded = SimHash().fingerprints(
+        found, worded = SimHash().keys(
             Texts.of([text, copies(text, 1, random.Random(0))[0], " ".join(sentences("Latin"))])
         )
         assert worded.all()
@@ -88,4 +88,4 @@ def test_text_of_letters_signs_as_it_always_has():
     ]
     keys, _ = MinHash().keys(Texts.of(texts))
     assert [hex(int(np.bitwise_xor.reduce(row))) for row in keys.T] == EXPECTED
-    assert [hex(int(one)) for one in SimHash().fingerprints(Texts.of(texts))[0][0]] == PRINTS
+    assert [hex(int(one)) for one in SimHash().keys(Texts.of(texts))[0][0]] == PRINTS

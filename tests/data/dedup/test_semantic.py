@@ -13,8 +13,8 @@ from pyarrow import parquet
 
 from hone.base.errors import SpecError
 from hone.base.run import Run
-from hone.data.dedup.semantics.kmeans import assign, centroids_of, prune
 from hone.data.stage import Data
+from hone.text.dedup.kmeans import assign, centroids_of, prune
 from tests.data.stories import story
 
 QUIET = Run(quiet=True)
@@ -125,7 +125,7 @@ def test_the_vector_is_the_pooled_final_state(tiny_llama):
     import torch
     import transformers
 
-    from hone.data.dedup.semantics.embedding import opened
+    from hone.data.dedup.embedding import opened
     from hone.model.tokenizer import load_tokenizer
 
     ids = load_tokenizer(tiny_llama).encode("once upon a time")
@@ -153,7 +153,7 @@ def test_a_model_without_torch_is_said(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from hone.data import DEDUPS\nfrom hone.base.errors import MissingExtra\n"
-        "try: DEDUPS.read({'kind': 'semantic', 'model': 'x'})._embed(None, None, 0, None)\n"
+        "try: DEDUPS.read({'kind': 'semantic', 'model': 'x'}).need_vectors()\n"
         "except MissingExtra as error: assert 'hone-llm[models]' in str(error)\nelse: raise SystemExit(3)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from hone.data.dedup.simhash import Near, SimHash, masks
+from hone.data.dedup.simhash import SimHash
 from hone.text.dedup import union_find
+from hone.text.dedup.tables import Near, masks
 from tests.text.dedup import oracles
 
 

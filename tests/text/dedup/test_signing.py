@@ -50,7 +50,7 @@ def test_signatures_equal_the_plain_ones():
 
 
 def test_fingerprints_equal_the_plain_ones():
-    made, worded = SimHash().fingerprints(texts_with_offsets(CASES))
+    made, worded = SimHash().keys(texts_with_offsets(CASES))
     assert made[0].tolist() == [oracles.fingerprint(text, 3) for text in CASES]
     assert worded.tolist() == [bool(oracles.words(text)) for text in CASES]
 
@@ -64,7 +64,7 @@ def test_any_text_at_any_length_of_run(texts, n):
     batch = texts_with_offsets(texts)
     made, _ = MinHash(shingle_words=n, bands=2, rows=3, seed=n).signatures(batch)
     assert made.tolist() == [oracles.signature(text, n, 2, 3, n) for text in texts]
-    made, _ = SimHash(shingle_words=n).fingerprints(batch)
+    made, _ = SimHash(shingle_words=n).keys(batch)
     assert made[0].tolist() == [oracles.fingerprint(text, n) for text in texts]
 
 
@@ -111,7 +111,7 @@ def test_one_text_of_ten_megabytes():
     times = 10_000_000 // len(block) + 1
     made, _ = MinHash(bands=2, rows=3).signatures(Texts.of([block * times]))
     assert made[0].tolist() == oracles.signature(block * 2, 5, 2, 3, 1), "repeated shingles count once"
-    found, _ = SimHash().fingerprints(Texts.of([block * times]))
+    found, _ = SimHash().keys(Texts.of([block * times]))
     near = oracles.fingerprint(block * 4, 3)
     assert (int(found[0, 0]) ^ near).bit_count() <= 2, "votes grow with the text"
 

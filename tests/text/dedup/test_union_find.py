@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.data.dedup.base import lowest_ids
 from hone.text.dedup import union_find
+from hone.text.dedup.union_find import lowest_ids
 from tests.text.dedup import oracles
 
 GRAPHS = st.integers(1, 40).flatmap(

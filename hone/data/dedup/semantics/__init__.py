@@ -1,1 +1,0 @@
-"""Semantic deduplication by embeddings."""
