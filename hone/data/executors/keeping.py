@@ -17,8 +17,7 @@ from hone.base.run import Run
 from hone.base.spec import fingerprint
 from hone.base.store import AT_ONCE, Store, at_once
 from hone.data.executors.base import Pool, Rescue
-from hone.data.executors.store import Kept, Read
-from hone.data.executors.task import Function, Task, fetched
+from hone.data.executors.task import Function, Kept, Read, Task, fetched
 from hone.feed.files.listing import Listing
 
 

@@ -1,20 +1,28 @@
-"""The processes executor: fresh Python processes on this machine, replaced when they die."""
+"""The processes executor: fresh Python processes on this machine, replaced when they die, and what such a process does."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
-from hone.data.executors.task import Function, Task
+from hone.data.executors.task import Function, Task, perform
 
 ONE_THREAD = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_COMMAND = "import sys; sys.path[:] = {path!r}; from hone.data.executors.worker import work; work({given}, {answers})"
+_COMMAND = (
+    "import sys; sys.path[:] = {path!r}; from hone.data.executors.processes import work; work({given}, {answers})"
+)
 
 
 class Processes(Executor):
@@ -101,3 +109,56 @@ class _Processes(RunAhead):
 
 def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def work(given: int, answers: int) -> None:
+    """Runs the tasks read from file descriptor `given`, writes answers (summary, error, peak memory) to `answers`."""
+    tasks, replies = Connection(given, writable=False), Connection(answers, readable=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and stops its workers
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    while True:
+        try:
+            function, task = pickle.loads(tasks.recv_bytes())
+        except (EOFError, OSError):
+            return
+        replies.send_bytes(answered(function, task))
+
+
+def answered(function: Function, task: Task) -> bytes:
+    """The pickled (summary, error, peak memory) of a task that is done here."""
+    summary, error = None, None
+    try:
+        summary = perform(function, task)
+    except BaseException as raised:
+        error = portable(raised)
+    try:
+        return pickle.dumps((summary, error, peak_memory_bytes()))
+    except Exception as raised:  # an error that cannot be pickled must not look like a dead worker
+        return pickle.dumps((None, portable(raised), peak_memory_bytes()))
+
+
+def portable(error: BaseException) -> BaseException:
+    """`error` with its traceback as a note, or an error with its text when it cannot be pickled."""
+    told = "".join(traceback.format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error.with_traceback(None)))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"in a worker:\n{told}")
+    return error
+
+
+def peak_memory_bytes() -> int:
+    """This process's peak memory."""
+    with suppress(OSError, IndexError, ValueError):  # Linux: getrusage would include the parent's memory
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process soon after its parent was killed: nobody reads the result, and another run may start the same task."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

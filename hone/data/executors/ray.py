@@ -12,9 +12,8 @@ from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
-from hone.data.executors.processes import Processes
+from hone.data.executors.processes import Processes, peak_memory_bytes
 from hone.data.executors.task import Function, Task, perform
-from hone.data.executors.worker import peak_memory_bytes
 
 
 class Ray(Executor):

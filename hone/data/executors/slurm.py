@@ -21,9 +21,8 @@ from pydantic import Field, field_validator
 from hone.base.durable import write_atomic
 from hone.base.errors import MachineError, SpecError
 from hone.data.executors.base import RETRIES, Executor, Outcome, Pool, Rescue, given_up
-from hone.data.executors.processes import ONE_THREAD
+from hone.data.executors.processes import ONE_THREAD, answered
 from hone.data.executors.task import Function, Task, finished
-from hone.data.executors.worker import answered
 
 _ORPHANED_S = 600
 """An element ends when the calling process has given no sign for so long."""

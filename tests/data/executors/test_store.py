@@ -66,7 +66,7 @@ def apart(tmp_path, monkeypatch) -> Path:
 
     class Elsewhere(plain):
         def __init__(self, command, **more):
-            if "executors.worker" in command[-1]:
+            if "executors.processes import work" in command[-1]:
                 more["cwd"] = machines / f"{next(numbers)}"
                 more["cwd"].mkdir(parents=True)
             super().__init__(command, **more)
