@@ -16,8 +16,9 @@ import numpy as np
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus, english, other
 from hone.data.identifiers.own import Own
-from hone.data.signals import normalize, signals_of
+from hone.data.signals import signals_of
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 from hone.text.signals.code import looks_like_code
 
 _LANGUAGES = {"py": "Python", "rs": "Rust", "c": "C", "sh": "shell", "md": "Markdown", "rst": "reStructuredText"}

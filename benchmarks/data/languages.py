@@ -27,8 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hone.data.signals import normalize, signals_of
+from hone.data.signals import signals_of
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 from hone.text.signals import languages
 from hone.text.tables import EDGE_PUNCTUATION, STOP_WORDS
 from hone.text.units import words_of

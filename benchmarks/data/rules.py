@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.data import peers_rules
 from benchmarks.data.declaration import FILES, paragraphs
 from benchmarks.ledger import append, table
-from hone.data.signals import normalize
+from hone.text.normalize import normalize
 from hone.text.units import words_of
 
 UNSPACED = {"zh": "cmn_hans", "ja": "jpn", "ko": "kor", "th": "tha", "lo": "lao", "km": "khm", "my": "mya", "bo": "bod"}

@@ -21,8 +21,9 @@ import numpy as np
 
 from benchmarks.data.corpus import grown
 from hone.data import FILTERS
-from hone.data.signals import normalize, signals_of
+from hone.data.signals import signals_of
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 
 RULES: dict[str, dict[str, Any]] = {
     "gopher_repetition": {},

@@ -49,7 +49,7 @@ def digest(*arrays: np.ndarray) -> str:
 
 def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
     """The Arrow schema of a shard; `more` are (name, type) of additional columns."""
-    kinds = {**DOCUMENT, **SIGNALS}
+    kinds = DOCUMENT | {name: signal.kind for name, signal in SIGNALS.items()}
     return pa.schema([*((name, getattr(pa, kind)()) for name, kind in kinds.items()), *more])
 
 

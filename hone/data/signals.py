@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import unicodedata
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hone.base.errors import MissingExtra
+from hone.base.lazy import resolve
 from hone.text.batch import Texts
 
 DOCUMENT: dict[str, str] = {
@@ -25,61 +25,73 @@ DOCUMENT: dict[str, str] = {
 }
 """Type of each column known from reading; the signals follow."""
 
-SIGNALS: dict[str, str] = {
-    "text_hash": "uint64",
-    "bytes": "int64",
-    "chars": "int64",
-    "words": "int64",
-    "lines": "int64",
-    "sentences": "int64",
-    "mean_word_chars": "float64",
-    "max_word_chars": "int64",
-    "max_line_chars": "int64",
-    "hash_ratio": "float64",
-    "ellipsis_ratio": "float64",
-    "bullet_lines": "float64",
-    "ellipsis_lines": "float64",
-    "alpha_words": "float64",
-    "stop_words": "int64",
-    "punctuated_lines": "float64",
-    "short_lines": "float64",
-    "newline_ratio": "float64",
-    "javascript_lines": "float64",
-    "policy_lines": "float64",
-    "lorem_ipsum": "int64",
-    "braces": "int64",
-    "urls": "int64",
-    "digit_ratio": "float64",
-    "upper_ratio": "float64",
-    "unique_words": "float64",
-    "compression_ratio": "float64",
-    "dup_lines": "float64",
-    "dup_line_chars": "float64",
-    "dup_paragraphs": "float64",
-    "dup_paragraph_chars": "float64",
-    **{f"top_{n}gram_chars": "float64" for n in (2, 3, 4)},
-    **{f"dup_{n}gram_chars": "float64" for n in range(5, 11)},
-    "mtld": "float64",
-    "flesch": "float64",
-    "non_alnum_ratio": "float64",
-    "whitespace_ratio": "float64",
-    "paren_ratio": "float64",
-    "url_ratio": "float64",
-    "number_words": "float64",
-    "upper_lines": "float64",
-    "boilerplate_words": "float64",
-    "c4_lines": "float64",
-    "c4_sentences": "int64",
-    "c4_loose_sentences": "int64",
-    "long_lines": "int64",
-    "emails": "int64",
-    "public_ips": "int64",
-    "phones": "int64",
-    "cards": "int64",
-    "unspaced_words": "float64",
-    "language_stop_words": "int64",
+
+class Signal(NamedTuple):
+    """A column: its `kind` of numbers, and 'module:function' of what computes it, '' for those that the scan of all documents counts.
+
+    The function takes (Texts, the columns computed so far) and returns an array [num_texts].
+    """
+
+    kind: str
+    function: str = ""
+
+
+_INT, _FLOAT = Signal("int64"), Signal("float64")
+SIGNALS: dict[str, Signal] = {
+    "text_hash": Signal("uint64"),
+    "bytes": _INT,
+    "chars": _INT,
+    "words": _INT,
+    "lines": _INT,
+    "sentences": _INT,
+    "mean_word_chars": _FLOAT,
+    "max_word_chars": _INT,
+    "max_line_chars": _INT,
+    "hash_ratio": _FLOAT,
+    "ellipsis_ratio": _FLOAT,
+    "bullet_lines": _FLOAT,
+    "ellipsis_lines": _FLOAT,
+    "alpha_words": _FLOAT,
+    "stop_words": _INT,
+    "punctuated_lines": _FLOAT,
+    "short_lines": _FLOAT,
+    "newline_ratio": _FLOAT,
+    "javascript_lines": _FLOAT,
+    "policy_lines": _FLOAT,
+    "lorem_ipsum": _INT,
+    "braces": _INT,
+    "urls": _INT,
+    "digit_ratio": _FLOAT,
+    "upper_ratio": _FLOAT,
+    "unique_words": _FLOAT,
+    "compression_ratio": Signal("float64", "hone.text.signals.compression:compression_ratio"),
+    "dup_lines": _FLOAT,
+    "dup_line_chars": _FLOAT,
+    "dup_paragraphs": _FLOAT,
+    "dup_paragraph_chars": _FLOAT,
+    **{f"top_{n}gram_chars": _FLOAT for n in (2, 3, 4)},
+    **{f"dup_{n}gram_chars": _FLOAT for n in range(5, 11)},
+    "mtld": _FLOAT,
+    "flesch": _FLOAT,
+    "non_alnum_ratio": _FLOAT,
+    "whitespace_ratio": _FLOAT,
+    "paren_ratio": _FLOAT,
+    "url_ratio": _FLOAT,
+    "number_words": _FLOAT,
+    "upper_lines": _FLOAT,
+    "boilerplate_words": _FLOAT,
+    "c4_lines": _FLOAT,
+    "c4_sentences": _INT,
+    "c4_loose_sentences": _INT,
+    "long_lines": _INT,
+    "emails": _INT,
+    "public_ips": _INT,
+    "phones": _INT,
+    "cards": _INT,
+    "unspaced_words": _FLOAT,
+    "language_stop_words": _INT,
 }
-"""Type of each column. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
+"""Every signal. One with a function of its own is that function and this line. Ratios are per word or per character, fractions are of lines, words or characters; 0 where the
 document has none. Words end at Unicode white space; in scripts without spaces each character or cluster of text/units.py is a
 word, with the punctuation at it. Lengths are in characters. Columns not explained by their names:
 
@@ -99,80 +111,28 @@ emails, public_ips, phones, cards: matches of personal data that pass a check (R
 E.164 or North American grouping, Luhn).
 """
 
-MAX_MARKS = 300
-"""More consecutive combining marks occur in no script: Unicode's stream-safe format allows 30 (UAX 15, 13)."""
-_SPLIT_MARKS = {"\u0f73": "\u0f71\u0f72", "\u0f75": "\u0f71\u0f74", "\u0f81": "\u0f71\u0f80"}
-"""Tibetan vowels that are no marks and decompose into two."""
 
-
-def is_piled(text: str) -> bool:
-    """Whether more than MAX_MARKS combining marks in a row are not in the order of NFC.
-
-    Sorting them takes time quadratic in their number: hours for a megabyte. A run that long contains every
-    MAX_MARKS-th character, so only these are checked first.
-    """
-    sample = text[::MAX_MARKS]
-    if sample.isascii():
-        return False
-    end = 0
-    for number, character in enumerate(sample):
-        place = number * MAX_MARKS
-        if place >= end and _is_mark(character):
-            begin = end = place
-            while begin and _is_mark(text[begin - 1]):
-                begin -= 1
-            while end < len(text) and _is_mark(text[end]):
-                end += 1
-            parts = (_SPLIT_MARKS.get(mark, mark) for mark in text[begin:end])
-            classes = [unicodedata.combining(part) for mark in parts for part in mark]
-            if end - begin > MAX_MARKS and any(one > other for one, other in itertools.pairwise(classes)):
-                return True
-    return False
-
-
-def _is_mark(character: str) -> bool:
-    return unicodedata.combining(character) > 0 or character in _SPLIT_MARKS
-
-
-def normalize(text: str) -> str:
-    """Text that is not `is_piled` as stored: NFC, line ends as '\\n', no space at line ends or around the text."""
-    text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return "\n".join([line.rstrip(" \t") for line in text.split("\n")]).strip("\n").rstrip()
+def column_kinds() -> dict[str, str]:
+    """'text' or 'number' for each column that every document has; scorers add more."""
+    kinds = DOCUMENT | {name: signal.kind for name, signal in SIGNALS.items()}
+    return {name: "text" if kind.endswith("string") else "number" for name, kind in kinds.items()}
 
 
 def signals_of(texts: Texts, languages: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of the type in SIGNALS.
+    """Every column of SIGNALS for each of `texts`, as an array [num_texts] of its kind.
 
     `languages` has the code of each text's language, whose stop words are counted; without it the English are.
     """
     try:
-        from hone.text.signals import measure
+        columns = resolve("hone.text.signals.measure:signals_of")(texts, languages)
+        for name, signal in SIGNALS.items():
+            if signal.function:
+                columns[name] = resolve(signal.function)(texts, columns)
     except ImportError as error:
         raise MissingExtra.of("measuring texts", error.name or "numba", "data") from None
-    counts, mtld = measure.counts_of(texts, codes=languages)
-    columns = measure.columns_of(counts)
-    columns["bytes"] = np.diff(texts.offsets)
-    columns["mtld"] = mtld
-    columns["compression_ratio"] = columns["bytes"] / np.maximum(_compressed(texts), 1)
-    return {name: columns[name].astype(kind, copy=False) for name, kind in SIGNALS.items()}
+    return {name: columns[name].astype(signal.kind, copy=False) for name, signal in SIGNALS.items()}
 
 
 def signals(text: str, language: str = "") -> dict[str, float | int]:
     """The value of every column in SIGNALS for one document."""
     return {name: column[0].item() for name, column in signals_of(Texts.of([text]), [language]).items()}
-
-
-def _compressed(texts: Texts) -> np.ndarray:
-    """int64 [num_texts]: bytes of each text compressed by zstd at level 1."""
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtra.of("measuring texts", "zstandard", "data") from None
-    compressor = zstandard.ZstdCompressor(level=1, write_checksum=False, write_content_size=False)
-    data = memoryview(np.ascontiguousarray(texts.data))
-    places = texts.offsets.tolist()
-    return np.fromiter(
-        (len(compressor.compress(data[start:end])) for start, end in itertools.pairwise(places)),
-        np.int64,
-        texts.num_texts,
-    )

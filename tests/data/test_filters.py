@@ -14,8 +14,9 @@ from benchmarks.data.signals import decide, natural
 from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.quality.lexicon import _Opened
-from hone.data.signals import normalize, signals
+from hone.data.signals import signals
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 
 PROSE = (
     "The garden behind the house had been left to itself for many years. Nobody could say who planted the old pear tree.\n"

@@ -16,8 +16,9 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.data import FILTERS, SCORERS
 from hone.data.corpus import schema
 from hone.data.expression import columns_of
-from hone.data.signals import SIGNALS, normalize, signals, signals_of
+from hone.data.signals import SIGNALS, signals, signals_of
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 from hone.text.signals import measure
 from tests.text.signals import oracle
 
@@ -46,7 +47,9 @@ few_words = st.lists(st.sampled_from(["a", "bb", "the", "#x", "3", "..."]), max_
 def check(texts: list[str]) -> None:
     columns = signals_of(Texts.of(texts))
     assert list(columns) == list(SIGNALS)
-    assert {name: str(column.dtype) for name, column in columns.items()} == SIGNALS
+    assert {name: str(column.dtype) for name, column in columns.items()} == {
+        name: signal.kind for name, signal in SIGNALS.items()
+    }
     columns["toxic_words"] = measure.columns_of(measure.counts_of(Texts.of(texts), LEXICON)[0])["toxic_words"]
     for index, text in enumerate(texts):
         for name, value in oracle.signals(text, LEXICON).items():

@@ -14,7 +14,7 @@ from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, cut_whole, figures
 from hone.data.edits.rows import save
 from hone.data.expression import evaluate, need_sense
-from hone.data.filters.base import COLUMN_KINDS
+from hone.data.signals import column_kinds
 from hone.text.batch import Texts
 
 SPACED_LINES = "kind != 'code' and language not in ('zh', 'ja', 'th', 'lo', 'km', 'my')"
@@ -43,7 +43,7 @@ class ByShard(Edit):
     @field_validator("when", check_fields=False)
     @classmethod
     def _makes_sense(cls, value: str) -> str:
-        need_sense(value, COLUMN_KINDS)
+        need_sense(value, column_kinds())
         return value
 
     @property

@@ -12,11 +12,8 @@ from hone.base.errors import SpecError
 from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.expression import columns_of, evaluate, files_of, need_sense
-from hone.data.signals import DOCUMENT, SIGNALS
+from hone.data.signals import column_kinds
 from hone.text.signals.languages import UNSPACED, Language, languages
-
-COLUMN_KINDS = {name: "text" if kind.endswith("string") else "number" for name, kind in {**DOCUMENT, **SIGNALS}.items()}
-"""Kind of each column that every document has; scorers add more."""
 
 
 class Rule(NamedTuple):
@@ -84,7 +81,7 @@ class Filter(Technique):
     @field_validator("when", "keep", check_fields=False)  # `keep` is a field of some filters only
     @classmethod
     def _makes_sense(cls, value: str) -> str:
-        need_sense(value, COLUMN_KINDS)
+        need_sense(value, column_kinds())
         return value
 
     @property

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hone.base.errors import HoneError, MissingExtra
-from hone.data.signals import is_piled, normalize
 from hone.feed.files.listing import File
 from hone.text.batch import Texts
+from hone.text.normalize import is_piled, normalize
 
 SAMPLE_CHARS = 400
 MAX_REPLACED = 0.01

@@ -266,3 +266,9 @@ def columns_of(counts: np.ndarray) -> dict[str, np.ndarray]:
     for names, divisor in ((_PER_WORD, num_words), (_PER_LINE, num_lines), (_PER_CHAR, num_chars)):
         columns |= {name: of[count] / divisor for name, count in names.items()}
     return columns
+
+
+def signals_of(texts: Texts, codes: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """The signals that are counted, of `texts` in languages with the `codes`, each [num_texts]."""
+    counts, mtld = counts_of(texts, codes=codes)
+    return {**columns_of(counts), "bytes": np.diff(texts.offsets), "mtld": mtld}

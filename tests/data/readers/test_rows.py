@@ -18,9 +18,9 @@ from hone.data.readers import rows
 from hone.data.readers.documents import Batch, Broken, Document, Fault, Noted, Options, settle
 from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import settle_batch
-from hone.data.signals import normalize
 from hone.feed.files.listing import list_source
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 from hone.text.sound import ODD, look, plain_bytes, tables
 
 STRANGE = "\0\r\n\t \x0b\x1c\x85\xa0éÃ©Â»€™â\u0301\u0300\u093c\u09be\u1161\u11a8가각\u2000\u2028\u3099か\ufffd\ufeff\u2126\u212b\uf900😀𝐀𑂙"

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hone.base.run import Run
-from hone.data.signals import normalize, signals_of
+from hone.data.signals import signals_of
 from hone.data.stage import Data
 from hone.text.batch import Texts
+from hone.text.normalize import normalize
 from hone.text.signals.code import looks_like_code
 from tests.data.stories import story
 
