@@ -24,10 +24,10 @@ from hone.base.run import Run
 from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
-from hone.data.language import Identifier
 from hone.data.stage import Data
 from hone.feed.files.listing import list_source
 from hone.text.dedup.kmeans import assign, centroids_of, prune
+from hone.text.langid.identify import Identifier
 
 _ROUNDS = 3
 _STAGE = """

@@ -26,9 +26,10 @@ import numpy as np
 
 from benchmarks.data import declaration
 from benchmarks.data.clock import best_of
-from hone.data.language import MACROLANGUAGES, UNKNOWN, Identifier
 from hone.text.batch import Texts
 from hone.text.langid import train
+from hone.text.langid.identify import Identifier
+from hone.text.langid.shipped import MACROLANGUAGES, UNKNOWN
 
 SAMPLE = Path(__file__).parents[2] / "tests" / "text" / "langid" / "udhr.jsonl.xz"
 _SURE = 0.65

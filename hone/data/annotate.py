@@ -13,7 +13,6 @@ import numpy as np
 from hone.base.lazy import lazy
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.identifiers.base import Opened as Identified
-from hone.data.language import NO_LANGUAGE
 from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file
@@ -27,6 +26,8 @@ parquet = lazy("pyarrow.parquet")
 
 TASK_BYTES = 4 << 20
 """Input bytes of a task, which is what a killed process has to redo. A larger file is a task of its own, or several (readers/parts.py)."""
+NO_LANGUAGE = "code"
+"""Value of the language column for program text."""
 _BATCH_DOCUMENTS = 1 << 16
 _SAMPLES = 3
 

@@ -10,9 +10,9 @@ import pytest
 from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
-from hone.data.language import Identifier
 from hone.data.readers.documents import Options
 from hone.feed.files.listing import list_source
+from hone.text.langid.identify import Identifier
 
 
 def corpus_of(tmp_path, texts: list[str], name: str = "in") -> Corpus:

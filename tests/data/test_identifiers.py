@@ -16,9 +16,9 @@ from pyarrow import parquet
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import IDENTIFIERS
 from hone.data.identifiers.base import code_of
-from hone.data.language import Identifier
 from hone.data.stage import Data
 from hone.text.batch import Texts
+from hone.text.langid.identify import Identifier
 
 TEXTS = {
     "en": "The ferry leaves in the morning, and whoever misses it has to wait on the island until the next day.",

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
 from hone.data import FILTERS
-from hone.data.language import UNKNOWN, Identifier
+from hone.data.identifiers.own import Own
 from hone.data.stage import Data
 from hone.text.batch import Texts
+from hone.text.langid.identify import Identifier
 from hone.text.langid.model import Model
-from hone.text.langid.shipped import SHIPPED, shipped_languages
+from hone.text.langid.shipped import SHIPPED, UNKNOWN, shipped_languages
 
 SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"
 
@@ -145,7 +146,9 @@ def test_decomposed_text_is_composed(identifier, declaration, language):
 
 def test_unknown_languages_are_named():
     with pytest.raises(SpecError, match="unknown languages klingon, unknown"):
-        Identifier(("en", "unknown", "klingon"))
+        Own(kind="hone").open(("en", "unknown", "klingon"))
+    with pytest.raises(ValueError, match="unknown languages klingon"):
+        Identifier(("en", "klingon"))
 
 
 def test_long_texts_are_sampled_from_end_to_end(identifier):
@@ -229,7 +232,7 @@ def test_the_filter_treats_unknown_as_told(keep_unknown, reason):
 def test_a_language_that_is_none_is_refused_with_the_one_that_was_meant(given, meant):
     for refuse in (
         lambda: Data(filters=[{"kind": "language", "languages": ["en", given]}]),
-        lambda: Identifier([given]),
+        lambda: Own(kind="hone").open((given,)),
     ):
         with pytest.raises(SpecError, match=f"unknown languages {given}") as error:
             refuse()

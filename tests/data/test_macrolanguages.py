@@ -11,9 +11,10 @@ import pytest
 
 from hone.base.errors import SpecError
 from hone.data import IDENTIFIERS
-from hone.data.language import MACROLANGUAGES, Identifier
 from hone.data.stage import Data
 from hone.text.batch import Texts
+from hone.text.langid.identify import Identifier
+from hone.text.langid.shipped import MACROLANGUAGES
 from hone.text.signals.languages import languages
 
 SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"

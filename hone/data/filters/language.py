@@ -9,7 +9,8 @@ from pydantic import Field, field_validator
 from hone.base.errors import SpecError
 from hone.data.filters.base import Filter, Rule
 from hone.data.identifiers.base import may_be_known
-from hone.data.language import MACROLANGUAGES, UNKNOWN, need_known
+from hone.data.identifiers.own import need_known
+from hone.text.langid.shipped import MACROLANGUAGES, UNKNOWN
 
 
 class Language(Filter):

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from hone.base.table import Technique
-from hone.data.language import UNKNOWN
 from hone.text.batch import Texts
+from hone.text.langid.shipped import UNKNOWN
 
 _SHORTER = {
     "afr": "af", "ara": "ar", "arb": "ar", "aze": "az", "azj": "az", "bel": "be", "bul": "bg", "ben": "bn", "bos": "bs", "cat": "ca",

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hone.base.errors import MissingExtra
 from hone.data.identifiers.base import LanguageIdentification, OneByOne, code_of
-from hone.data.language import UNKNOWN
+from hone.text.langid.shipped import UNKNOWN
 
 
 class CLD2(LanguageIdentification):

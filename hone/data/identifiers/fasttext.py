@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data.identifiers.base import LanguageIdentification, OneByOne, code_of
-from hone.data.language import UNKNOWN
+from hone.text.langid.shipped import UNKNOWN
 
 
 class FastText(LanguageIdentification):

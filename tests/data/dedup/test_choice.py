@@ -17,9 +17,9 @@ from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
 from hone.data.dedup.groups import ascending, seconds
-from hone.data.language import Identifier
 from hone.data.stage import Data
 from hone.feed.files.listing import list_source
+from hone.text.langid.identify import Identifier
 from tests.data.stories import story
 
 QUIET = Run(quiet=True)

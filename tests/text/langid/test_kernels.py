@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.data.language import Identifier
 from hone.text.batch import Texts
 from hone.text.langid import kernels
 from hone.text.langid.alphabet import MARK, OTHER, SCRIPT_SHIFT, SCRIPTS, alphabet
+from hone.text.langid.identify import Identifier
 from hone.text.langid.model import DEVIATIONS, LEAST_LETTERS, LEAST_SCORE, STANDARD_GRAMS, Model
 
 MODEL = Model.load()

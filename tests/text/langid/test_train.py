@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from hone.data.language import UNKNOWN, Identifier
 from hone.text.batch import Texts
 from hone.text.langid import train
+from hone.text.langid.identify import Identifier
 from hone.text.langid.model import Model
+from hone.text.langid.shipped import UNKNOWN
 
 pytestmark = pytest.mark.slow
 

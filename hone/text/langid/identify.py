@@ -1,65 +1,20 @@
-"""Language identification as two columns: the code and the identifier's confidence.
+"""Identify: the language of texts and how sure that is, by hone's own identifier.
 
-The identifier is hone's own (hone/text/langid). It knows 75 languages and returns "unknown" for everything else: text
-with no letters or few of them (tables, program text), too short to tell, in a script that none of the languages uses,
-with more than half of its letters in other scripts, or unlike the texts of the language it comes closest to.
+It knows 75 languages and returns "unknown" for everything else: text with no letters or few of them (tables, program text), too short to tell, in
+a script that none of the languages uses, with more than half of its letters in other scripts, or unlike the texts of the language it comes closest to.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hone.base.errors import MissingExtra, SpecError, nearest
 from hone.text.batch import Texts
-from hone.text.langid.shipped import shipped_languages
-
-if TYPE_CHECKING:
-    from hone.text.langid.model import Model
-
-NO_LANGUAGE = "code"
-"""Value of the language column for program text."""
-UNKNOWN = "unknown"
-"""Value of the language column when no language is identified; its score is 0."""
-
-
-MACROLANGUAGES = {
-    "id": "msa", "ms": "msa", "bs": "hbs", "hr": "hbs", "sr": "hbs", "nb": "nor", "nn": "nor",
-}  # fmt: skip
-"""ISO 639-3 codes of the macrolanguages of languages that short texts hardly tell apart."""
-_MEANT = {
-    "jp": "ja", "cn": "zh", "kr": "ko", "gr": "el", "cz": "cs", "dk": "da", "se": "sv", "ua": "uk", "vn": "vi", "no": "nb", "iw": "he",
-    "in": "id", "ger": "de", "deu": "de", "fre": "fr", "fra": "fr", "spa": "es", "jpn": "ja", "chi": "zh", "zho": "zh", "kor": "ko",
-    "por": "pt", "dut": "nl", "nld": "nl", "cze": "cs", "gre": "el", "ell": "el", "pol": "pl", "swe": "sv",
-}  # fmt: skip
-"""Languages that are probably meant by country codes and three-letter codes."""
-
-
-def need_known(languages: Sequence[str], known: Sequence[str] = ()) -> None:
-    """Raises SpecError with suggestions unless all of `languages` are `known` (default: those of the package's model)."""
-    known = known or shipped_languages()
-    unknown = sorted(set(languages) - set(known))
-    if unknown:
-        meant = {code: _meant(code, known) or MACROLANGUAGES.get(code) for code in unknown}
-        hint = ", ".join(f"'{near}' for '{code}'" for code, near in meant.items() if near)
-        raise SpecError(
-            f"unknown languages {', '.join(unknown)}",
-            fix=f"{f'did you mean {hint}? ' if hint else ''}choose among: {', '.join(known)}",
-        )
-
-
-def _meant(code: str, known: Sequence[str]) -> str | None:
-    bare = code.lower().replace("_", "-").partition("-")[0]
-    near = [bare, _MEANT.get(bare, ""), nearest(bare, known)]
-    return next((one for one in near if one in known), None)
-
-
-def answers(languages: Sequence[str]) -> tuple[str, ...]:
-    """The codes that `languages` have where macrolanguages are not split, sorted."""
-    return tuple(sorted({MACROLANGUAGES.get(code, code) for code in languages}))
+from hone.text.langid.kernels import frozen, identify
+from hone.text.langid.model import Model
+from hone.text.langid.shipped import MACROLANGUAGES, UNKNOWN, answers
 
 
 class Identifier:
@@ -68,16 +23,10 @@ class Identifier:
     Probabilities are over all languages of the model: a text whose likeliest language is no candidate is unknown.
     Other texts of other languages are mostly unknown too, always when no candidate is written in their script.
     With `macrolanguages` the languages of MACROLANGUAGES answer with its codes, with the sum of their probabilities.
-    Raises MissingExtra without numba, SpecError for an unknown language.
+    Raises ValueError for an unknown language.
     """
 
     def __init__(self, candidates: Sequence[str] = (), macrolanguages: bool = False) -> None:
-        try:
-            from hone.text.langid.model import Model
-        except ImportError as error:
-            if error.name != "numba":
-                raise
-            raise MissingExtra.of("identifying languages", "numba", "data") from None
         self._use(Model.load(), candidates, macrolanguages)
         self._made_by = (Identifier, (self.languages, macrolanguages))
 
@@ -96,7 +45,9 @@ class Identifier:
     def _use(self, model: Model, candidates: Sequence[str], macrolanguages: bool) -> None:
         merged = MACROLANGUAGES if macrolanguages else {}
         known = answers(model.languages) if macrolanguages else model.languages
-        need_known(candidates, known)
+        unknown = sorted(set(candidates) - set(known))
+        if unknown:
+            raise ValueError(f"unknown languages {', '.join(unknown)}")
         self.languages = tuple(sorted(set(candidates))) or known
         """The candidates, sorted."""
         self._tables = model.tables(frozenset(self.languages), merged)
@@ -113,8 +64,6 @@ class Identifier:
 
         Texts of up to 4 KiB are read whole, longer ones in eight windows of 512 bytes from the first to the last.
         """
-        from hone.text.langid.kernels import frozen, identify
-
         scripts, lanes, scores = identify(*frozen(_composed(texts)), self._tables)
         return self._codes[scripts, lanes], scores
 
