@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hone.base.table import Technique
-from hone.data.corpus import Corpus
 from hone.data.edits.cuts import Cuts
+
+if TYPE_CHECKING:
+    from hone.data.corpus import Corpus
 
 
 class Found(NamedTuple):

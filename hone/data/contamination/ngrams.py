@@ -5,38 +5,29 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from hone.base.errors import MissingExtra, SpecError
+from hone.base.errors import SpecError
 from hone.data.contamination.base import Decontamination, Found
 from hone.data.contamination.evaluation import Example, evaluation_files, read_evaluations
-from hone.data.corpus import Corpus
-from hone.data.edits.cuts import Cuts, cut_whole
+from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import ranks, save
 from hone.text.batch import Texts
 
-HIT = np.dtype([("key", np.uint64), ("document", np.int64), ("start", np.int64), ("end", np.int64)])
+if TYPE_CHECKING:
+    from hone.data.corpus import Corpus
+    from hone.text.contamination.index import Index
+
+_INDEX = ("hone.text.contamination.index", "decontamination")
+
 _SHOWN_CHARS = 300
 _SHOWN_DOCUMENTS = 3
 _SHOWN_SETS = 5
-
-
-class Index(NamedTuple):
-    """The n-grams of the examples. `keys` uint64 [n] sorted; n-gram i is in examples owners[first[i]:first[i + 1]].
-
-    `lengths` are the n that occur; `num_grams` int64 [num_examples] is 0 for examples too short to search for.
-    """
-
-    keys: np.ndarray
-    first: np.ndarray
-    owners: np.ndarray
-    lengths: np.ndarray
-    num_grams: np.ndarray
 
 
 class NGrams(Decontamination):
@@ -82,9 +73,10 @@ class NGrams(Decontamination):
     def contaminated(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
         examples, index, warnings = self._indexed()
         warnings = list(warnings)
-        hits = np.concatenate([np.empty(0, HIT), *self._search(corpus, kept, state, index)])
-        hits = self._uncommon(hits)
-        pairs = _pairs(index, hits)
+        made = compiled(*_INDEX)
+        found = np.concatenate(self._search(corpus, kept, state, index))
+        hits = made.uncommon(found, self.max_documents)
+        pairs = made.pairs_of(index, hits)
         documents = np.unique(hits["document"])
         dropped = np.zeros(len(corpus), bool)
         cuts = [Cuts.none() for _ in corpus.spans()]
@@ -121,32 +113,9 @@ class NGrams(Decontamination):
 
     def _search(self, corpus: Corpus, chosen: np.ndarray, state: Path, index: Index) -> list[np.ndarray]:
         """The hits of each shard of `corpus`."""
-        found = []
-        table, bits = _kernels().table_of(index.keys)
         # The name depends on the evaluation sets: a resumed run in which they have changed searches again.
         which = hashlib.blake2b(index.keys.tobytes(), digest_size=8).hexdigest()
-        for number, shard, first, _ in corpus.spans():
-            path = state / f"hits-{which}-{number:05d}.npy"
-            if not path.exists():
-                parts = [np.empty(0, HIT)]
-                for indices, texts in corpus.batches(shard, first, chosen):
-                    text, start, end, key = _kernels().hits_of(
-                        *texts, index.lengths, table, bits, _kernels().unit_table()
-                    )
-                    rows = np.empty(len(text), HIT)
-                    rows["document"], rows["start"], rows["end"], rows["key"] = indices[text], start, end, key
-                    parts.append(rows)
-                save(path, np.concatenate(parts))
-            found.append(np.load(path))
-        return found
-
-    def _uncommon(self, hits: np.ndarray) -> np.ndarray:
-        """`hits` without n-grams that occur in more than `max_documents` documents."""
-        if self.max_documents is None or not len(hits):
-            return hits
-        seen = np.unique(hits[["key", "document"]])
-        keys, counts = np.unique(seen["key"], return_counts=True)
-        return hits[counts[np.searchsorted(keys, hits["key"])] <= self.max_documents]
+        return search(corpus, chosen, state, f"hits-{which}", compiled(*_INDEX).finder(index))
 
     def _cut(self, corpus: Corpus, span: tuple[int, Path, int, int], hits: np.ndarray, dropped: np.ndarray) -> Cuts:
         """The spans of shared words in a shard's documents; documents with too little text left are marked in `dropped` instead."""
@@ -211,17 +180,9 @@ def _read_and_index(
     examples = read_evaluations(evaluations, fields)
     owner = np.repeat(np.arange(len(examples)), [len(example.texts) for example in examples])
     texts = Texts.of([text for example in examples for text in example.texts])
-    text, key, lengths = _kernels().grams_of(*texts, words, shortest, _kernels().unit_table())
-    owner = owner[text]
-    order = np.lexsort((owner, key))
-    key, owner = key[order], owner[order]
-    fresh = np.ones(len(key), bool)
-    fresh[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1])
-    key, owner = key[fresh], owner[fresh]
-    keys, first = np.unique(key, return_index=True)
-    num_grams = np.bincount(owner, minlength=len(examples))
+    index = compiled(*_INDEX).index_of(texts, owner, len(examples), words, shortest)
     found: dict[str, int] = defaultdict(int)
-    for example, count in zip(examples, num_grams.tolist()):
+    for example, count in zip(examples, index.num_grams.tolist()):
         found[example.evaluation] += count
     empty = [name for name, count in found.items() if not count]
     if len(empty) == len(found):
@@ -231,9 +192,23 @@ def _read_and_index(
         )
     warnings = [f"evaluation set {name}: every text is too short to search for" for name in empty]
     warnings += too_short(
-        [example for example, count in zip(examples, num_grams.tolist()) if not count], len(examples), shortest
+        [example for example, count in zip(examples, index.num_grams.tolist()) if not count], len(examples), shortest
     )
-    return examples, Index(keys, np.append(first, len(key)), owner, np.unique(lengths), num_grams), warnings
+    return examples, index, warnings
+
+
+def search(
+    corpus: Corpus, chosen: np.ndarray, state: Path, name: str, find: Callable[[np.ndarray, Texts], np.ndarray]
+) -> list[np.ndarray]:
+    """What `find` finds in each shard of `corpus` among the documents `chosen`, read from `state` where it is there."""
+    found = []
+    for number, shard, first, _ in corpus.spans():
+        path = state / f"{name}-{number:05d}.npy"
+        if not path.exists():
+            nothing = find(np.empty(0, np.int64), Texts.of([]))
+            save(path, np.concatenate([nothing, *(find(*batch) for batch in corpus.batches(shard, first, chosen))]))
+        found.append(np.load(path))
+    return found
 
 
 def too_short(short: list[Example], num_examples: int, shortest: int) -> list[str]:
@@ -245,20 +220,6 @@ def too_short(short: list[Example], num_examples: int, shortest: int) -> list[st
     more = f" and {len(sets) - _SHOWN_SETS} more sets" if len(sets) > _SHOWN_SETS else ""
     told = f"{len(short)} of {num_examples} examples have fewer than {shortest} words and are not searched for"
     return [f"{told}: {named}{more}"]
-
-
-def _pairs(index: Index, hits: np.ndarray) -> np.ndarray:
-    """Every (example, document) with a hit once, with the number of its first hit; structured int64."""
-    rows = np.searchsorted(index.keys, hits["key"])
-    counts = index.first[rows + 1] - index.first[rows]
-    pairs = np.empty(counts.sum(), np.dtype([("example", np.int64), ("document", np.int64), ("hit", np.int64)]))
-    skipped = np.cumsum(counts) - counts
-    pairs["example"] = index.owners[np.arange(len(pairs)) + np.repeat(index.first[rows] - skipped, counts)]
-    pairs["document"], pairs["hit"] = np.repeat(hits["document"], counts), np.repeat(np.arange(len(hits)), counts)
-    pairs = np.sort(pairs, order=("example", "document", "hit"))
-    fresh = np.ones(len(pairs), bool)
-    fresh[1:] = (np.diff(pairs["example"]) != 0) | (np.diff(pairs["document"]) != 0)
-    return pairs[fresh]
 
 
 def _figures(examples: list[Example], index: Index, pairs: np.ndarray) -> dict[str, Any]:
@@ -276,14 +237,3 @@ def _figures(examples: list[Example], index: Index, pairs: np.ndarray) -> dict[s
             "documents": len(np.unique(pairs["document"][mine])),
         }
     return {"ngrams": len(index.keys), "evaluations": rows}
-
-
-def _kernels() -> ModuleType:
-    """The compiled kernels. Raises MissingExtra without numba."""
-    try:
-        from hone.text.contamination import match
-    except ImportError as error:
-        if error.name != "numba":
-            raise
-        raise MissingExtra.of("decontamination", "numba", "data") from None
-    return match

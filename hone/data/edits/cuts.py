@@ -148,11 +148,11 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
     }
 
 
-def compiled(module: str) -> ModuleType:
-    """A module of compiled kernels, by its whole name. Raises MissingExtra without numba."""
+def compiled(module: str, what: str = "cutting repeats out of documents") -> ModuleType:
+    """A module of compiled kernels, by its whole name, for `what`. Raises MissingExtra without numba."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name != "numba":
             raise
-        raise MissingExtra.of("cutting repeats out of documents", "numba", "data") from None
+        raise MissingExtra.of(what, "numba", "data") from None
