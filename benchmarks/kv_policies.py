@@ -152,11 +152,11 @@ def scored(
         while seq.num_computed < len(document):
             if engine._compactor is not None:
                 assert not engine._compactor.run(), "a compaction failed"
-            work, fresh = engine.scheduler.schedule()
-            engine.runner.cache.wipe(fresh)
-            context = Paged(engine.runner.cache, builder.build(work, fresh).batch, device)
+            output = engine.scheduler.schedule()
+            engine.runner.cache.wipe(output.new_pages)
+            context = Paged(engine.runner.cache, builder.build(output).batch, device)
             hidden = model.hidden(context.tokens, context)
-            item = work[0]
+            item = output.seqs[0]
             end = item.start + item.count
             first = max(item.start, prompt - 1)
             targets = document[first + 1 : end + 1]
@@ -164,12 +164,11 @@ def scored(
                 logits = model.head(hidden[first - item.start : first - item.start + len(targets)])
                 picked = logits.float().log_softmax(-1).gather(1, torch.tensor(targets, device=device)[:, None])
                 found += picked[:, 0].tolist()
-                rule = (
-                    engine.scheduler.kept
-                )  # pages that are freed once a token at a time is written, not after a chunk
+                # Pages are freed here as when a token at a time is written, not after a chunk.
+                rule = engine.scheduler.pages.kept
                 for place in range(first + 1, first + 1 + len(targets)):
                     kept.append(place + 1 - max(seq.num_dropped, rule.num_dropped(place, engine.spec.block_size)))
-            engine.scheduler.advance(seq, end)
+            engine.scheduler.pages.advance(seq, end)
         engine.scheduler.finish(seq)
     return found, statistics.mean(kept)
 

@@ -20,11 +20,12 @@ from hone.serve.detokenize import TextStream
 from hone.serve.device.heap import frozen_heap
 from hone.serve.kv_policies.compactor import Compactor
 from hone.serve.opening import open_parts
+from hone.serve.paging.manager import PageManager
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams, check_request, joined
 from hone.serve.runner import Launched, SeqResult
 from hone.serve.scheduler import Scheduler
-from hone.serve.sequence import Seq, Work
+from hone.serve.sequence import ScheduledSeq, Seq
 from hone.serve.sizing import threads_of
 from hone.serve.spec import EngineSpec
 from hone.serve.step_builder import StepBuilder
@@ -65,12 +66,10 @@ class Engine:
         self.eos_ids = frozenset((*config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())))
         assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sizes are filled in"
         self.scheduler = Scheduler(
-            self.pool,
+            PageManager(self.pool, max_num_batched_tokens=spec.max_num_batched_tokens, kept=parts.kept),
             max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
             batching=spec.batching,
             max_delay_s=spec.max_delay_s,
-            kept=parts.kept,
             lookahead=parts.drafter.num_tokens if parts.drafter else 0,
             lookahead_seqs=parts.drafter.max_num_seqs if parts.drafter else 0,
             num_stages=spec.pipeline_parallel_size,
@@ -87,7 +86,7 @@ class Engine:
         ahead = self.device.type == "cuda" and self.proposer is None if wanted is None else wanted
         self._ahead = spec.pipeline_parallel_size - 1 if spec.pipeline_parallel_size > 1 else int(ahead)
         """Steps that are launched before the results of one are read."""
-        self._flying: deque[tuple[list[Work], Launched]] = deque()
+        self._flying: deque[tuple[list[ScheduledSeq], Launched]] = deque()
         """The launched steps whose results are not read yet, oldest first."""
         self._num_params = config.num_params
         self._seqs: dict[str, Seq] = {}
@@ -192,13 +191,13 @@ class Engine:
     def _read(self) -> None:
         """Applies the results of the oldest step under way, once the device has computed them."""
         if self._flying:
-            work, launched = self._flying.popleft()
+            scheduled, launched = self._flying.popleft()
             tokens = launched.tokens() if self.proposer is None else None
             if tokens is None:
-                for item, result in zip(work, launched.results(), strict=True):
+                for item, result in zip(scheduled, launched.results(), strict=True):
                     self._finish_item(item, result)
                 return
-            for item, token in zip(work, tokens, strict=True):
+            for item, token in zip(scheduled, tokens, strict=True):
                 if item.seq.goes_on(item, token):
                     self._finish_item(item, token)
                 else:
@@ -225,43 +224,43 @@ class Engine:
         """Ends the other ranks' processes, if there are any; the engine runs no step any more."""
         self.runner.close()
 
-    def _launch(self) -> tuple[list[Work], Launched] | None:
+    def _launch(self) -> tuple[list[ScheduledSeq], Launched] | None:
         """Starts the next step; None when there is nothing to compute."""
-        delay = self.scheduler.delay_s  # before the schedule, which finds work once it is over
-        work, fresh = self.scheduler.schedule()
-        if not work and delay > 0:
+        delay = self.scheduler.delay_s  # before the schedule, which starts a batch once it is over
+        output = self.scheduler.schedule()
+        if not output.seqs and delay > 0:
             time.sleep(min(delay, _NAP_S))
             return None
-        if not work:
+        if not output.seqs:
             waiting = len(self._seqs) - self._constraints.num_held
             assert not waiting or self._flying, f"{waiting} requests wait and nothing can run"
             return None
         self._num_steps += 1
         if self.proposer is not None:
-            self.proposer.propose(work)
-        step, work, broken = self._builder.build_possible(work, fresh)
-        masks = StepMasks(work, self._read_before) if step.sampling.masked.any() else None
+            self.proposer.propose(output.seqs)
+        step, scheduled, broken = self._builder.build_possible(output)
+        masks = StepMasks(scheduled, self._read_before) if step.sampling.masked.any() else None
         with threads_of(self.spec, self.device, self._num_params, len(step.batch.tokens)):
             launched = self.runner.launch(step) if masks is None else self.runner.launch(step, masks)
         if masks is None or not masks.asked:
-            self._launched(work)
+            self._launched(scheduled)
         for item, error in broken:
             self._finish_item(item, SeqResult(error=error))
         # Before another sequence finds what these left in their pages.
         for place, error in {**launched.errors, **(masks.errors if masks else {})}.items():
-            self._finish_item(work[place], SeqResult(error=error))
-        return work, launched
+            self._finish_item(scheduled[place], SeqResult(error=error))
+        return scheduled, launched
 
-    def _launched(self, work: Sequence[Work]) -> None:
-        """Notes that the step of `work` is on its way."""
+    def _launched(self, scheduled: Sequence[ScheduledSeq]) -> None:
+        """Notes that the step of these sequences is on its way."""
         if self.proposer is None:
-            self.scheduler.launched(work)
-            for place, item in enumerate(work):
+            self.scheduler.launched(scheduled)
+            for place, item in enumerate(scheduled):
                 item.seq.place = place
 
-    def _read_before(self, work: Sequence[Work]) -> None:
-        """When the forward pass of `work` is on its way: applies the results of the step before, for its masks."""
-        self._launched(work)
+    def _read_before(self, scheduled: Sequence[ScheduledSeq]) -> None:
+        """When the forward pass of a step is on its way: applies the results of the step before, for its masks."""
+        self._launched(scheduled)
         while self._flying:
             self._read()
 
@@ -270,7 +269,7 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return joined(outputs) if held else outputs
 
-    def _finish_item(self, item: Work, result: SeqResult | int) -> None:
+    def _finish_item(self, item: ScheduledSeq, result: SeqResult | int) -> None:
         """Applies a step's result, or one more token, to its sequence, if it has not ended since.
 
         An error here ends this sequence only.
@@ -305,7 +304,7 @@ class Engine:
                 return self._end(seq, output, "stop", seq.stream.matched)
         return output
 
-    def _advance(self, item: Work, result: SeqResult) -> Output | None:
+    def _advance(self, item: ScheduledSeq, result: SeqResult) -> Output | None:
         seq, computed = item.seq, item.start + item.count
         if self.proposer is not None:
             num_kept = max(0, len(result.chosen) - 1)
@@ -320,7 +319,7 @@ class Engine:
             first = item.start + 1
             seq.prompt_logprobs[first : first + len(result.prompt_logprobs)] = result.prompt_logprobs
         if result.states is not None:
-            self.scheduler.pool_states(item, result.states)
+            seq.pool(item.start, item.count, result.states)
         if not result.chosen:
             self._publish(seq, computed)
             return None
@@ -345,9 +344,9 @@ class Engine:
     def _publish(self, seq: Seq, computed: int) -> None:
         """Notes what is computed; without a drafter that happened when the step was launched, but for unknown tokens."""
         if self.proposer is None:
-            self.scheduler.advance(seq, seq.num_computed)
+            self.scheduler.pages.advance(seq, seq.num_computed)
         else:
-            self.scheduler.advance(seq, computed, seq.drafted if self.proposer.uses_pages else None)
+            self.scheduler.pages.advance(seq, computed, seq.drafted if self.proposer.uses_pages else None)
 
     def _end(
         self,
@@ -375,8 +374,8 @@ class Engine:
             "steps": self._num_steps,
             "prompt_tokens": self._num_prompt_tokens,
             "output_tokens": self._num_output_tokens,
-            "prefix_query_tokens": scheduler.prefix_queries,
-            "prefix_hit_tokens": scheduler.prefix_hits,
+            "prefix_query_tokens": scheduler.pages.prefix_queries,
+            "prefix_hit_tokens": scheduler.pages.prefix_hits,
             "preemptions": scheduler.num_preemptions,
             "draft_tokens": self._num_drafted,
             "accepted_tokens": self._num_accepted,

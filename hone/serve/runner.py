@@ -197,9 +197,9 @@ class Runner:
         """
         self._masks, self.sampler.masks = masks, None
         if self._wipes or self.guesser is not None:
-            self.cache.wipe(step.fresh_pages)
+            self.cache.wipe(step.new_pages)
         if self.guesser is not None:
-            self.guesser.cache.wipe(step.fresh_pages)
+            self.guesser.cache.wipe(step.new_pages)
         self.sampler.seat(step.sampling)
         parts = self._halved(step) if step.num_seqs else []
         first = 0

@@ -1,4 +1,4 @@
-"""One unfinished request as the scheduler sees it, and its part of a step."""
+"""One unfinished request as the scheduler sees it, and what the scheduler decides for a step."""
 
 from __future__ import annotations
 
@@ -27,24 +27,30 @@ class Seq:
     max_tokens: int  # total length at which it must end
     ends: frozenset[int] = frozenset()  # tokens after which it ends
     tokens: list[int] = field(default_factory=list)  # prompt and output, as far as the host knows them
+    num_prompt: int = 0
+    # The scheduler's:
+    state: State = "waiting"
+    num_computed: int = 0  # tokens whose keys and values are in the pages once all launched steps have run, or were
     num_in_flight: int = 0  # tokens that launched steps sample, unknown to the host so far
     place: int = -1  # its place in the step that samples the last of them
-    num_prompt: int = 0
-    state: State = "waiting"
+    waits_since: float = 0.0
+    num_preemptions: int = 0
+    # The page manager's:
     pages: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens whose keys and values are in the pages once all launched steps have run, or were
-    num_dropped: int = 0  # of these, tokens that the KV policy has dropped: the others are in the pages without a gap
+    page_end: int = 0  # tokens computed with which there are pages to publish or to free
+    num_dropped: int = (
+        0  # of the computed tokens, those that the KV policy has dropped: the others are in the pages without a gap
+    )
     boundary: int = sys.maxsize  # tokens after which it is compacted, before more of it is computed
     compacted: bool = False  # its pages hold other tokens than their places say
-    waits_since: float = 0.0
     num_cached: int = 0  # of the prompt, found in the prefix cache at first admission
-    drafted: int = 0  # tokens whose keys and values are in the draft model's cache
     published: int = 0  # full pages in the prefix cache
-    page_end: int = 0  # tokens computed with which the scheduler has its pages to regard
     key: bytes = b""  # key of the last published page
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of its tokens when it was last admitted
-    num_preemptions: int = 0
+    # The drafter's:
     speculates: bool = False
+    drafted: int = 0  # tokens whose keys and values are in the draft model's cache
+    # What becomes of its tokens:
     entry: Entry | None = None
     stream: TextStream | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -69,6 +75,19 @@ class Seq:
         """What rules tokens out, None where every token may be chosen."""
         return None if self.entry is None else self.entry.constraint
 
+    def pool(self, start: int, count: int, states: np.ndarray) -> None:
+        """Takes what a step kept of the hidden states (float32 [D]) of `count` tokens from `start` on, chunk by chunk.
+
+        A chunk that was launched before a preemption does not follow the ones since: it is left out.
+        """
+        end = start + count
+        if self.request.pooling == "last":
+            self.pooled = end, states
+        elif start == 0:
+            self.pooled = end, states.copy()
+        elif self.pooled is not None and self.pooled[0] == start:
+            self.pooled = end, self.pooled[1] + states
+
     @property
     def pooled_bytes(self) -> bytes | None:
         """float32 [D]: the mean of the prompt's hidden states, or the last one; None without pooling."""
@@ -92,7 +111,7 @@ class Seq:
             num_cached_tokens=self.num_cached,
         )
 
-    def goes_on(self, item: Work, token: int | None) -> bool:
+    def goes_on(self, item: ScheduledSeq, token: int | None) -> bool:
         """Whether `token`, the only result of `item`, is one more token and nothing else: neither the first nor the last."""
         return (
             token is not None
@@ -136,7 +155,7 @@ class Seq:
 
 
 @dataclass(slots=True)
-class Work:
+class ScheduledSeq:
     """One sequence's part of a step: `count` tokens from `start` on.
 
     `lookahead` is the most guesses that may follow. The drafter sets their number (`num_guesses`), the tokens (`guesses`;
@@ -156,3 +175,15 @@ class Work:
 
     def __post_init__(self) -> None:
         self.samples = self.start + self.count == self.seq.length
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What the scheduler decides for one step. `StepBuilder` makes of it what the device gets (`StepInput`).
+
+    It may be decided, built and launched while earlier steps are still under way: it needs their lengths, not their tokens.
+    """
+
+    seqs: list[ScheduledSeq]
+    new_pages: list[int] = field(default_factory=list)
+    """Pages that were allocated since the last step, to be wiped before this one."""

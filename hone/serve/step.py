@@ -1,7 +1,8 @@
-"""A step's input as flat arrays: all that a runner sees, so that a step can be sent to other ranks, recorded and replayed.
+"""What the device gets for one step, as flat arrays: all that a runner sees, so that a step can be sent to other ranks.
 
-No request, tokenizer or page pool is in it: the scheduler's bookkeeping stays on its side. `StepInput.pack` gives one
-buffer and `StepInput.unpack` reads it without a copy.
+`StepBuilder` makes it of what the scheduler decided (`SchedulerOutput`). No request, tokenizer or page pool is in it: a
+step can be recorded and replayed. A `Batch` is what one forward pass reads, `Sampling` how the next tokens are chosen;
+`hone.serve.ranks.packing` puts all of it in one buffer. No array changes after it was made: steps share them.
 
 Legend: T tokens of the step, one sequence's after another; S sequences; P pages of the longest one.
 """
@@ -9,18 +10,15 @@ Legend: T tokens of the step, one sequence's after another; S sequences; P pages
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
-from typing import Annotated, Any, Self, get_origin, get_type_hints
+from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 
 NULL_PAGE = 0
 """Page that pads block tables: never allocated, and zero (a captured pass writes its padding's keys there; nothing reads them)."""
-
-_ALIGNED = 16
-"""Bytes at whose multiples arrays begin in a packed buffer, so that kernels may read it in place."""
-
 
 Int64 = Annotated[np.ndarray, np.dtype(np.int64), 1]
 Int64Table = Annotated[np.ndarray, np.dtype(np.int64), 2]
@@ -31,10 +29,10 @@ Bool = Annotated[np.ndarray, np.dtype(np.bool_), 1]
 
 
 class Arrays:
-    """Base of dataclasses whose fields are arrays of one or two axes, or such dataclasses: they pack into one buffer."""
+    """Base of dataclasses whose fields are arrays of one or two axes, or such dataclasses."""
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(dotted name, array) of every array, in the order in which they are packed."""
+        """(dotted name, array) of every array, in the order of the fields."""
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
             if isinstance(value, Arrays):
@@ -42,68 +40,8 @@ class Arrays:
             else:
                 yield one.name, value
 
-    def pack(self) -> np.ndarray:
-        """Everything in one uint8 buffer: the shapes, then the arrays."""
-        each = [array for _, array in self.arrays()]
-        for (name, dtype, ndim), array in zip(_leaves(type(self)), each, strict=True):
-            assert (array.dtype, array.ndim) == (dtype, ndim), f"{name} is {array.dtype} with {array.ndim} axes"
-        shapes = np.array([(*array.shape, -1)[:2] for array in each], dtype=np.int64)
-        parts = [shapes, *each]
-        starts, total = _places([part.nbytes for part in parts])
-        buffer = np.zeros(total, dtype=np.uint8)
-        for start, part in zip(starts, parts):
-            buffer[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        return buffer
 
-    @classmethod
-    def unpack(cls, buffer: np.ndarray | bytes) -> Self:
-        """The opposite of `pack`; the arrays are views of `buffer` when it is an array."""
-        if not isinstance(buffer, np.ndarray):
-            buffer = np.frombuffer(buffer, dtype=np.uint8).copy()  # aligned, and writable as torch wants it
-        views = iter(
-            [buffer[start:end].view(dtype).reshape(shape) for _, start, end, dtype, shape in layout(cls, buffer)]
-        )
-        return _filled(cls, views)
-
-
-def layout(cls: type[Arrays], buffer: np.ndarray) -> list[tuple[str, int, int, np.dtype, tuple[int, ...]]]:
-    """(name, first byte, byte after the last, dtype, shape) of every array of a packed `cls`, as its buffer says."""
-    leaves = _leaves(cls)
-    shapes = buffer[: 16 * len(leaves)].view(np.int64).reshape(-1, 2).tolist()
-    sized = [(name, dtype, tuple(shape[:ndim])) for (name, dtype, ndim), shape in zip(leaves, shapes)]
-    lengths = [dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in sized]
-    starts, _ = _places([16 * len(leaves), *lengths])
-    return [(name, at, at + size, dtype, shape) for (name, dtype, shape), at, size in zip(sized, starts[1:], lengths)]
-
-
-def _places(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of these lengths begin, each aligned, and the length of them all."""
-    starts, end = [], 0
-    for length in lengths:
-        start = -(-end // _ALIGNED) * _ALIGNED
-        starts.append(start)
-        end = start + length
-    return starts, end
-
-
-@cache
-def _leaves(cls: type[Arrays]) -> list[tuple[str, np.dtype, int]]:
-    """(dotted name, dtype, number of axes) of every array, nested ones in their place."""
-    leaves: list[tuple[str, np.dtype, int]] = []
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            leaves.append((name, *hint.__metadata__))
-        else:
-            leaves += [(f"{name}.{inner}", dtype, ndim) for inner, dtype, ndim in _leaves(hint)]
-    return leaves
-
-
-def _filled(cls: type[Arrays], views: Iterator[np.ndarray]) -> Any:
-    hints = get_type_hints(cls, include_extras=True).values()
-    return cls(*(next(views) if get_origin(hint) is Annotated else _filled(hint, views) for hint in hints))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Batch(Arrays):
     """The tokens of one forward pass, and where their keys and values go.
 
@@ -160,12 +98,6 @@ class Batch(Arrays):
             table=np.ascontiguousarray(table[:, :width], dtype=np.int32),
         )
 
-    @cached_property
-    def flat(self) -> np.ndarray:
-        """int64 [6, S]: tokens, sources, positions, pages, offsets and ends of a batch with one token a sequence."""
-        assert len(self.tokens) == self.num_seqs, "every sequence has one new token"
-        return np.stack([self.tokens, self.sources, self.positions, self.pages, self.offsets, self.ends])
-
     def next(
         self,
         tokens: Sequence[int],
@@ -175,31 +107,22 @@ class Batch(Arrays):
         block_size: int,
         dropped: Sequence[int] | None = None,
     ) -> Batch:
-        """The same sequences with one more token each, after `starts` in the cache; `table` None when none begins a page.
+        """The same sequences with one new token each, after `starts` in the cache; `table` None when none begins a page.
 
-        It runs before every decode step: it makes one array, and the fields are its rows.
+        For a batch that has one new token of each sequence, too: it runs before every decode step.
         """
-        flat = self.flat.copy()
-        flat[0], flat[1], flat[2] = tokens, sources, starts
-        np.remainder(flat[2], block_size, out=flat[4])
-        np.add(flat[2], 1, out=flat[5])
-        if table is not None:
-            flat[3] = table[np.arange(len(table)), flat[2] // block_size]
-        if dropped is not None:
-            flat[2] += np.asarray(dropped, dtype=np.int64)
-        found = object.__new__(Batch)  # __init__ of a frozen dataclass takes several microseconds
-        found.__dict__.update(
-            tokens=flat[0],
-            sources=flat[1],
-            positions=flat[2],
-            pages=flat[3],
-            offsets=flat[4],
+        begins = np.array(starts, dtype=np.int64)
+        pages = self.pages if table is None else table[np.arange(len(table)), begins // block_size].astype(np.int64)
+        return Batch(
+            tokens=np.array(tokens, dtype=np.int64),
+            sources=np.array(sources, dtype=np.int64),
+            positions=begins if dropped is None else begins + np.array(dropped, dtype=np.int64),
+            pages=pages,
+            offsets=begins % block_size,
             lengths=self.lengths,
-            ends=flat[5].astype(np.int32),
+            ends=(begins + 1).astype(np.int32),
             table=self.table if table is None else table,
-            flat=flat,
         )
-        return found
 
     @property
     def num_seqs(self) -> int:
@@ -210,7 +133,7 @@ class Batch(Arrays):
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sampling(Arrays):
     """How the next token of each of S sequences is chosen: parameters as arrays, lists as spans of shared arrays."""
 
@@ -254,10 +177,9 @@ class Sampling(Arrays):
     def later(self) -> Sampling:
         """The same parameters for the token one position later; only where none depends on earlier tokens."""
         assert not self.any_touched, "lists of tokens change with every token"
-        found = object.__new__(Sampling)  # `replace` takes several microseconds, and this runs in every step
-        found.__dict__.update(self.__dict__)  # with what was derived: greedy, plain, touched
-        found.__dict__["position"] = self.position + 1
-        return found
+        later = copy(self)  # with what was derived: greedy, plain, touched
+        later.position = self.position + 1
+        return later
 
     @cached_property
     def greedy(self) -> np.ndarray:
@@ -312,7 +234,7 @@ _SHARED = ("banned", "bias_tokens", "bias_values", "history")
 _OWN = tuple(one.name for one in fields(Sampling) if one.name not in _SHARED)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepInput(Arrays):
     """The whole input of a step. Guesses that the draft model makes during the step are token 0 in `batch.tokens`."""
 
@@ -334,8 +256,15 @@ class StepInput(Arrays):
     """[S] The prompt token after the step's last one, -1 where there is none."""
     pooling: Int64
     """[S] What to keep of the hidden states of the sequence's tokens: 0 nothing, 1 their sum, 2 the last one."""
-    fresh_pages: Int64
-    """Pages that were given out for this step, to be wiped before use."""
+    new_pages: Int64
+    """Pages that were allocated since the last step, to be wiped before this one."""
+
+    def next(self, batch: Batch, new_pages: Sequence[int]) -> StepInput:
+        """The step of the same sequences with one more token each, where no choice depends on earlier tokens."""
+        step = copy(self)  # with what was derived: sampled, scored
+        step.batch, step.sampling = batch, self.sampling.later()
+        step.new_pages = np.array(new_pages, dtype=np.int64)
+        return step
 
     @property
     def num_seqs(self) -> int:
@@ -369,6 +298,6 @@ class StepInput(Arrays):
             batch=Batch(**own),
             sampling=self.sampling.take(range(first, last)),
             draft_tokens=self.draft_tokens[int(reads[first]) : int(reads[last])],
-            fresh_pages=self.fresh_pages[:0],
+            new_pages=self.new_pages[:0],
             **{name: getattr(self, name)[seqs] for name in each},
         )

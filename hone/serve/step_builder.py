@@ -1,4 +1,4 @@
-"""Builds a step's flat input from the scheduler's work: nothing below reads the scheduler's sequences."""
+"""Makes of what the scheduler decided what the device gets: nothing below reads the scheduler's sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hone.serve.choosing import Slots, sampling_of
-from hone.serve.sequence import Seq, Work
+from hone.serve.sequence import ScheduledSeq, SchedulerOutput, Seq
 from hone.serve.step import NULL_PAGE, Batch, StepInput
 
 _POOLING = {None: 0, "mean": 1, "last": 2}
@@ -25,85 +25,83 @@ class StepBuilder:
         """Sequences, their page lists and the input of the last step, when it was one that `_decoded` can go on from."""
         self._slots = Slots()
 
-    def build(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
-        """The input of a step of `work`; `fresh` pages are wiped before it. Changes no sequence."""
-        seqs, pages = [item.seq for item in work], [item.seq.pages for item in work]
+    def build(self, output: SchedulerOutput) -> StepInput:
+        """The input of a step. Changes no sequence."""
+        seqs, pages = [item.seq for item in output.seqs], [item.seq.pages for item in output.seqs]
         decoding = all(
             item.samples
             and item.count == 1
             and item.start >= item.seq.num_prompt
             and not (item.num_guesses or item.draft_count)
-            for item in work
+            for item in output.seqs
         )
         if decoding and self._last is not None and self._last[:2] == (seqs, pages):
-            step = self._decoded(work, fresh, self._last[2])
+            step = self._decoded(output, self._last[2])
         else:
-            step = self._built(work, fresh)
+            step = self._built(output)
         plain = decoding and not step.sampling.any_touched
         self._last = (seqs, pages, step) if plain else None
         return step
 
     def build_possible(
-        self, work: list[Work], fresh: Sequence[int]
-    ) -> tuple[StepInput, list[Work], list[tuple[Work, str]]]:
-        """The step's input, the work that it contains, and the work left out with the error in its sequence's state."""
+        self, output: SchedulerOutput
+    ) -> tuple[StepInput, list[ScheduledSeq], list[tuple[ScheduledSeq, str]]]:
+        """The step's input, the sequences that it contains, and those left out with the error in their state."""
         try:
-            return self.build(work, fresh), work, []
+            return self.build(output), output.seqs, []
         except Exception:
-            broken = [(item, error) for item in work if (error := self._mistake(item)) is not None]
+            broken = [(item, error) for item in output.seqs if (error := self._mistake(item)) is not None]
             if not broken:
                 raise
         bad = [item for item, _ in broken]
-        good = [item for item in work if item not in bad]
-        return self.build(good, fresh), good, broken
+        good = [item for item in output.seqs if item not in bad]
+        return self.build(SchedulerOutput(good, output.new_pages)), good, broken
 
-    def _mistake(self, item: Work) -> str | None:
+    def _mistake(self, item: ScheduledSeq) -> str | None:
         """The error of building a step of this item alone, None without one."""
         try:
-            StepBuilder(self._block_size).build([item], ())
+            StepBuilder(self._block_size).build(SchedulerOutput([item]))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _decoded(self, work: Sequence[Work], fresh: Sequence[int], last: StepInput) -> StepInput:
+    def _decoded(self, output: SchedulerOutput, last: StepInput) -> StepInput:
         """The next step of the same sequences, each with the one token it got: most of the last input still holds."""
-        starts, size, table = [item.start - item.seq.num_dropped for item in work], self._block_size, None
+        seqs, size, table = output.seqs, self._block_size, None
+        starts = [item.start - item.seq.num_dropped for item in seqs]
         if any(start % size == 0 for start in starts):  # a sequence begins a page
-            table = self._tables([item.seq.pages for item in work], [start + 1 for start in starts])
-        tokens, sources = _lasts(work)
-        batch = last.batch.next(tokens, sources, starts, table, size, _dropped(work))
-        found = object.__new__(StepInput)  # `replace` takes several microseconds
-        found.__dict__.update(last.__dict__)
-        found.__dict__.update(batch=batch, sampling=last.sampling.later(), fresh_pages=np.array(fresh, dtype=np.int64))
-        return found
+            table = self._tables([item.seq.pages for item in seqs], [start + 1 for start in starts])
+        tokens, sources = _last_tokens(seqs)
+        return last.next(last.batch.next(tokens, sources, starts, table, size, _dropped(seqs)), output.new_pages)
 
-    def _built(self, work: Sequence[Work], fresh: Sequence[int]) -> StepInput:
+    def _built(self, output: SchedulerOutput) -> StepInput:
+        seqs = output.seqs
         tokens: list[int] = []
-        for item in work:
+        for item in seqs:
             end = item.start + item.count
             tokens += item.seq.tokens[item.start : end]
             if end > len(item.seq.tokens):
                 tokens.append(0)  # in flight: the device has it
             if item.num_guesses:
                 tokens += item.guesses or [0] * item.num_guesses
-        starts = [item.start - item.seq.num_dropped for item in work]
-        lengths = [item.count + item.num_guesses for item in work]
-        table = self._tables([item.seq.pages for item in work], [a + b for a, b in zip(starts, lengths)])
-        drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in work]
-        entries = [item.seq.entry for item in work]
+        starts = [item.start - item.seq.num_dropped for item in seqs]
+        lengths = [item.count + item.num_guesses for item in seqs]
+        table = self._tables([item.seq.pages for item in seqs], [a + b for a, b in zip(starts, lengths)])
+        drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in seqs]
+        entries = [item.seq.entry for item in seqs]
         self._slots.begin(entries)
         return StepInput(
-            batch=Batch.of(tokens, starts, lengths, table, self._block_size, _sources(work, lengths), _dropped(work)),
-            sampling=sampling_of(entries, [item.seq.length for item in work], self._slots),
-            samples=np.array([item.samples for item in work], dtype=np.bool_),
-            num_guesses=np.array([item.num_guesses for item in work], dtype=np.int32),
-            draft_starts=np.array([item.draft_start for item in work], dtype=np.int32),
-            draft_lengths=np.array([item.draft_count for item in work], dtype=np.int32),
+            batch=Batch.of(tokens, starts, lengths, table, self._block_size, _sources(seqs, lengths), _dropped(seqs)),
+            sampling=sampling_of(entries, [item.seq.length for item in seqs], self._slots),
+            samples=np.array([item.samples for item in seqs], dtype=np.bool_),
+            num_guesses=np.array([item.num_guesses for item in seqs], dtype=np.int32),
+            draft_starts=np.array([item.draft_start for item in seqs], dtype=np.int32),
+            draft_lengths=np.array([item.draft_count for item in seqs], dtype=np.int32),
             draft_tokens=np.array([token for draft in drafts for token in draft], dtype=np.int64),
-            score_counts=np.array([_score_count(item.seq) for item in work], dtype=np.int64),
-            next_tokens=np.array([_next_token(item) for item in work], dtype=np.int64),
-            pooling=np.array([_POOLING[item.seq.request.pooling] for item in work], dtype=np.int64),
-            fresh_pages=np.array(fresh, dtype=np.int64),
+            score_counts=np.array([_score_count(item.seq) for item in seqs], dtype=np.int64),
+            next_tokens=np.array([_next_token(item) for item in seqs], dtype=np.int64),
+            pooling=np.array([_POOLING[item.seq.request.pooling] for item in seqs], dtype=np.int64),
+            new_pages=np.array(output.new_pages, dtype=np.int64),
         )
 
     def _tables(self, pages: Sequence[Sequence[int]], ends: Sequence[int]) -> np.ndarray:
@@ -126,9 +124,9 @@ class StepBuilder:
         return self._table[:count, :widest].copy()
 
 
-def _dropped(work: Sequence[Work]) -> list[int] | None:
+def _dropped(seqs: Sequence[ScheduledSeq]) -> list[int] | None:
     """Tokens of each sequence that its KV policy has dropped; None where no sequence lacks any."""
-    dropped = [item.seq.num_dropped for item in work]
+    dropped = [item.seq.num_dropped for item in seqs]
     return dropped if any(dropped) else None
 
 
@@ -139,29 +137,29 @@ def _score_count(seq: Seq) -> int:
     return seq.request.params.prompt_logprobs or 0
 
 
-def _next_token(item: Work) -> int:
+def _next_token(item: ScheduledSeq) -> int:
     """The prompt token that follows the step's last one, -1 at the prompt's end."""
     end = item.start + item.count
     return item.seq.tokens[end] if end < item.seq.num_prompt else -1
 
 
-def _lasts(work: Sequence[Work]) -> tuple[list[int], list[int]]:
+def _last_tokens(seqs: Sequence[ScheduledSeq]) -> tuple[list[int], list[int]]:
     """The last token of each sequence, or 0 and its place in the last step when it is in flight."""
-    if not any(item.seq.num_in_flight for item in work):
-        return [item.seq.tokens[-1] for item in work], [-1] * len(work)
+    if not any(item.seq.num_in_flight for item in seqs):
+        return [item.seq.tokens[-1] for item in seqs], [-1] * len(seqs)
     tokens, sources = [], []
-    for item in work:
+    for item in seqs:
         flying = item.seq.num_in_flight
         tokens.append(0 if flying else item.seq.tokens[-1])
         sources.append(item.seq.place if flying else -1)
     return tokens, sources
 
 
-def _sources(work: Sequence[Work], lengths: Sequence[int]) -> np.ndarray:
+def _sources(seqs: Sequence[ScheduledSeq], lengths: Sequence[int]) -> np.ndarray:
     """int64 [T]: the place in the last step of a sequence whose last token is in flight, at that token; -1 elsewhere."""
     sources = np.full(sum(lengths), -1, dtype=np.int64)
     ends = np.cumsum(lengths)
-    for place, item in enumerate(work):
+    for place, item in enumerate(seqs):
         if item.seq.num_in_flight and item.samples:
             sources[ends[place] - 1] = item.seq.place
     return sources

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hone.serve.paging.manager import PageManager
 from hone.serve.paging.pages import PagePool
 from hone.serve.request import Request, SamplingParams
 from hone.serve.scheduler import Scheduler
@@ -19,8 +20,8 @@ class Clocked:
 
     def __init__(self, **more) -> None:
         self.now = 0.0
-        sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, **more}
-        self.scheduler = Scheduler(PagePool(64, 4, enable_prefix_caching=False), clock=lambda: self.now, **sizes)
+        pages = PageManager(PagePool(64, 4, enable_prefix_caching=False), max_num_batched_tokens=16)
+        self.scheduler = Scheduler(pages, clock=lambda: self.now, **{"max_num_seqs": 2, **more})
         self._count = 0
 
     def add(self, output: int = 1) -> None:
@@ -29,13 +30,13 @@ class Clocked:
         self._count += 1
 
     def step(self) -> list[str]:
-        work, _ = self.scheduler.schedule()
-        for item in work:
+        scheduled = self.scheduler.schedule().seqs
+        for item in scheduled:
             item.seq.tokens.append(1)
-            self.scheduler.advance(item.seq, len(item.seq.tokens) - 1)
+            self.scheduler.pages.advance(item.seq, len(item.seq.tokens) - 1)
             if len(item.seq.tokens) >= item.seq.max_tokens:
                 self.scheduler.finish(item.seq)
-        return [item.seq.request.id for item in work]
+        return [item.seq.request.id for item in scheduled]
 
 
 def test_dynamic_batching_waits_for_a_full_batch_or_for_the_oldest_delay():

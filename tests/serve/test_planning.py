@@ -112,10 +112,10 @@ def measured_steps(one: Engine, traffic: Traffic) -> list[tuple[int, tuple[tuple
     steps, real = [], one.scheduler.schedule
 
     def watched():
-        work, fresh = real()
-        chunks = tuple((item.start, item.count) for item in work if not item.seq.decoding)
-        steps.append((len(work) - len(chunks), chunks))
-        return work, fresh
+        output = real()
+        chunks = tuple((item.start, item.count) for item in output.seqs if not item.seq.decoding)
+        steps.append((len(output.seqs) - len(chunks), chunks))
+        return output
 
     one.scheduler.schedule = watched
     shared = [(3 * place) % VOCAB for place in range(traffic.shared_prefix)]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.serve.paging.manager import PageManager
 from hone.serve.paging.pages import PagePool
 from hone.serve.request import Request, SamplingParams
 from hone.serve.scheduler import Scheduler
 from hone.serve.sequence import Seq
 
 
-def make(num_pages: int = 64, block_size: int = 4, **more) -> Scheduler:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **more}
-    return Scheduler(PagePool(num_pages, block_size, enable_prefix_caching=False), **sizes)
+def make(num_pages: int = 64, block_size: int = 4, budget: int = 16, **more) -> Scheduler:
+    pool = PagePool(num_pages, block_size, enable_prefix_caching=False)
+    return Scheduler(PageManager(pool, max_num_batched_tokens=budget), **{"max_num_seqs": 4, **more})
 
 
 def row(number: int, length: int, output: int = 8, priority: int = 0) -> Seq:
@@ -23,16 +24,16 @@ def row(number: int, length: int, output: int = 8, priority: int = 0) -> Seq:
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
     """One step in which every sampling row gets token 1; rows at their end finish. Returns (id, tokens run)."""
-    work, _ = scheduler.schedule()
-    for item in work:
+    scheduled = scheduler.schedule().seqs
+    for item in scheduled:
         if item.samples:
             item.seq.tokens.append(1)
-            scheduler.advance(item.seq, len(item.seq.tokens) - 1)
+            scheduler.pages.advance(item.seq, len(item.seq.tokens) - 1)
             if len(item.seq.tokens) >= item.seq.max_tokens:
                 scheduler.finish(item.seq)
         else:
-            scheduler.advance(item.seq, item.start + item.count)
-    return [(item.seq.request.id, item.count) for item in work]
+            scheduler.pages.advance(item.seq, item.start + item.count)
+    return [(item.seq.request.id, item.count) for item in scheduled]
 
 
 def test_decode_rows_come_first_and_prefill_gets_the_rest():
@@ -47,7 +48,7 @@ def test_decode_rows_come_first_and_prefill_gets_the_rest():
 
 
 def test_a_long_prompt_takes_half_and_what_others_leave():
-    scheduler = make(max_num_batched_tokens=600, num_pages=1000)
+    scheduler = make(budget=600, num_pages=1000)
     for number, length in enumerate([2000, 2, 290]):
         scheduler.add(row(number, length))
     assert run_step(scheduler) == [("0", 308), ("1", 2), ("2", 290)]
@@ -55,7 +56,7 @@ def test_a_long_prompt_takes_half_and_what_others_leave():
 
 
 def test_prompts_are_read_in_order_not_all_at_once_in_slivers():
-    scheduler = make(max_num_seqs=64, max_num_batched_tokens=8192, num_pages=100_000, block_size=16)
+    scheduler = make(max_num_seqs=64, budget=8192, num_pages=100_000, block_size=16)
     for number in range(8):
         scheduler.add(row(number, 4096, output=1))
     assert run_step(scheduler) == [("0", 4096), ("1", 2048), ("2", 1024), ("3", 512), ("4", 256), ("5", 256)]
@@ -96,7 +97,7 @@ def test_finished_and_aborted_rows_leave_nothing():
     assert scheduler.num_waiting == 1 and not scheduler.running
     assert run_step(scheduler) == [("2", 4)]
     scheduler.finish(rows[2])
-    assert scheduler.pool.num_used == 0 and scheduler.schedule()[0] == []
+    assert scheduler.pages.pool.num_used == 0 and scheduler.schedule().seqs == []
 
 
 def test_static_batches_wait_for_their_longest():
@@ -116,15 +117,15 @@ def test_static_batches_wait_for_their_longest():
 )
 def test_everyone_finishes_within_the_budget(lengths, num_pages, budget, batching):
     """No deadlock, no starvation, no step above the budget, no page lost, whatever comes."""
-    scheduler = make(num_pages=num_pages, block_size=3, max_num_batched_tokens=budget, batching=batching)
+    scheduler = make(num_pages=num_pages, block_size=3, budget=budget, batching=batching)
     for number, (length, output, priority) in enumerate(lengths):
         scheduler.add(row(number, length, output, priority))
     for _ in range(3_000):
         work = run_step(scheduler)
         assert sum(count for _, count in work) <= budget
         assert len({name for name, _ in work}) == len(work)
-        scheduler.pool.check()
+        scheduler.pages.pool.check()
         if not work:
             break
     assert scheduler.num_waiting == 0 and not scheduler.running
-    assert scheduler.pool.num_used == 0
+    assert scheduler.pages.pool.num_used == 0

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine
+from hone.serve.ranks.packing import pack, unpack
 from hone.serve.request import SamplingParams
+from hone.serve.sequence import SchedulerOutput
 from hone.serve.step import Batch, StepInput
 from hone.serve.step_builder import StepBuilder
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request
@@ -50,7 +52,7 @@ def recorded(one: Engine) -> tuple[list[bytes], list[list[tuple]]]:
     steps, results, real = [], [], one.runner.launch
 
     def launch(step: StepInput):
-        steps.append(step.pack().tobytes())
+        steps.append(pack(step).tobytes())
         launched = real(step)
         results.append(pickle.loads(pickle.dumps(launched.results())))
         return launched
@@ -73,7 +75,7 @@ def test_recorded_steps_replay_on_a_fresh_runner(speculation):
     draft = DRAFT if speculation == "draft model" else None
     steps, expected = recorded(engine(MODEL, draft, **spec))
     fresh = engine(MODEL, draft, **spec).runner
-    assert [fresh.run(StepInput.unpack(step)) for step in steps] == expected
+    assert [fresh.run(unpack(StepInput, step)) for step in steps] == expected
     if draft is not None:
         assert sum(result.num_guessed for results in expected for result in results) > 0
 
@@ -84,10 +86,10 @@ def test_what_a_builder_reuses_is_what_a_fresh_one_builds(names):
     one = engine(MODEL, num_pages=24, max_num_seqs=4, max_num_batched_tokens=24)
     build, reused = one._builder.build, []
 
-    def checked(work, fresh):
+    def checked(output):
         last = one._builder._last
-        step = build(work, fresh)
-        plain = StepBuilder(one.spec.block_size).build(work, fresh)
+        step = build(output)
+        plain = StepBuilder(one.spec.block_size).build(output)
         for (name, found), (_, wanted) in zip(step.arrays(), plain.arrays(), strict=True):
             if name not in ("sampling.slot", "sampling.history", "sampling.spans") or "penalized" not in names:
                 assert found.dtype == wanted.dtype and np.array_equal(found, wanted), name
@@ -141,7 +143,7 @@ def test_a_batch_says_where_each_token_goes(sizes, block_size):
             place += 1
     assert batch.ends.tolist() == [start + length for start, length in sizes]
     assert batch.last_places().tolist() == (np.cumsum(lengths) - 1).tolist()
-    again = Batch.unpack(batch.pack())
+    again = unpack(Batch, pack(batch))
     assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(batch.arrays(), again.arrays(), strict=True))
 
 
@@ -149,17 +151,17 @@ def test_a_part_of_a_step_is_the_step_of_those_sequences():
     one = engine(MODEL, DRAFT)
     add_all(one)
     one.step()
-    work, fresh = one.scheduler.schedule()
-    one.proposer.propose(work)
-    whole = one._builder.build(work, fresh)
-    for first, last in [(0, 2), (2, 5), (5, len(work))]:
-        part, alone = whole.part(first, last), one._builder.build(work[first:last], [])
+    output = one.scheduler.schedule()
+    one.proposer.propose(output.seqs)
+    whole = one._builder.build(output)
+    for first, last in [(0, 2), (2, 5), (5, len(output.seqs))]:
+        part, alone = whole.part(first, last), one._builder.build(SchedulerOutput(output.seqs[first:last]))
         for (name, ours), (_, theirs) in zip(part.arrays(), alone.arrays(), strict=True):
             if name == "batch.table":
                 assert np.array_equal(ours[:, : theirs.shape[1]], theirs) and not ours[:, theirs.shape[1] :].any()
             elif not name.startswith("sampling."):
                 assert np.array_equal(ours, theirs), name
-    logits = torch.randn(len(work), VOCAB, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(len(output.seqs), VOCAB, generator=torch.Generator().manual_seed(0))
     sampler = one.runner.sampler
     counts = sampler._counts.clone()
     together = sampler.choose(logits, whole.sampling)

@@ -38,9 +38,10 @@ class Compactor:
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
-        assert scheduler.kept.compaction is not None, "the policy compacts"
-        self._compaction: Compaction = scheduler.kept.compaction
-        self._runner, self._scheduler, self._pool = runner, scheduler, scheduler.pool
+        self._runner, self._scheduler, self._pages = runner, scheduler, scheduler.pages
+        assert self._pages.kept.compaction is not None, "the policy compacts"
+        self._compaction: Compaction = self._pages.kept.compaction
+        self._block_size = self._pages.pool.block_size
         self._scores: WeakKeyDictionary[Seq, tuple[int, Scores]] = WeakKeyDictionary()
         """What a sequence's slots have received so far, and how often it was preempted when that began."""
 
@@ -81,7 +82,7 @@ class Compactor:
             end = min(start + _PIECE, seq.num_computed)
             batch = Batch.of(
                 seq.tokens[start:end], [start - seq.num_dropped], [end - start], np.array([seq.pages], dtype=np.int32),
-                self._pool.block_size, dropped=[seq.num_dropped]
+                self._block_size, dropped=[seq.num_dropped]
             )  # fmt: skip
             _add(found, observe(self._runner.model, self._runner.cache, batch, self._runner.device))
         preemptions, earlier = self._scores.get(seq, (-1, {}))
@@ -90,26 +91,13 @@ class Compactor:
         return found
 
     def _move(self, seq: Seq, keep: Scores, kept: int) -> bool:
-        """Moves the kept tokens into as few pages as they need; False when there are no pages to move them to.
-
-        Pages that others use or may find in the prefix cache keep what they hold.
-        """
-        size = self._pool.block_size
+        """Moves the kept tokens into as few pages as they need; False when there are no pages to move them to."""
         dropped = seq.num_computed - kept
-        needed = -(-(seq.length - dropped) // size)
-        targets = [page for page in seq.pages if self._pool.is_private(page)][:needed]
-        more = self._pool.allocate(needed - len(targets))
-        if more is None:
-            own = [page for page in seq.pages if page not in targets]
-            more = self._pool.claim(own, needed - len(targets))
-            if len(targets) + len(more) < needed:
-                return False
-        targets += more
+        targets = self._pages.compaction_targets(seq, -(-(seq.length - dropped) // self._block_size))
+        if targets is None:
+            return False
         compact(self._runner.cache, seq.pages, targets, keep)
-        self._pool.free([page for page in seq.pages if page not in targets])
-        seq.pages = targets  # a new list: what was copied from the old one is out of date
-        seq.num_dropped = dropped
-        seq.compacted = True
+        self._pages.moved(seq, targets, dropped)
         return True
 
 

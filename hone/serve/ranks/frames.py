@@ -12,7 +12,7 @@ _HEAD = struct.Struct("!BQ")
 
 
 class Kind(IntEnum):
-    """What a message is. Steps are `StepInput.pack`, everything else is pickled."""
+    """What a message is. Steps are packed (`hone.serve.ranks.packing`), everything else is pickled."""
 
     OPEN = 1
     """To the worker: what to build (`WorkerOrder`). Back: the pages that its memory holds."""

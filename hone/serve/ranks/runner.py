@@ -11,6 +11,7 @@ from hone.model.parallel.local import LocalDecoder
 from hone.serve.ranks.errors import RankError
 from hone.serve.ranks.frames import Kind
 from hone.serve.ranks.links import Links, end_process
+from hone.serve.ranks.packing import pack
 from hone.serve.runner import Launched, Masks, Runner, SeqResult, _Part
 from hone.serve.step import StepInput
 
@@ -56,7 +57,7 @@ class LeadRunner(RankRunner):
             self.links.send(Kind.MASKS, found)
             return found
 
-        self._guarded(lambda: self.links.send(Kind.STEP, memoryview(step.pack())))
+        self._guarded(lambda: self.links.send(Kind.STEP, memoryview(pack(step))))
         launched = self._guarded(lambda: super(LeadRunner, self).launch(step, masks and sent))
         if self.model.place.last:
             return _Guarded(self, launched)

@@ -80,6 +80,7 @@ class Worker:
     def _loop(self, runner: Runner, replies: bool) -> None:
         import numpy as np
 
+        from hone.serve.ranks.packing import unpack
         from hone.serve.step import StepInput
 
         while True:
@@ -89,7 +90,7 @@ class Worker:
                 continue
             assert kind == Kind.STEP, f"rank 0 sent {kind.name}"
             self._begun += 1
-            step = StepInput.unpack(np.frombuffer(data, dtype=np.uint8))
+            step = unpack(StepInput, np.frombuffer(data, dtype=np.uint8))
             launched = runner.launch(step, lambda: self._next(Kind.MASKS))
             if replies:
                 tokens = launched.tokens()

@@ -13,7 +13,7 @@ from hone.serve.speculation.drafter import Drafter, DraftSetting, Guess, Propose
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.serve.sequence import Work
+    from hone.serve.sequence import ScheduledSeq
     from hone.serve.step import StepInput
 
 np = lazy("numpy")
@@ -49,9 +49,9 @@ class DraftProposer(Proposer):
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._budget = max_num_batched_tokens
 
-    def propose(self, work: Sequence[Work]) -> None:
+    def propose(self, scheduled: Sequence[ScheduledSeq]) -> None:
         # A sequence without guesses is read by the draft model only when it gets guesses again.
-        reading = [item for item in work if item.lookahead or not item.samples or item.count > 1]
+        reading = [item for item in scheduled if item.lookahead or not item.samples or item.count > 1]
         for item, count in zip(reading, self._shares([_unread(item) for item in reading])):
             item.draft_start, item.draft_count = item.seq.drafted, count
             if count and count == _unread(item):
@@ -65,7 +65,7 @@ class DraftProposer(Proposer):
             left -= shares[place]
         return shares
 
-    def settle(self, item: Work, num_kept: int) -> None:
+    def settle(self, item: ScheduledSeq, num_kept: int) -> None:
         if item.draft_count:
             item.seq.drafted = item.draft_start + item.draft_count
         if item.num_guesses:  # the draft model has not read the last guess; keys of rejected guesses are invalid
@@ -153,6 +153,6 @@ class DraftRunner:
             one.tokens.append(token)
 
 
-def _unread(work: Work) -> int:
-    """Number of tokens up to the end of `work` that the draft model has not read."""
-    return work.start + work.count - work.seq.drafted
+def _unread(item: ScheduledSeq) -> int:
+    """Number of tokens up to the end of the item that the draft model has not read."""
+    return item.start + item.count - item.seq.drafted

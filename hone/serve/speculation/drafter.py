@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.serve.paging.cache import KVCache
     from hone.serve.sampler import Chosen, Sampler
-    from hone.serve.sequence import Work
+    from hone.serve.sequence import ScheduledSeq
     from hone.serve.step import Sampling, StepInput
 
 np = lazy("numpy")
@@ -94,11 +94,11 @@ class Proposer:
     uses_pages: bool = False
     """Whether its guesser keeps a cache under the sequences' page numbers (with `Seq.drafted` tokens of each)."""
 
-    def propose(self, work: Sequence[Work]) -> None:
+    def propose(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """Sets `num_guesses` (at most `lookahead`) and `guesses`, or the draft model's input instead of the latter."""
         raise NotImplementedError
 
-    def settle(self, item: Work, num_kept: int) -> None:
+    def settle(self, item: ScheduledSeq, num_kept: int) -> None:
         """Called after a successful step: the first `num_kept` of the item's guesses were accepted."""
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Proposer
 
 if TYPE_CHECKING:
-    from hone.serve.sequence import Seq, Work
+    from hone.serve.sequence import ScheduledSeq, Seq
 
 
 class PromptLookup(Drafter):
@@ -33,8 +33,8 @@ class LookupProposer(Proposer):
         self._sizes = range(longest, shortest - 1, -1)
         self._places: WeakKeyDictionary[Seq, tuple[dict[tuple[int, ...], int], list[int]]] = WeakKeyDictionary()
 
-    def propose(self, work: Sequence[Work]) -> None:
-        for item in work:
+    def propose(self, scheduled: Sequence[ScheduledSeq]) -> None:
+        for item in scheduled:
             if item.lookahead:
                 item.guesses = self._look(item.seq, item.lookahead)
                 item.num_guesses = len(item.guesses)

@@ -15,7 +15,7 @@ from hone.serve.structured.constraint import MASK_S, Constraint
 from hone.serve.structured.grammars import library
 
 if TYPE_CHECKING:
-    from hone.serve.sequence import Work
+    from hone.serve.sequence import ScheduledSeq
 
 MOST_THREADS = 8
 """Threads that fill masks: a few hundred sequences then take a few milliseconds, while the device computes."""
@@ -24,8 +24,8 @@ MOST_THREADS = 8
 class StepMasks:
     """What `Runner.launch` asks for masks. `read` applies the results of the step before, which masks depend on."""
 
-    def __init__(self, work: Sequence[Work], read: Callable[[Sequence[Work]], None]) -> None:
-        self._work = work
+    def __init__(self, scheduled: Sequence[ScheduledSeq], read: Callable[[Sequence[ScheduledSeq]], None]) -> None:
+        self._scheduled = scheduled
         self._read = read
         self.asked = False
         """Whether the runner came to the point of sampling."""
@@ -36,9 +36,9 @@ class StepMasks:
         """int32 [M, ceil(V / 32)]: the masks of the sequences that have a constraint, in the step's order."""
         if not self.asked:  # a step that fails after this runs again in halves
             self.asked = True
-            self._read(self._work)
+            self._read(self._scheduled)
         given = [
-            (place, item, one) for place, item in enumerate(self._work) if (one := item.seq.constraint) is not None
+            (place, item, one) for place, item in enumerate(self._scheduled) if (one := item.seq.constraint) is not None
         ]
         masks = np.full((len(given), given[0][2].num_words), -1, dtype=np.int32)
         # Not those that were ended by the tokens just read.
