@@ -113,7 +113,7 @@ class Scheduler:
                 if victim is seq:
                     break
             if seq.state == "running":
-                scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, extra))
+                scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, True, extra))
         return scheduled
 
     def _admit(self, budget: int) -> list[Seq]:
@@ -151,7 +151,11 @@ class Scheduler:
     def _chunks(self, seqs: Sequence[Seq], budget: int) -> list[ScheduledSeq]:
         """Divides the budget in order: a prompt gets at most half of the rest while others wait, and what they leave."""
         counts = divided([self.pages.num_computable(seq) for seq in seqs], budget)
-        return [ScheduledSeq(seq, seq.num_computed, count) for seq, count in zip(seqs, counts) if count]
+        return [
+            ScheduledSeq(seq, start, count, samples=start + count == seq.length)
+            for seq, start, count in zip(seqs, [seq.num_computed for seq in seqs], counts)
+            if count
+        ]
 
     def launched(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """The step is on its way: later ones find its keys and values in the pages, in the order of launches."""

@@ -165,16 +165,13 @@ class ScheduledSeq:
     seq: Seq
     start: int
     count: int
+    samples: bool
+    """Whether the step computes the sequence's next token."""
     lookahead: int = 0
     num_guesses: int = 0
     guesses: Sequence[int] = ()
     draft_start: int = 0
     draft_count: int = 0
-    samples: bool = field(init=False)
-    """Whether the step computes the sequence's next token."""
-
-    def __post_init__(self) -> None:
-        self.samples = self.start + self.count == self.seq.length
 
 
 @dataclass(slots=True)
