@@ -24,13 +24,13 @@ from hone.model.quantized.config import linear_of
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
+from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
 from hone.serve.offload.budget import Budget, budget_of
 from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
 from hone.serve.sizing import Memory, cache_pages, kept_of, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
-from hone.serve.workload import NUM_SAMPLES, SAMPLE_TOKENS
 
 HELD_24, READ_24 = 6 / 16, 7 / 16
 """Shares of a 2:4 linear's dense bytes that are not held in memory, and not read by a decode step."""

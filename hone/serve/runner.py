@@ -21,7 +21,8 @@ from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_pl
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import TokenLogprob
 from hone.serve.sampler import Chosen, Drawn, Sampler, Scores
-from hone.serve.speculation.drafter import Guess, Guesser, verify
+from hone.serve.speculation.drafter import Guess, Guesser
+from hone.serve.speculation.verification import verify
 from hone.serve.step import Batch, StepInput
 
 Masks = Callable[[], np.ndarray]

@@ -17,8 +17,8 @@ from hone.base.run import Run
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from hone.model.mixers import MIXERS
+from hone.serve.bench.workload import make_workload
 from hone.serve.stage import Serve
-from hone.serve.workload import make_workload
 
 SMALL = {"num_requests": 6, "concurrency": 3, "prompt_tokens": [4, 12], "output_tokens": [2, 8], "shared_prefix": 16}
 TEXT = "the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 12

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 
 if TYPE_CHECKING:
@@ -54,12 +53,6 @@ class Kept:
         bound = self.sink_pages(block_size) + -(-self.window // block_size) + 1 + -(-chunk // block_size)
         return min(pages, bound)
 
-    def tokens(self, num_prompt: int, length: int) -> int:
-        """Tokens in the cache at the end of a sequence of `length`, `num_prompt` of them its prompt, at most."""
-        if self.compaction is not None:
-            return self.compaction.most_slots(num_prompt, length)
-        return length if self.window is None else min(length, self.sink_tokens + self.window)
-
 
 class Compaction:
     """When a sequence is compacted, and to which tokens. Results depend on the sequence alone, not on the steps' sizes."""
@@ -79,10 +72,6 @@ class Compaction:
         """How many of `num_slots` tokens in the cache stay; equal for every head and layer."""
         raise NotImplementedError
 
-    def most_slots(self, num_prompt: int, length: int) -> int:
-        """Tokens in the cache at the end of a sequence of `length`, `num_prompt` of them its prompt, at most."""
-        raise NotImplementedError
-
     def select(self, scores: Tensor, num_kept: int) -> Tensor:
         """int64 [KV, num_kept], ascending: slots that stay, by scores [KV, slots] (attention received, summed)."""
         raise NotImplementedError
@@ -97,15 +86,6 @@ class KVPolicy(Technique):
     def open(self, config: ModelConfig) -> Kept:
         """What sequences of a model keep. Raises SpecError for a model with which the policy cannot work."""
         raise NotImplementedError
-
-    def estimates(self, config: ModelConfig, token_bytes: float, num_prompt: int, length: int) -> dict[str, Estimate]:
-        """Bytes of the cache of a sequence at its end, without what its pages have to spare. Losses are measured, not estimated."""
-        kept = self.open(config).tokens(num_prompt, length)
-        return {
-            "kv_cache_bytes": Estimate(
-                value=kept * token_bytes, unit="B", formula=f"{kept} of {length} tokens x {token_bytes:.0f} B"
-            )
-        }
 
 
 def windows(config: ModelConfig) -> list[int | None]:

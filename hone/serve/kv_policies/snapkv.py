@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from hone.base.lazy import lazy
-from hone.serve.kv_policies.policy import Compaction, Kept, KVPolicy, check_global, check_heads
+from hone.serve.kv_policies.policy import Kept, KVPolicy, check_global, check_heads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hone.model.config import ModelConfig
-
-torch = lazy("torch")
 
 
 class SnapKV(KVPolicy):
@@ -41,35 +35,8 @@ class SnapKV(KVPolicy):
         return self
 
     def open(self, config: ModelConfig) -> Kept:
+        from hone.serve.kv_policies.compactions import PromptCompaction
+
         check_heads(self, config)
         check_global(self, config)
-        return Kept(compaction=PromptCompaction(self))
-
-
-class PromptCompaction(Compaction):
-    """One compaction at the prompt's end."""
-
-    def __init__(self, policy: SnapKV) -> None:
-        self._policy = policy
-
-    def boundary(self, num_prompt: int, computed: int) -> int:
-        return num_prompt if computed < num_prompt else sys.maxsize
-
-    def observed(self, num_prompt: int, boundary: int) -> int:
-        return max(0, boundary - self._policy.window)
-
-    def num_kept(self, num_slots: int) -> int:
-        return min(num_slots, self._policy.budget)
-
-    def most_slots(self, num_prompt: int, length: int) -> int:
-        return min(num_prompt, self._policy.budget) + length - num_prompt
-
-    def select(self, scores: Tensor, num_kept: int) -> Tensor:
-        policy = self._policy
-        split = scores.shape[1] - policy.window
-        before = scores[:, :split]
-        if policy.pooling > 1:
-            before = torch.nn.functional.avg_pool1d(before, policy.pooling, 1, policy.pooling // 2)
-        chosen = before.topk(num_kept - policy.window, dim=1).indices.sort(dim=1).values
-        window = torch.arange(split, scores.shape[1], device=scores.device).expand(len(scores), -1)
-        return torch.cat((chosen, window), dim=1)
+        return Kept(compaction=PromptCompaction(self.budget, self.window, self.pooling))

@@ -7,10 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hone.base.errors import SpecError
-from hone.base.lazy import lazy
+import numpy as np
 
-np = lazy("numpy")
+from hone.base.errors import SpecError
+from hone.cost.serving import Traffic
+from hone.feed.load import PackedTokens
+from hone.model.tokenizer import load_tokenizer, tokenizers_differ
+from hone.serve.request import SamplingParams
 
 NUM_SAMPLES, SAMPLE_TOKENS = 4, 64
 """Number of sample texts generated after the measurement, and tokens of each."""
@@ -27,10 +30,8 @@ class Workload:
     shared_prefix: int
     sample_prompts: list[list[int]]
 
-    def params(self, place: int) -> Any:
+    def params(self, place: int) -> SamplingParams:
         """Greedy parameters of request `place`, with exactly the planned length."""
-        from hone.serve.request import SamplingParams
-
         return SamplingParams(max_tokens=self.output_tokens[place], temperature=0, ignore_eos=True)
 
 
@@ -48,14 +49,12 @@ def make_workload(
 
     Raises SpecError when the split is shorter than a prompt.
     """
-    from hone.feed.load import PackedTokens
-
     tokens = PackedTokens(data, "val")
     text, starts = np.asarray(tokens.tokens), tokens.starts
     text, starts = _in_model_tokens(text, starts, data, model)
     most = shared_prefix + prompt_tokens[1]
     if len(text) < most:
-        raise too_short(len(text), most)
+        raise _too_short(len(text), most)
     drawn = draw_requests(num_requests, prompt_tokens, output_tokens, len(text), seed)
     shared = text[:shared_prefix].tolist()
     prompts = [shared + text[place : place + own].tolist() for own, _, place in drawn]
@@ -64,7 +63,34 @@ def make_workload(
     return Workload(prompts, lengths, shared_prefix, samples)
 
 
-def too_short(text_tokens: int, most: int) -> SpecError:
+def traffic_of(
+    text_tokens: int,
+    *,
+    num_requests: int,
+    prompt_tokens: tuple[int, int],
+    output_tokens: tuple[int, int],
+    shared_prefix: int,
+    seed: int,
+    concurrency: int,
+) -> Traffic:
+    """The same requests in numbers, `concurrency` at a time; exact when data and model share a tokenizer, because lengths are
+    drawn with the places in a text of `text_tokens`.
+
+    Raises SpecError when the text is shorter than a prompt.
+    """
+    most = shared_prefix + prompt_tokens[1]
+    if text_tokens < most:
+        raise _too_short(text_tokens, most)
+    drawn = draw_requests(num_requests, prompt_tokens, output_tokens, text_tokens, seed)
+    return Traffic(
+        prompts=tuple(shared_prefix + own for own, _, _ in drawn),
+        outputs=tuple(length for _, length, _ in drawn),
+        shared_prefix=shared_prefix,
+        concurrency=concurrency,
+    )
+
+
+def _too_short(text_tokens: int, most: int) -> SpecError:
     """The error of a validation split that is shorter than a prompt of `most` tokens."""
     return SpecError(
         f"the validation split has {text_tokens} tokens, prompts take {most}",
@@ -87,8 +113,6 @@ def draw_requests(
 
 def _in_model_tokens(text: Any, starts: Any, data: Path, model: Path) -> tuple[Any, Any]:
     """The tokens unchanged if data and model share a tokenizer, else decoded and encoded again."""
-    from hone.model.tokenizer import load_tokenizer, tokenizers_differ
-
     if not tokenizers_differ(data, model):
         return text, starts
     old, new = load_tokenizer(data), load_tokenizer(model)
