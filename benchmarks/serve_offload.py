@@ -33,7 +33,7 @@ from hone.serve.engine import Engine, EngineSpec
 from hone.serve.offload import budget
 from hone.serve.planning import budget_on, pages_bytes, serving_of
 from hone.serve.request import Request, SamplingParams
-from hone.serve.sizing import Memory, work_bytes
+from hone.serve.sizing import DeviceMemory, work_bytes
 
 PROMPT, WARM, STEPS, BLOCK = 64, 4, 12, 64
 """Tokens of a decoding sequence's prompt, steps before and in each measurement, and tokens of a page."""
@@ -68,7 +68,7 @@ class Bench:
         self.spec = spec.model_copy(update={"gpu_memory": str(total)})
         self.resident = spec
         one = pages_bytes(spec, [facts])
-        divided = budget_on(self.spec, facts, machine, one, Memory.now(self.device))
+        divided = budget_on(self.spec, facts, machine, one, DeviceMemory.now(self.device))
         assert divided is not None
         self.serving: Serving = serving_of(self.spec, facts, machine, divided.offload)
         began = time.perf_counter()

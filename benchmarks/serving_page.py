@@ -11,7 +11,7 @@ from hone.cost.serving import Traffic
 from hone.model.facts import CheckpointFacts
 from hone.serve.http.metrics import MEANINGS, ServerMetrics
 from hone.serve.planning import estimates, of_a_rank, pages_bytes
-from hone.serve.sizing import Memory, cache_pages, sized, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, sized, work_bytes
 from hone.serve.spec import EngineSpec
 from tests.cost.h200 import h200
 
@@ -41,7 +41,7 @@ def sizes() -> str:
         page, weights = pages_bytes(spec, [model]), model.loaded_bytes("bfloat16")
         work = work_bytes(model.config.dims(), spec, "bfloat16", "cuda")
         longest = _facts().config.max_seq_len
-        pages = cache_pages(spec, page, Memory.of(h200()), longest, weights=weights, work=work)
+        pages = cache_pages(spec, page, DeviceMemory.of(h200()), longest, weights=weights, work=work)
         tokens, seqs = pages * spec.block_size, spec.max_num_seqs
         assert seqs is not None, "sized() fills it in"
         lines.append(

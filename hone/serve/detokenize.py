@@ -104,11 +104,11 @@ class TextStream:
             text, self._held = self._held + new, ""
             return text
         text = self._held + new
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
-            place, stop = min(found)
+            index, stop = min(found)
             self.matched, self._held = stop, ""
-            return text[: place + len(stop)] if self._include_stop else text[:place]
+            return text[: index + len(stop)] if self._include_stop else text[:index]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

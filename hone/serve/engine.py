@@ -15,7 +15,6 @@ from hone.base.figure import human_bytes
 from hone.base.run import Run
 from hone.model.decoder import Decoder
 from hone.model.tokenizer import Tokenizer
-from hone.serve.choosing import Chooser, Entry
 from hone.serve.detokenize import TextStream
 from hone.serve.device.heap import frozen_heap
 from hone.serve.kv_policies.compactor import Compactor
@@ -24,6 +23,7 @@ from hone.serve.paging.manager import PageManager
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import BusyError, Completion, Output, Request, SamplingParams, check_request, joined
 from hone.serve.runner import Launched, SeqResult
+from hone.serve.sampling import RequestSampling, SeqSampling
 from hone.serve.scheduler import Scheduler
 from hone.serve.sequence import ScheduledSeq, Seq
 from hone.serve.sizing import threads_of
@@ -148,8 +148,10 @@ class Engine:
         longest = min(len(request.prompt) + params.max_tokens, self.max_model_len)
         seq = Seq(request, next(self._arrivals), longest, frozenset(ends))
         constraint = self._constraints.of(params, ends)  # which bans the ends itself
-        seq.entry = Entry(Chooser(params, () if constraint else ends), seq.tokens, seq.num_prompt, constraint)
-        seq.speculates = self.proposer is not None and not seq.entry.chooser.penalized and constraint is None
+        seq.sampling = SeqSampling(
+            RequestSampling(params, () if constraint else ends), seq.tokens, seq.num_prompt, constraint
+        )
+        seq.speculates = self.proposer is not None and not seq.sampling.request.penalized and constraint is None
         if params.prompt_logprobs is not None:
             seq.prompt_logprobs = [None] * seq.num_prompt
         if self.tokenizer is not None:
@@ -247,16 +249,16 @@ class Engine:
         for item, error in broken:
             self._finish_item(item, SeqResult(error=error))
         # Before another sequence finds what these left in their pages.
-        for place, error in {**launched.errors, **(masks.errors if masks else {})}.items():
-            self._finish_item(scheduled[place], SeqResult(error=error))
+        for index, error in {**launched.errors, **(masks.errors if masks else {})}.items():
+            self._finish_item(scheduled[index], SeqResult(error=error))
         return scheduled, launched
 
     def _launched(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """Notes that the step of these sequences is on its way."""
         if self.proposer is None:
             self.scheduler.launched(scheduled)
-            for place, item in enumerate(scheduled):
-                item.seq.place = place
+            for index, item in enumerate(scheduled):
+                item.seq.step_index = index
 
     def _read_before(self, scheduled: Sequence[ScheduledSeq]) -> None:
         """When the forward pass of a step is on its way: applies the results of the step before, for its masks."""
@@ -399,8 +401,8 @@ class Engine:
             raise SpecError(f"{len(prompts)} prompts and {len(each)} params", fix="give one params, or one each")
         done: dict[str, Completion] = {}
         pending = []
-        for place, (prompt, one) in enumerate(zip(prompts, each)):
-            request = Request(f"generate-{next(self._arrivals)}-{place}", self._ids(prompt), one)
+        for index, (prompt, one) in enumerate(zip(prompts, each)):
+            request = Request(f"generate-{next(self._arrivals)}-{index}", self._ids(prompt), one)
             done[request.id] = Completion(request.prompt, [], "", "abort")
             pending.append(request)
         others: list[Output] = []

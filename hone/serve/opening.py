@@ -19,8 +19,8 @@ from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS, EVICTIONS
 from hone.serve.eviction.eviction import Eviction
-from hone.serve.kv_policies.policy import Kept, check_bits, check_combination
-from hone.serve.offload.budget import Budget
+from hone.serve.kv_policies.policy import KeptTokens, check_bits, check_combination
+from hone.serve.offload.budget import MemoryBudget
 from hone.serve.offload.opening import open_streamed, said_of, weights_on_device
 from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.pages import PagePool
@@ -28,12 +28,12 @@ from hone.serve.paging.scales import cache_format, check_on, take_scales
 from hone.serve.planning import budget_on, pages_bytes, serving_of
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import Memory, cache_pages, check_weights, kept_of, sized, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, kept_of, sized, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
 
 
-class Parts(NamedTuple):
+class EngineParts(NamedTuple):
     """An engine's parts. `spec` is the given one with its sizes filled in."""
 
     spec: EngineSpec
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     drafter: Drafter | None
     proposer: Proposer | None
     max_model_len: int
-    kept: Kept
+    kept: KeptTokens
     note: str = ""
     """What a user must know of how the model is held, beside the spec."""
 
@@ -55,7 +55,7 @@ def open_parts(
     tokenizer: Tokenizer | None,
     draft: Decoder | Path | str | None,
     device: torch.device,
-) -> Parts:
+) -> EngineParts:
     """Loads models given as folders and allocates the cache; arguments as in `Engine`.
 
     Raises FitError when weights or cache do not fit, SpecError for arguments that do not fit together.
@@ -103,7 +103,7 @@ def open_parts(
     sizes = spec
     if streamed is not None:
         sizes = streamed.budget.sized(spec, weights_on_device(model))
-    num_pages = cache_pages(sizes, one, Memory.now(device), most * size, work=work)
+    num_pages = cache_pages(sizes, one, DeviceMemory.now(device), most * size, work=work)
     dtype = getattr(torch, held.dtype)
     cache = KVCache(
         tensors, num_pages, size, dtype=dtype, device=device, rope_len=longest, kept=kept, fixed_scales=fixed
@@ -123,14 +123,14 @@ def open_parts(
             runner.graphs = None  # copies come from host memory anew in every step
         context = max(1, min(longest, num_pages * size // spec.max_num_seqs))
         note = "; ".join(filter(None, (note, said_of(streamed.budget, streamed.serving, spec, context))))
-    return Parts(spec, model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, longest, kept, note)
+    return EngineParts(spec, model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, longest, kept, note)
 
 
 class Streamed(NamedTuple):
     """A model opened with `engine.gpu_memory`."""
 
     model: Decoder
-    budget: Budget
+    budget: MemoryBudget
     serving: Serving
     streams: bool
 
@@ -143,7 +143,7 @@ def _open_streamed(model: Decoder | Path, spec: EngineSpec, device: torch.device
             fix="save it (hone.save) and give the engine its folder",
         )
     facts, machine = CheckpointFacts.of(model), describe(str(device))
-    budget = budget_on(spec, facts, machine, pages_bytes(spec, [facts]), Memory.now(device))
+    budget = budget_on(spec, facts, machine, pages_bytes(spec, [facts]), DeviceMemory.now(device))
     assert budget is not None, "gpu_memory is given"
     opened, stream = open_streamed(model, spec, budget.offload, device)
     serving = serving_of(spec, facts, machine, budget.offload.loaded(stream.layer_bytes))
@@ -152,7 +152,7 @@ def _open_streamed(model: Decoder | Path, spec: EngineSpec, device: torch.device
 
 def _open_ranked(
     model: Decoder | Path, spec: EngineSpec, tokenizer: Tokenizer | None, draft: object, device: torch.device
-) -> Parts:
+) -> EngineParts:
     """The parts of an engine on several processes, of which this one is rank 0. `spec` is `sized`."""
     from hone.serve.ranks.opening import open_lead
 
@@ -170,8 +170,8 @@ def _open_ranked(
         proposer, guesser = drafter.open(setting)
         assert guesser is None, "only a draft model guesses on the device"
     usable = min(longest, num_pages * size)
-    return Parts(
-        spec, rank.model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, usable, Kept(), rank.note
+    return EngineParts(
+        spec, rank.model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, usable, KeptTokens(), rank.note
     )
 
 

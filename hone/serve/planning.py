@@ -26,10 +26,10 @@ from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
 from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
-from hone.serve.offload.budget import Budget, budget_of
+from hone.serve.offload.budget import MemoryBudget, budget_of
 from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
-from hone.serve.sizing import Memory, cache_pages, kept_of, sized, step_threads, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
 
 HELD_24, READ_24 = 6 / 16, 7 / 16
@@ -63,7 +63,7 @@ def estimates(
     weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
     longest = spec.max_model_len or models[0].config.max_seq_len
     work = work_bytes(dims, spec, formats[0], machine.device)
-    memory = Memory.of(machine)
+    memory = DeviceMemory.of(machine)
     if not machine.device.startswith("cuda"):  # all ranks share it
         memory = memory._replace(free=memory.free / spec.num_ranks)
     most = kept_of(spec, models[0].config).most_pages(longest, spec.max_num_batched_tokens, spec.block_size)
@@ -93,15 +93,15 @@ def estimates(
 
 
 def budget_on(
-    spec: EngineSpec, model: CheckpointFacts, machine: Machine, page: int, memory: Memory | None = None
-) -> Budget | None:
+    spec: EngineSpec, model: CheckpointFacts, machine: Machine, page: int, memory: DeviceMemory | None = None
+) -> MemoryBudget | None:
     """How `spec.gpu_memory` is divided for `model` on `machine`; None without it. `spec` is sized. Errors as `budget_of`."""
     if spec.gpu_memory is None:
         return None
     assert spec.max_num_batched_tokens is not None, "sized() fills it in"
     longest = spec.max_model_len or model.config.max_seq_len
     most = kept_of(spec, model.config).most_pages(longest, spec.max_num_batched_tokens, spec.block_size)
-    return budget_of(spec, model, machine, page=page, longest_pages=most, memory=memory or Memory.of(machine))
+    return budget_of(spec, model, machine, page=page, longest_pages=most, memory=memory or DeviceMemory.of(machine))
 
 
 def of_a_rank(spec: EngineSpec, model: CheckpointFacts) -> CheckpointFacts:

@@ -1,7 +1,7 @@
 """One engine step on the device: a forward pass over the tokens of a `StepInput`, then the choices of its sequences.
 
 `launch` returns as soon as the step is on its way; a later step may be launched before the choices are read, and takes
-tokens that the host does not know yet from the device (`Batch.sources`).
+tokens that the host does not know yet from the device (`ForwardBatch.sources`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hone.serve.paging.cache import KVCache, has_softcap
 from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_place
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import TokenLogprob
-from hone.serve.sampler import Chosen, Drawn, Sampler, Scores
+from hone.serve.sampler import SampledToken, Sampler, SamplerOutput, TokenLogprobs
 from hone.serve.speculation.drafter import Guess, Guesser
 from hone.serve.speculation.verification import verify
-from hone.serve.step import Batch, StepInput
+from hone.serve.step import ForwardBatch, StepInput
 
 Masks = Callable[[], np.ndarray]
-"""Gives int32 [M, ceil(V / 32)]: a step's masks of the tokens that may be chosen, by `Sampling.mask_row`."""
+"""Gives int32 [M, ceil(V / 32)]: a step's masks of the tokens that may be chosen, by `SamplingMetadata.mask_row`."""
 
 _SCORED = 256
 """Prompt positions whose logits exist at once while a prompt is scored."""
@@ -40,7 +40,7 @@ class SeqResult:
     `prompt_logprobs` are those of the prompt tokens after the ones just computed. With an `error` nothing else counts.
     """
 
-    chosen: list[Chosen] = field(default_factory=list)
+    chosen: list[SampledToken] = field(default_factory=list)
     num_guessed: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     states: np.ndarray | None = None  # float32 [D], of a request with pooling
@@ -49,7 +49,7 @@ class SeqResult:
     @classmethod
     def of(cls, token: int | None) -> SeqResult:
         """The result that `Launched.tokens` tells in short."""
-        return cls([] if token is None else [Chosen(token, token >= 0)])
+        return cls([] if token is None else [SampledToken(token, token >= 0)])
 
 
 @dataclass
@@ -58,10 +58,10 @@ class _Part:
 
     num_seqs: int
     results: list[SeqResult] | None = None  # one each where some are known already
-    drawn: Drawn | None = None
-    places: list[int] = field(default_factory=list)  # of the sequences, those of `drawn`
+    drawn: SamplerOutput | None = None
+    indices: list[int] = field(default_factory=list)  # of the sequences, those of `drawn`
     kept: bool = False  # whether the drawn tokens are already where the next step finds them
-    scores: list[tuple[int, Scores, list[int]]] = field(default_factory=list)  # place, scores, tokens
+    scores: list[tuple[int, TokenLogprobs, list[int]]] = field(default_factory=list)  # place, scores, tokens
     states: Tensor | None = None  # float32 [N, D] on the host once the device is done
     pooled: list[int] = field(default_factory=list)  # of the sequences, those of `states`
 
@@ -85,21 +85,21 @@ class _Part:
         if len(tokens) == self.num_seqs:
             return tokens
         each: list[int | None] = [None] * self.num_seqs
-        for place, token in zip(self.places, tokens):
-            each[place] = token
+        for index, token in zip(self.indices, tokens):
+            each[index] = token
         return each
 
     def read(self) -> list[SeqResult]:
         """All results; the first call waits for the device."""
         results = self.known()
         if self.drawn is not None:
-            for place, chosen in zip(self.places, self.drawn.read()):
-                results[place].chosen = [chosen]
-        for place, scores, tokens in self.scores:
-            results[place].prompt_logprobs += scores.read(tokens)
+            for index, chosen in zip(self.indices, self.drawn.read()):
+                results[index].chosen = [chosen]
+        for index, scores, tokens in self.scores:
+            results[index].prompt_logprobs += scores.read(tokens)
         if self.states is not None:
-            for place, row in zip(self.pooled, self.states.cpu().numpy()):
-                results[place].states = row
+            for index, row in zip(self.pooled, self.states.cpu().numpy()):
+                results[index].states = row
         self.drawn, self.scores, self.states = None, [], None
         return results
 
@@ -115,9 +115,9 @@ class Launched:
         """The errors that are known before the device is done, by place."""
         errors, first = {}, 0
         for part in self._parts:
-            for place, result in enumerate(part.results or ()):
+            for index, result in enumerate(part.results or ()):
                 if result.error is not None:
-                    errors[first + place] = result.error
+                    errors[first + index] = result.error
             first += part.num_seqs
         return errors
 
@@ -206,17 +206,17 @@ class Runner:
         first = 0
         for part in parts:  # only now: every part reads the tokens of the step before
             if part.drawn is not None and not part.kept:
-                self._keep([first + place for place in part.places], part.drawn.tokens)
+                self._keep([first + index for index in part.indices], part.drawn.tokens)
             first += part.num_seqs
         return Launched(parts)
 
-    def _keep(self, places: list[int], tokens: Tensor) -> None:
+    def _keep(self, indices: list[int], tokens: Tensor) -> None:
         """Leaves sampled tokens where the next step finds them."""
-        first, count = places[0], len(places)
-        if places[-1] - first == count - 1:
+        first, count = indices[0], len(indices)
+        if indices[-1] - first == count - 1:
             self._last[first : first + count].copy_(tokens)
         else:
-            self._last[self._placer.place({"places": np.array(places)})["places"]] = tokens
+            self._last[self._placer.place({"places": np.array(indices)})["places"]] = tokens
 
     def _halved(self, step: StepInput) -> list[_Part]:
         """Runs the step; one that fails is run in halves, until the sequence that makes it fail is alone, or it fits.
@@ -246,7 +246,7 @@ class Runner:
         guesses = self._guesses(step)
         sampling = step.sampled
         parameters = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
-        last = step.batch.last_places()
+        last = step.batch.last_indices()
         arrays = {} if guesses is not None or not sampling else self.sampler.arrays(parameters)
         if guesses is None and 0 < len(sampling) < len(step.batch.tokens):
             # On a GPU a product of another number of rows may be another kernel, to be loaded: sizes are those of the graphs.
@@ -265,18 +265,18 @@ class Runner:
         if guesses is None:
             x = x[on["last"]] if "last" in on else x
             logits = self.model.head(x)[: len(sampling)]
-            part.drawn, part.places = self.sampler.draw(logits, parameters, on), sampling
+            part.drawn, part.indices = self.sampler.draw(logits, parameters, on), sampling
             return part
         # Logits are needed after each sampling sequence's last token and after each of its guesses.
-        places = [np.arange(last[place] - step.num_guesses[place], last[place] + 1) for place in sampling]
-        logits = self.model.head(x[torch.from_numpy(np.concatenate(places)).to(x.device)])
-        checked = verify(self.sampler, logits, parameters, [guesses[place] for place in sampling])
+        indices = [np.arange(last[index] - step.num_guesses[index], last[index] + 1) for index in sampling]
+        logits = self.model.head(x[torch.from_numpy(np.concatenate(indices)).to(x.device)])
+        checked = verify(self.sampler, logits, parameters, [guesses[index] for index in sampling])
         self.sampler.tally(parameters, [chosen[-1].token for chosen in checked])
-        for place, chosen in zip(sampling, checked):
-            part.known()[place].chosen = chosen
+        for index, chosen in zip(sampling, checked):
+            part.known()[index].chosen = chosen
         return part
 
-    def _replayed(self, step: StepInput) -> Drawn | None:
+    def _replayed(self, step: StepInput) -> SamplerOutput | None:
         """The choices of a step that one graph runs to its end: one token of each sequence, no list of tokens to regard."""
         batch, sampling = step.batch, step.sampling
         if self.graphs is None or not self._whole or self.guesser is not None:
@@ -290,9 +290,9 @@ class Runner:
             return None
         self._bring_table(batch)
         tokens = self.graphs.drawn(key, batch, sampling)
-        return Drawn.of(tokens, tokens)
+        return SamplerOutput.of(tokens, tokens)
 
-    def _bring_table(self, batch: Batch) -> None:
+    def _bring_table(self, batch: ForwardBatch) -> None:
         assert self._table is not None, "graphs have a table"
         changes = self._table.changes(batch.table)
         if changes:
@@ -309,12 +309,12 @@ class Runner:
         if not step.any_guesses:
             return None
         if guesses is None:
-            ends = step.batch.last_places() + 1
+            ends = step.batch.last_indices() + 1
             tokens = step.batch.tokens
             guesses = [Guess(tokens[end - count : end].tolist()) for end, count in zip(ends, step.num_guesses)]
         return guesses
 
-    def _forward(self, batch: Batch, more: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(self, batch: ForwardBatch, more: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states [T, D] of the batch's tokens, and the arrays `more` on the device."""
         graphs = self.graphs
         key = None if graphs is None else graphs.choose(batch)
@@ -340,30 +340,30 @@ class Runner:
         """Log-probabilities of the prompt tokens that follow the ones just computed, where they are asked for."""
         if not step.scored:
             return
-        begins = step.batch.last_places() + 1 - step.batch.lengths
+        begins = step.batch.last_indices() + 1 - step.batch.lengths
         counts = step.batch.lengths - step.num_guesses  # guesses may follow the prompt's last token
-        for place in step.scored:
-            begin, count = int(begins[place]), int(step.score_counts[place])
-            own = step.batch.tokens[begin : begin + int(counts[place])].tolist()
-            targets = own[1:] + [token for token in (int(step.next_tokens[place]),) if token >= 0]
+        for index in step.scored:
+            begin, count = int(begins[index]), int(step.score_counts[index])
+            own = step.batch.tokens[begin : begin + int(counts[index])].tolist()
+            targets = own[1:] + [token for token in (int(step.next_tokens[index]),) if token >= 0]
             for start in range(0, len(targets), _SCORED):
                 some = targets[start : start + _SCORED]
                 logits = self.model.head(x[begin + start : begin + start + len(some)]).float()
-                index = self._placer.place({"targets": np.array(some)})["targets"]
-                scores = Scores.of(logits, index, [count] * len(some))
-                part.scores.append((place, scores, some))
+                placed = self._placer.place({"targets": np.array(some)})["targets"]
+                scores = TokenLogprobs.of(logits, placed, [count] * len(some))
+                part.scores.append((index, scores, some))
 
     def _pool(self, step: StepInput, x: Tensor, part: _Part) -> None:
         """The sum of the normed hidden states of a sequence's tokens, or the last one, where it is asked for."""
         part.pooled = np.flatnonzero(step.pooling).tolist()
         if not part.pooled:
             return
-        ends = step.batch.last_places() + 1 - step.num_guesses
+        ends = step.batch.last_indices() + 1 - step.num_guesses
         counts = step.batch.lengths - step.num_guesses
         rows = []
-        for place in part.pooled:
-            end, kind = int(ends[place]), int(step.pooling[place])
-            own = x[end - int(counts[place]) : end] if kind == 1 else x[end - 1 : end]
+        for index in part.pooled:
+            end, kind = int(ends[index]), int(step.pooling[index])
+            own = x[end - int(counts[index]) : end] if kind == 1 else x[end - 1 : end]
             rows.append(self.model.norm(own).float().sum(0))
         part.states = torch.stack(rows)
 
@@ -373,9 +373,9 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate((array, np.zeros(length - len(array), dtype=array.dtype)))
 
 
-def _with_guesses(step: StepInput, guesses: Sequence[Guess]) -> Batch:
+def _with_guesses(step: StepInput, guesses: Sequence[Guess]) -> ForwardBatch:
     """The step's tokens with the guesses at their places."""
     tokens = step.batch.tokens.copy()
-    for end, guess in zip(step.batch.last_places() + 1, guesses):
+    for end, guess in zip(step.batch.last_indices() + 1, guesses):
         tokens[end - len(guess.tokens) : end] = guess.tokens
     return replace(step.batch, tokens=tokens)

@@ -2,7 +2,7 @@
 
 A draw is Gumbel-max: argmax of logits + noise, with the noise of each (seed, position, token) a hash of the three
 (as in vLLM's second model runner). So a seeded request gives the same text in any batch, before or after a
-preemption, and no softmax is needed. On a GPU nothing here waits for the device until `Drawn.read`.
+preemption, and no softmax is needed. On a GPU nothing here waits for the device until `SamplerOutput.read`.
 
 Legend: E entries (one per token to draw), V vocabulary.
 """
@@ -23,16 +23,16 @@ from hone.ops.sample.noise import ACCEPT, GUMBEL, RESIDUAL, gumbel, noise_keys, 
 from hone.ops.sample.reference import filter_logits
 from hone.serve.device.placing import Placer
 from hone.serve.request import TokenLogprob
-from hone.serve.step import Sampling
+from hone.serve.step import SamplingMetadata
 
-__all__ = ["ACCEPT", "GUMBEL", "RESIDUAL", "Chosen", "Drawn", "Sampler", "logprobs", "uniform"]
+__all__ = ["ACCEPT", "GUMBEL", "RESIDUAL", "SampledToken", "Sampler", "SamplerOutput", "logprobs", "uniform"]
 
 _LOGPROB_TOKENS = 256
 """Tokens whose float32 log-probabilities exist at once: bounds the memory for scoring a long prompt."""
 
 
 @dataclass
-class Chosen:
+class SampledToken:
     """The token chosen for an entry; `finite` is False when its logits had NaN or infinity (the token is then invalid)."""
 
     token: int
@@ -41,17 +41,19 @@ class Chosen:
 
 
 @dataclass
-class Drawn:
+class SamplerOutput:
     """Choices on their way to the host. `tokens` int64 [E] are on the device: the next step may read them there."""
 
     tokens: Tensor
     _told: Tensor  # int64 [E], on the host after the event: the tokens, -1 where logits are not finite
     _event: torch.cuda.Event | None
-    _scores: Scores | None = None
+    _scores: TokenLogprobs | None = None
     _asking: Sequence[int] = ()
 
     @classmethod
-    def of(cls, tokens: Tensor, told: Tensor, scores: Scores | None = None, asking: Sequence[int] = ()) -> Drawn:
+    def of(
+        cls, tokens: Tensor, told: Tensor, scores: TokenLogprobs | None = None, asking: Sequence[int] = ()
+    ) -> SamplerOutput:
         """Starts the copy to the host of `told` and `scores`."""
         if not told.is_cuda:
             return cls(tokens, told, None, scores, asking)
@@ -73,9 +75,9 @@ class Drawn:
         tokens: list[int] = self._told.tolist()
         return tokens
 
-    def read(self) -> list[Chosen]:
+    def read(self) -> list[SampledToken]:
         """The choices, once the device has made them."""
-        choices = [Chosen(token, token >= 0) for token in self.told()]
+        choices = [SampledToken(token, token >= 0) for token in self.told()]
         if self._scores is not None:
             for place, logprob in zip(self._asking, self._scores.read([choices[p].token for p in self._asking])):
                 choices[place].logprob = logprob
@@ -83,7 +85,7 @@ class Drawn:
 
 
 class Sampler:
-    """Chooses tokens from logits [E, V] on one device, by the arrays of a `Sampling` of E entries.
+    """Chooses tokens from logits [E, V] on one device, by the arrays of a `SamplingMetadata` of E entries.
 
     Penalties need the tokens before: a table of counts, int32 [slots, V], that grows with the slots in use. The top bit
     marks a token of the prompt, the others count how often it was generated.
@@ -97,16 +99,16 @@ class Sampler:
         self._lowest = torch.tensor(-math.inf, device=device)
         self._placer = Placer(device)
         self.masks: Tensor | None = None
-        """int32 [M, ceil(V / 32)] on the device: those of the step under way (`Sampling.mask_row`)."""
+        """int32 [M, ceil(V / 32)] on the device: those of the step under way (`SamplingMetadata.mask_row`)."""
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, sampling: Sampling) -> list[Chosen]:
+    def choose(self, logits: Tensor, sampling: SamplingMetadata) -> list[SampledToken]:
         """One choice per entry. `logits` [E, V] in any floating dtype."""
         self.seat(sampling)
         return self.draw(logits, sampling).read()
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, sampling: Sampling, on: Mapping[str, Tensor] | None = None) -> Drawn:
+    def draw(self, logits: Tensor, sampling: SamplingMetadata, on: Mapping[str, Tensor] | None = None) -> SamplerOutput:
         """As `choose`, without waiting for the device; slots are seated already. `on`: `arrays` of `sampling`, placed."""
         if sampling.plain:
             best = logits.max(-1)
@@ -121,12 +123,12 @@ class Sampler:
         scores, asking = None, np.flatnonzero(sampling.logprobs >= 0).tolist()
         if asking:
             rows = on["asking"]
-            scores = Scores.of(raw[rows], tokens[rows], sampling.logprobs[asking].tolist())
+            scores = TokenLogprobs.of(raw[rows], tokens[rows], sampling.logprobs[asking].tolist())
         self.count(tokens, sampling, on)  # last: what fails before is run again
         return _drawn(tokens, peaks, scores, asking)
 
     @staticmethod
-    def arrays(sampling: Sampling) -> dict[str, np.ndarray]:
+    def arrays(sampling: SamplingMetadata) -> dict[str, np.ndarray]:
         """What the device needs of `sampling`, to be placed there: nothing for plain ones."""
         if sampling.plain:
             return {}
@@ -160,7 +162,7 @@ class Sampler:
             arrays["banned"] = np.stack((places, sampling.banned[at]))
         return arrays
 
-    def process(self, raw: Tensor, sampling: Sampling, on: Mapping[str, Tensor] | None = None) -> Tensor:
+    def process(self, raw: Tensor, sampling: SamplingMetadata, on: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits [E, V] float32 with penalties, biases and bans applied; `raw` itself when no entry has any."""
         if not sampling.any_touched:
             return raw
@@ -181,7 +183,7 @@ class Sampler:
         return out
 
     @torch.inference_mode()
-    def seat(self, sampling: Sampling) -> None:
+    def seat(self, sampling: SamplingMetadata) -> None:
         """Counts the `history` of the entries whose slots are new to them."""
         fresh = np.flatnonzero(sampling.spans[:, 5] > sampling.spans[:, 4])
         if not len(fresh):
@@ -196,13 +198,13 @@ class Sampler:
         count_tokens(self._counts, on["prompt"], on["tokens"], prompt=True)
         count_tokens(self._counts, on["output"], on["tokens"])
 
-    def count(self, tokens: Tensor, sampling: Sampling, on: Mapping[str, Tensor]) -> None:
+    def count(self, tokens: Tensor, sampling: SamplingMetadata, on: Mapping[str, Tensor]) -> None:
         """Counts the tokens [E] that penalized entries got."""
         if "slot" in on:
             count_tokens(self._counts, on["slot"], tokens)
 
     @torch.inference_mode()
-    def tally(self, sampling: Sampling, tokens: Sequence[int]) -> None:
+    def tally(self, sampling: SamplingMetadata, tokens: Sequence[int]) -> None:
         """`count` of tokens that are on the host; an entry with penalties has one."""
         if sampling.penalized.any():
             on = self._placer.place({**self.arrays(sampling), "tokens": np.array(tokens, dtype=np.int64)})
@@ -214,7 +216,7 @@ class Sampler:
             grown[: len(self._counts)] = self._counts
             self._counts = grown
 
-    def _tokens(self, logits: Tensor, sampling: Sampling, on: Mapping[str, Tensor]) -> Tensor:
+    def _tokens(self, logits: Tensor, sampling: SamplingMetadata, on: Mapping[str, Tensor]) -> Tensor:
         """Tokens int64 [E] from processed logits [E, V]: argmax where the temperature is 0, Gumbel-max elsewhere."""
         drawing = np.flatnonzero(~sampling.greedy)
         if not len(drawing):
@@ -229,7 +231,7 @@ class Sampler:
         return tokens
 
     @staticmethod
-    def _drawn_at_once(logits: Tensor, sampling: Sampling, on: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _drawn_at_once(logits: Tensor, sampling: SamplingMetadata, on: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(tokens, largest logits) in two kernels: thresholds without a sort, noise computed where it is added."""
         drawing = ~sampling.greedy
         drawn: tuple[Tensor, Tensor] = sample(
@@ -243,7 +245,7 @@ class Sampler:
         )
         return drawn
 
-    def filter(self, logits: Tensor, sampling: Sampling) -> Tensor:
+    def filter(self, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
         """Logits / temperature, -inf where min-p, top-k or top-p drop the token. No entry is greedy."""
         return filter_logits(
             logits,
@@ -253,7 +255,7 @@ class Sampler:
             sampling.top_p.tolist(),
         )
 
-    def noise(self, sampling: Sampling, streams: Sequence[int] | None = None) -> Tensor:
+    def noise(self, sampling: SamplingMetadata, streams: Sequence[int] | None = None) -> Tensor:
         """Gumbel noise float32 [E, V]: equal for equal (seed, position, token, stream), in any batch.
 
         `streams` names each entry's stream, GUMBEL when None.
@@ -264,9 +266,11 @@ class Sampler:
         return gumbel(keys, self._token_hashes)
 
 
-def _drawn(tokens: Tensor, peaks: Tensor, scores: Scores | None = None, asking: Sequence[int] = ()) -> Drawn:
+def _drawn(
+    tokens: Tensor, peaks: Tensor, scores: TokenLogprobs | None = None, asking: Sequence[int] = ()
+) -> SamplerOutput:
     """Choices [E] under logits whose largest are `peaks` [E]."""
-    return Drawn.of(tokens, torch.where(peaks.isfinite(), tokens, -1), scores, asking)
+    return SamplerOutput.of(tokens, torch.where(peaks.isfinite(), tokens, -1), scores, asking)
 
 
 def _flat(rows: np.ndarray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -277,7 +281,7 @@ def _flat(rows: np.ndarray, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass
-class Scores:
+class TokenLogprobs:
     """Log-probabilities of N tokens and of the most likely ones, on a device or on the host."""
 
     own: Tensor  # [N]
@@ -286,7 +290,7 @@ class Scores:
     counts: Sequence[int]
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Scores:
+    def of(cls, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> TokenLogprobs:
         """Of tokens int64 [N] under logits [N, V] and of the counts[i] most likely ones, without waiting for the device."""
         parts = []
         widest = min(max(counts), logits.shape[-1])
@@ -301,10 +305,10 @@ class Scores:
         own, values, indices = (torch.cat(each) for each in zip(*parts))
         return cls(own.squeeze(-1), values, indices, counts)
 
-    def to_host(self) -> Scores:
+    def to_host(self) -> TokenLogprobs:
         """On their way to pinned memory: valid once the device gets there."""
         moved = (one.to("cpu", non_blocking=True) for one in (self.own, self.values, self.tokens))
-        return Scores(*moved, self.counts)
+        return TokenLogprobs(*moved, self.counts)
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprob]:
         """The entry of each of `tokens`, the scored ones. One that is not among its alternatives is appended to them."""
@@ -326,4 +330,4 @@ def logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> li
     """
     if not len(tokens):
         return []
-    return Scores.of(logits, torch.tensor(tokens, device=logits.device), counts).read(tokens)
+    return TokenLogprobs.of(logits, torch.tensor(tokens, device=logits.device), counts).read(tokens)

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from hone.serve.choosing import Entry
 from hone.serve.detokenize import TextStream
 from hone.serve.request import Output, Request, TokenLogprob
-from hone.serve.sampler import Chosen
+from hone.serve.sampler import SampledToken
+from hone.serve.sampling import SeqSampling
 from hone.serve.structured.constraint import Constraint
 
 State = Literal["compiling", "waiting", "running", "done"]
@@ -32,7 +32,7 @@ class Seq:
     state: State = "waiting"
     num_computed: int = 0  # tokens whose keys and values are in the pages once all launched steps have run, or were
     num_in_flight: int = 0  # tokens that launched steps sample, unknown to the host so far
-    place: int = -1  # its place in the step that samples the last of them
+    step_index: int = -1  # its place in the step that samples the last of them
     waits_since: float = 0.0
     num_preemptions: int = 0
     # The page manager's:
@@ -51,7 +51,7 @@ class Seq:
     speculates: bool = False
     drafted: int = 0  # tokens whose keys and values are in the draft model's cache
     # What becomes of its tokens:
-    entry: Entry | None = None
+    sampling: SeqSampling | None = None
     stream: TextStream | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     pooled: tuple[int, np.ndarray] | None = None  # tokens whose hidden states are in the sum, or have passed; the sum
@@ -73,7 +73,7 @@ class Seq:
     @property
     def constraint(self) -> Constraint | None:
         """What rules tokens out, None where every token may be chosen."""
-        return None if self.entry is None else self.entry.constraint
+        return None if self.sampling is None else self.sampling.constraint
 
     def pool(self, start: int, count: int, states: np.ndarray) -> None:
         """Takes what a step kept of the hidden states (float32 [D]) of `count` tokens from `start` on, chunk by chunk.
@@ -122,7 +122,7 @@ class Seq:
             and self.constraint is None
         )
 
-    def take(self, chosen: Chosen, output: Output) -> tuple[str | None, str | int | None]:
+    def take(self, chosen: SampledToken, output: Output) -> tuple[str | None, str | int | None]:
         """Appends a token to the sequence and its output; returns (finish, stop reason), None while it goes on.
 
         Raises ArithmeticError for a token from logits that are not finite.

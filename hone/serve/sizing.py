@@ -16,7 +16,7 @@ from hone.cost.memory import serve_bytes
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.serve import KV_POLICIES
-from hone.serve.kv_policies.policy import Kept, KVPolicy
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy
 from hone.serve.spec import EngineSpec
 
 _SMALL_PARAMS, _SMALL_FLOPS = 8_000_000, 4e9
@@ -52,14 +52,14 @@ def sized(spec: EngineSpec, machine: Machine) -> EngineSpec:
     return spec.model_copy(update=sizes)
 
 
-def kept_of(spec: EngineSpec, config: ModelConfig) -> Kept:
+def kept_of(spec: EngineSpec, config: ModelConfig) -> KeptTokens:
     """What the KV policy of `spec` keeps of a sequence. Raises SpecError for a model with which it cannot work."""
     policy = KV_POLICIES.read(spec.kv_policy or "full")
     assert isinstance(policy, KVPolicy), "the table holds nothing else"
     return policy.open(config)
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Free and total bytes of a device's memory."""
 
     device: str
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
     total: float
 
     @classmethod
-    def now(cls, device: torch.device) -> Memory:
+    def now(cls, device: torch.device) -> DeviceMemory:
         """The memory of `device` now."""
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -76,7 +76,7 @@ class Memory(NamedTuple):
         return cls(str(device), found.available, found.total)
 
     @classmethod
-    def of(cls, machine: Machine) -> Memory:
+    def of(cls, machine: Machine) -> DeviceMemory:
         """The memory of an idle machine; for this machine's CPU the memory that is free now."""
         free = machine.free_memory_bytes
         if not machine.device.startswith("cuda"):
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
 def cache_pages(
     spec: EngineSpec,
     one: int,
-    memory: Memory,
+    memory: DeviceMemory,
     max_model_len: int,
     *,
     weights: float = 0,
@@ -138,7 +138,7 @@ def work_bytes(dims: ModelDims, spec: EngineSpec, dtype: str, device: str) -> fl
 
 def check_weights(folder: str, needed: int, device: torch.device) -> None:
     """Raises FitError when the weights in `folder`, of `needed` bytes, are more than the free memory of `device`."""
-    free = Memory.now(device).free
+    free = DeviceMemory.now(device).free
     if needed > free:
         raise FitError(
             f"the weights in {folder} take {human_bytes(needed)}, {device} has {human_bytes(free)} free",

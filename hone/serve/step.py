@@ -1,7 +1,7 @@
 """What the device gets for one step, as flat arrays: all that a runner sees, so that a step can be sent to other ranks.
 
 `StepBuilder` makes it of what the scheduler decided (`SchedulerOutput`). No request, tokenizer or page pool is in it: a
-step can be recorded and replayed. A `Batch` is what one forward pass reads, `Sampling` how the next tokens are chosen;
+step can be recorded and replayed. A `ForwardBatch` is what one forward pass reads, `SamplingMetadata` how the next tokens are chosen;
 `hone.serve.ranks.packing` puts all of it in one buffer. No array changes after it was made: steps share them.
 
 Legend: T tokens of the step, one sequence's after another; S sequences; P pages of the longest one.
@@ -42,7 +42,7 @@ class Arrays:
 
 
 @dataclass(eq=False)
-class Batch(Arrays):
+class ForwardBatch(Arrays):
     """The tokens of one forward pass, and where their keys and values go.
 
     Sequence s has `ends[s] - lengths[s]` tokens in the cache and `lengths[s]` new ones; its pages are
@@ -76,7 +76,7 @@ class Batch(Arrays):
         block_size: int,
         sources: Sequence[int] | None = None,
         dropped: Sequence[int] | None = None,
-    ) -> Batch:
+    ) -> ForwardBatch:
         """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache.
 
         `dropped` tokens of each were in the cache, too: they count in the positions.
@@ -106,14 +106,14 @@ class Batch(Arrays):
         table: np.ndarray | None,
         block_size: int,
         dropped: Sequence[int] | None = None,
-    ) -> Batch:
+    ) -> ForwardBatch:
         """The same sequences with one new token each, after `starts` in the cache; `table` None when none begins a page.
 
         For a batch that has one new token of each sequence, too: it runs before every decode step.
         """
         begins = np.array(starts, dtype=np.int64)
         pages = self.pages if table is None else table[np.arange(len(table)), begins // block_size].astype(np.int64)
-        return Batch(
+        return ForwardBatch(
             tokens=np.array(tokens, dtype=np.int64),
             sources=np.array(sources, dtype=np.int64),
             positions=begins if dropped is None else begins + np.array(dropped, dtype=np.int64),
@@ -128,13 +128,13 @@ class Batch(Arrays):
     def num_seqs(self) -> int:
         return len(self.lengths)
 
-    def last_places(self) -> np.ndarray:
+    def last_indices(self) -> np.ndarray:
         """[S] Index of each sequence's last token among the T."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
 
 @dataclass(eq=False)
-class Sampling(Arrays):
+class SamplingMetadata(Arrays):
     """How the next token of each of S sequences is chosen: parameters as arrays, lists as spans of shared arrays."""
 
     temperature: Float64
@@ -168,13 +168,13 @@ class Sampling(Arrays):
     def __len__(self) -> int:
         return len(self.temperature)
 
-    def take(self, index: np.ndarray | Sequence[int], ahead: np.ndarray | int = 0) -> Sampling:
+    def take(self, index: np.ndarray | Sequence[int], ahead: np.ndarray | int = 0) -> SamplingMetadata:
         """The entries at `index` (one may come several times), each for the token `ahead` places later."""
         index = np.asarray(index, dtype=np.int64)
         own = {name: getattr(self, name)[index] for name in _OWN}
         return replace(self, **{**own, "position": own["position"] + ahead})
 
-    def later(self) -> Sampling:
+    def later(self) -> SamplingMetadata:
         """The same parameters for the token one position later; only where none depends on earlier tokens."""
         assert not self.any_touched, "lists of tokens change with every token"
         later = copy(self)  # with what was derived: greedy, plain, touched
@@ -231,15 +231,15 @@ class Sampling(Arrays):
 
 
 _SHARED = ("banned", "bias_tokens", "bias_values", "history")
-_OWN = tuple(one.name for one in fields(Sampling) if one.name not in _SHARED)
+_OWN = tuple(one.name for one in fields(SamplingMetadata) if one.name not in _SHARED)
 
 
 @dataclass(eq=False)
 class StepInput(Arrays):
     """The whole input of a step. Guesses that the draft model makes during the step are token 0 in `batch.tokens`."""
 
-    batch: Batch
-    sampling: Sampling
+    batch: ForwardBatch
+    sampling: SamplingMetadata
     samples: Bool
     """[S] Whether the step samples the sequence's next token (False: its prompt is not yet computed to the end)."""
     num_guesses: Int32
@@ -259,7 +259,7 @@ class StepInput(Arrays):
     new_pages: Int64
     """Pages that were allocated since the last step, to be wiped before this one."""
 
-    def next(self, batch: Batch, new_pages: Sequence[int]) -> StepInput:
+    def next(self, batch: ForwardBatch, new_pages: Sequence[int]) -> StepInput:
         """The step of the same sequences with one more token each, where no choice depends on earlier tokens."""
         step = copy(self)  # with what was derived: sampled, scored
         step.batch, step.sampling = batch, self.sampling.later()
@@ -295,7 +295,7 @@ class StepInput(Arrays):
         each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens", "pooling")
         return replace(
             self,
-            batch=Batch(**own),
+            batch=ForwardBatch(**own),
             sampling=self.sampling.take(range(first, last)),
             draft_tokens=self.draft_tokens[int(reads[first]) : int(reads[last])],
             new_pages=self.new_pages[:0],

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hone.serve.choosing import Slots, sampling_of
+from hone.serve.sampling import Slots, sampling_of
 from hone.serve.sequence import ScheduledSeq, SchedulerOutput, Seq
-from hone.serve.step import NULL_PAGE, Batch, StepInput
+from hone.serve.step import NULL_PAGE, ForwardBatch, StepInput
 
 _POOLING = {None: 0, "mean": 1, "last": 2}
 
@@ -88,10 +88,12 @@ class StepBuilder:
         lengths = [item.count + item.num_guesses for item in seqs]
         table = self._tables([item.seq.pages for item in seqs], [a + b for a, b in zip(starts, lengths)])
         drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in seqs]
-        entries = [item.seq.entry for item in seqs]
+        entries = [item.seq.sampling for item in seqs]
         self._slots.begin(entries)
         return StepInput(
-            batch=Batch.of(tokens, starts, lengths, table, self._block_size, _sources(seqs, lengths), _dropped(seqs)),
+            batch=ForwardBatch.of(
+                tokens, starts, lengths, table, self._block_size, _sources(seqs, lengths), _dropped(seqs)
+            ),
             sampling=sampling_of(entries, [item.seq.length for item in seqs], self._slots),
             samples=np.array([item.samples for item in seqs], dtype=np.bool_),
             num_guesses=np.array([item.num_guesses for item in seqs], dtype=np.int32),
@@ -115,12 +117,12 @@ class StepBuilder:
             grown[: self._table.shape[0], : self._table.shape[1]] = self._table
             self._known += [((), 0)] * (len(grown) - len(self._known))
             self._table = grown
-        for place, (ids, needed) in enumerate(zip(pages, used)):
-            known, num_known = self._known[place]
+        for index, (ids, needed) in enumerate(zip(pages, used)):
+            known, num_known = self._known[index]
             if known is not ids or num_known != needed:  # a sequence's list of pages only ever grows
-                self._table[place, :needed] = ids[:needed]
-                self._table[place, needed:] = NULL_PAGE
-                self._known[place] = ids, needed
+                self._table[index, :needed] = ids[:needed]
+                self._table[index, needed:] = NULL_PAGE
+                self._known[index] = ids, needed
         return self._table[:count, :widest].copy()
 
 
@@ -151,7 +153,7 @@ def _last_tokens(seqs: Sequence[ScheduledSeq]) -> tuple[list[int], list[int]]:
     for item in seqs:
         flying = item.seq.num_in_flight
         tokens.append(0 if flying else item.seq.tokens[-1])
-        sources.append(item.seq.place if flying else -1)
+        sources.append(item.seq.step_index if flying else -1)
     return tokens, sources
 
 
@@ -159,7 +161,7 @@ def _sources(seqs: Sequence[ScheduledSeq], lengths: Sequence[int]) -> np.ndarray
     """int64 [T]: the place in the last step of a sequence whose last token is in flight, at that token; -1 elsewhere."""
     sources = np.full(sum(lengths), -1, dtype=np.int64)
     ends = np.cumsum(lengths)
-    for place, item in enumerate(seqs):
+    for index, item in enumerate(seqs):
         if item.seq.num_in_flight and item.samples:
-            sources[ends[place] - 1] = item.seq.place
+            sources[ends[index] - 1] = item.seq.step_index
     return sources

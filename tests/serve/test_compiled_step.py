@@ -20,7 +20,7 @@ from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.compiled_step import MOST_ROWS, why_not
 from hone.serve.paging.paged import Paged
 from hone.serve.request import SamplingParams
-from hone.serve.step import Batch
+from hone.serve.step import ForwardBatch
 
 pytestmark = pytest.mark.skipif(not cpu_isa(), reason="no vector instructions that there are compiled kernels for")
 
@@ -118,7 +118,7 @@ def test_a_pipelines_later_stage_is_compiled_on_its_own_pages(monkeypatch: pytes
     """Its first layer is not layer 0, whose pages another stage has."""
     stage, found = model_of(num_layers=3), []
     stage.layers = stage.layers[1:]
-    batch = Batch.of([5, 9], [0, 0], [1, 1], np.array([[1], [2]], dtype=np.int32), 8)
+    batch = ForwardBatch.of([5, 9], [0, 0], [1, 1], np.array([[1], [2]], dtype=np.int32), 8)
     for by_layer in (False, True):
         declared = cache_tensors(stage.config)
         cache = KVCache([(), *declared[1:]], 4, 8, rope_len=64)

@@ -204,7 +204,7 @@ def test_one_broken_request_leaves_the_others_alone(monkeypatch):
         one.add(request(name, PROMPTS[2], greedy(8)))
     one.step()
     row = one._seqs["bad"]
-    monkeypatch.setattr(row, "entry", None)  # what a bug in one request's own state looks like
+    monkeypatch.setattr(row, "sampling", None)  # what a bug in one request's own state looks like
     found = drain(one)
     assert found["bad"][-1].finish == "error" and found["bad"][-1].error
     for name in ("good", "fine"):

@@ -10,15 +10,15 @@ import pytest
 
 from hone.serve.http import front as module
 from hone.serve.http.edge.guard import ChunkWriter
-from hone.serve.http.front import Job, until_disconnect
+from hone.serve.http.front import ReplyJob, until_disconnect
 from hone.serve.http.metrics import ServerMetrics
-from hone.serve.http.processes.wire import Refused
+from hone.serve.http.processes.wire import RefusedRequest
 from hone.serve.http.protocol import ApiError, CompletionBody, parse_body
-from hone.serve.http.replies import CompletionReply, Labels, PromptTokens
+from hone.serve.http.replies import CompletionReply, PromptTokens, TokenLabels
 from hone.serve.request import Output, Request
 
 
-def job_of(n: int = 1) -> tuple[Job, list[str]]:
+def job_of(n: int = 1) -> tuple[ReplyJob, list[str]]:
     """A job with requests '0'.. and the list that aborted ids go to."""
     aborted: list[str] = []
     stand_in = SimpleNamespace(
@@ -26,7 +26,7 @@ def job_of(n: int = 1) -> tuple[Job, list[str]]:
     )
     reply = CompletionReply(
         parse_body(b'{"prompt": "a"}', CompletionBody),
-        Labels(None, as_ids=False),
+        TokenLabels(None, as_ids=False),
         frozenset(),
         reply_id="cmpl-1",
         created=1,
@@ -34,10 +34,10 @@ def job_of(n: int = 1) -> tuple[Job, list[str]]:
         prompts=[PromptTokens([1], "a")],
         n=n,
     )
-    return Job(stand_in, reply, [Request(str(index), [1]) for index in range(n)]), aborted
+    return ReplyJob(stand_in, reply, [Request(str(index), [1]) for index in range(n)]), aborted
 
 
-def stream(job: Job) -> list:
+def stream(job: ReplyJob) -> list:
     sent: list[bytes] = []
 
     async def send(data: bytes) -> None:
@@ -62,7 +62,7 @@ def test_a_backlog_is_sent_event_by_event():
 def test_what_came_before_an_error_is_sent_before_it():
     job, aborted = job_of(2)
     job.deliver(Output("0", tokens=[5], text="x"))
-    job.deliver(Refused("1", "no", 400))
+    job.deliver(RefusedRequest("1", "no", 400))
     chunk, error, done = stream(job)
     assert chunk["choices"][0]["text"] == "x" and error["error"]["message"] == "no" and done == b"[DONE]"
     job.close()

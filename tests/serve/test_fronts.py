@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.processes.board import Board, Heard, Told, newest
+from hone.serve.http.processes.board import EngineReport, FrontBoard, FrontReport, newest
 from hone.serve.http.processes.tallies import Counter, state_of
 from hone.serve.http.server import listen, listen_together
 from hone.serve.http.spec import ProcessesSpec, ServerSpec
@@ -287,29 +287,29 @@ def test_the_numbers_of_processes_have_vllms_names():
 
 
 def test_what_is_read_of_a_front_outlives_it():
-    board = Board(2, replicas=2)
+    board = FrontBoard(2, replicas=2)
     board.count(0, 1, 5)
     board.count(1, 0, 2)
     board.count(1, 1, 3)
     assert [board.outstanding(0), board.outstanding(1), board.total()] == [2, 8, 10]
     counter = Counter("hone:x", "X.", ("a",))
     counter.inc(3, ("one",))
-    told = Told(state_of([counter]), (Heard(5, 1.5, {"pages": 2.0}),))
+    told = FrontReport(state_of([counter]), (EngineReport(5, 1.5, {"pages": 2.0}),))
     board.tell(1, told)
     board.leave(1)
     assert board.total() == 5 and board.told(1) == told
-    assert board.told(0) == Told()
+    assert board.told(0) == FrontReport()
     start, end = board._half(1, board._turn(1) + 1)
     board._memory[start:end] = b"\xff" * (end - start)  # a front that was killed while it wrote
     assert board.told(1) == told
-    board.tell(1, Told(heard=(Heard(6),)))
-    assert board.told(1) == Told(heard=(Heard(6),)) and board.told(0) == Told()
+    board.tell(1, FrontReport(heard=(EngineReport(6),)))
+    assert board.told(1) == FrontReport(heard=(EngineReport(6),)) and board.told(0) == FrontReport()
 
 
 def test_what_is_told_is_read_whole_while_it_is_written():
     """A reader and a writer in two processes: what is read is one of what was told, and never an earlier one."""
-    board = Board(2)
-    states = [Told({"x": {("label",): [float(number)] * (1 + number % 700)}}) for number in range(3000)]
+    board = FrontBoard(2)
+    states = [FrontReport({"x": {("label",): [float(number)] * (1 + number % 700)}}) for number in range(3000)]
     if (writer := os.fork()) == 0:
         for told in states:
             board.tell(1, told)
@@ -324,9 +324,9 @@ def test_what_is_told_is_read_whole_while_it_is_written():
 
 
 def test_the_newest_figures_are_those_that_any_front_heard_last():
-    one = (Heard(7, 1.0, {"pages": 1.0}), Heard(3, 9.0, {"pages": 4.0}))
-    two = (Heard(5, 2.0, {"pages": 2.0}), Heard(4, 8.0, {"pages": 3.0}))
-    assert newest([one, (), two]) == [Heard(7, 2.0, {"pages": 2.0}), Heard(4, 9.0, {"pages": 4.0})]
+    one = (EngineReport(7, 1.0, {"pages": 1.0}), EngineReport(3, 9.0, {"pages": 4.0}))
+    two = (EngineReport(5, 2.0, {"pages": 2.0}), EngineReport(4, 8.0, {"pages": 3.0}))
+    assert newest([one, (), two]) == [EngineReport(7, 2.0, {"pages": 2.0}), EngineReport(4, 9.0, {"pages": 4.0})]
     assert newest([two, one]) == newest([one, two]) and newest([()]) == []
 
 

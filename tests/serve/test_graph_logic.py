@@ -26,7 +26,7 @@ from hone.serve.device.graphs import StepGraphs
 from hone.serve.engine import Engine
 from hone.serve.paging.paged import Paged, PagedBuffers
 from hone.serve.request import SamplingParams
-from hone.serve.sampler import Drawn
+from hone.serve.sampler import SamplerOutput
 from tests.serve.small import decoder, drain, engine, poison_freed_pages, request, tokens_of
 
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -171,7 +171,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with Recording(graph):
             yield
 
-    of = Drawn.of.__func__  # type: ignore[attr-defined]
+    of = SamplerOutput.of.__func__  # type: ignore[attr-defined]
     cuda = torch.cuda
     for place, name, value in (
         (torch.Tensor, "pin_memory", lambda self, *_: self),
@@ -181,7 +181,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (runner, "reads_in_place", lambda *_, **__: True), (graphs, "sample", sample),
         (Paged, "attend", attend), (Paged, "run_layers", lambda *_: None),
         # Copies to the host are made at once, before the next replay.
-        (Drawn, "of", classmethod(lambda cls, tokens, told, *more: of(cls, tokens, told.clone(), *more))),
+        (SamplerOutput, "of", classmethod(lambda cls, tokens, told, *more: of(cls, tokens, told.clone(), *more))),
     ):  # fmt: skip
         monkeypatch.setattr(place, name, value)
     monkeypatch.setattr(

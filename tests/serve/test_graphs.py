@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.device.graphs import padded, padded_shared, padded_tokens
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.paging.paged import Paged, reads_in_place
 from hone.serve.request import SamplingParams
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.step import NULL_PAGE, Batch
+from hone.serve.sampling import RequestSampling, SeqSampling, sampling_of
+from hone.serve.step import NULL_PAGE, ForwardBatch
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request, tokens_of
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -136,7 +136,7 @@ class TestOnGPU:
             spare = list(range(41, 49))
 
             def batch(tokens, starts, pages):
-                return Batch.of(tokens, starts, [1] * len(tokens), np.array(pages, dtype=np.int32), 16)
+                return ForwardBatch.of(tokens, starts, [1] * len(tokens), np.array(pages, dtype=np.int32), 16)
 
             tokens, starts = [3, 1, 4, 1, 5], [100, 0, 31, 127, 64]
             first = runner._forward(batch(tokens, starts, pages), {})[0].clone()
@@ -164,7 +164,7 @@ class TestOnGPU:
         sampler = Sampler(1000, "cuda")
         logits = torch.randn(9, 1000, device="cuda", dtype=torch.float16)
         params = [SamplingParams(temperature=0.3 * n, top_k=50 * (n % 2), top_p=0.9, seed=n) for n in range(9)]
-        entries = [Entry(Chooser(one), list(range(5 + n)), 5) for n, one in enumerate(params)]
+        entries = [SeqSampling(RequestSampling(one), list(range(5 + n)), 5) for n, one in enumerate(params)]
         together = [chosen.token for chosen in sampler.choose(logits, sampling_of(entries))]
         alone = [sampler.choose(logits[n : n + 1], sampling_of(entries[n : n + 1]))[0].token for n in range(9)]
         order = [4, 8, 1, 0]

@@ -18,7 +18,7 @@ from hone.model.context import Context
 from hone.model.decoder import Decoder
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.kv_policies.compactor import received_attention
-from hone.serve.kv_policies.policy import Kept
+from hone.serve.kv_policies.policy import KeptTokens
 from tests.serve.small import (
     VOCAB,
     assert_all_free,
@@ -285,7 +285,7 @@ def test_a_sequence_ends_with_the_pages_of_the_tokens_that_stay(policy: dict, mo
 def test_a_page_is_dropped_exactly_when_no_later_token_attends_to_it(
     sinks: int, window: int, size: int, computed: int
 ) -> None:
-    kept = Kept(window, sinks, masks=True)
+    kept = KeptTokens(window, sinks, masks=True)
     seen = {token for token in range(computed + 1) if token < sinks or token > computed - window}
     first = kept.sink_pages(size)
     unseen = [page for page in range(computed // size) if not seen & set(range(page * size, page * size + size))]
@@ -294,9 +294,9 @@ def test_a_page_is_dropped_exactly_when_no_later_token_attends_to_it(
 
 
 def test_a_layer_with_a_shorter_window_keeps_its_own() -> None:
-    kept = Kept(8, 3, masks=True)
+    kept = KeptTokens(8, 3, masks=True)
     assert [kept.view(window) for window in (None, 9, 8, 6)] == [(8, 3), (8, 3), (8, 0), (6, 0)]
-    assert Kept(9).view(6) == (6, 0) and Kept(9).view(None) == (None, 0)
+    assert KeptTokens(9).view(6) == (6, 0) and KeptTokens(9).view(None) == (None, 0)
 
 
 def test_pages_of_compacted_sequences_are_never_published() -> None:

@@ -21,8 +21,8 @@ from hone.serve.http.replies import (
     ChatReply,
     CompletionLogprobs,
     CompletionReply,
-    Labels,
     PromptTokens,
+    TokenLabels,
     dump,
 )
 from hone.serve.request import Output, TokenLogprob
@@ -247,17 +247,17 @@ def test_text_offsets_point_into_the_text():
     names = Bytes(b"<s>", b"ab", b" c", "é".encode()[:1], "é".encode()[1:], b"\xff", b"d")
     tokens = [0, 1, 2, 3, 4, 5, 6]
     text = b"".join(names.token_bytes(token) for token in tokens[1:]).decode("utf8", "replace")
-    got = CompletionLogprobs(Labels(names, as_ids=False), frozenset({0})).lists(tokens, rows(*tokens))
+    got = CompletionLogprobs(TokenLabels(names, as_ids=False), frozenset({0})).lists(tokens, rows(*tokens))
     assert text == "ab cé�d"
     assert got["text_offset"] == [0, 0, 2, 4, 4, 5, 6]
     assert got["tokens"] == ["<s>", "ab", " c", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xff", "d"]
-    broken = CompletionLogprobs(Labels(names, as_ids=False), frozenset()).lists([3, 6, 3], rows(3, 6, 3))
+    broken = CompletionLogprobs(TokenLabels(names, as_ids=False), frozenset()).lists([3, 6, 3], rows(3, 6, 3))
     assert broken["text_offset"] == [0, 1, 2]
 
 
 def test_an_echoed_sentencepiece_prompt_has_no_leading_space():
     names = Bytes(b"<s>", b" once", b" upon")
-    writer = CompletionLogprobs(Labels(names, as_ids=False), frozenset({0}))
+    writer = CompletionLogprobs(TokenLabels(names, as_ids=False), frozenset({0}))
     writer.start(PromptTokens([0, 1, 2], "once upon"))
     assert writer.lists([0, 1, 2], [None, *rows(1, 2)])["text_offset"] == [0, 0, 4]
 
@@ -265,7 +265,7 @@ def test_an_echoed_sentencepiece_prompt_has_no_leading_space():
 def test_namesakes_keep_the_higher_logprob_and_infinity_becomes_json():
     names = Bytes(b"a", b"a", b"b")
     row = TokenLogprob(1, -math.inf, [(0, -0.5), (2, -3.0)])
-    got = CompletionLogprobs(Labels(names, as_ids=False), frozenset()).lists([1], [row])
+    got = CompletionLogprobs(TokenLabels(names, as_ids=False), frozenset()).lists([1], [row])
     assert got["top_logprobs"] == [{"a": -0.5, "b": -3.0}]
     assert got["token_logprobs"] == [-9999.0]
 
@@ -276,7 +276,7 @@ def reply_of(kind: type, **body):
     more = {"special": frozenset()} if kind is CompletionReply else {}
     return kind(
         parsed,
-        labels=Labels(names, as_ids=False),
+        labels=TokenLabels(names, as_ids=False),
         reply_id="x-1",
         created=1,
         model="m",

@@ -17,7 +17,7 @@ import pytest
 
 from hone.base.errors import MachineError
 from hone.serve.engine import Engine
-from hone.serve.http.processes.board import Heard, added
+from hone.serve.http.processes.board import EngineReport, added
 from hone.serve.http.processes.replicas import Replicas
 from hone.serve.replicas.router import Router
 from hone.serve.replicas.shares import share_of
@@ -132,7 +132,7 @@ class Link:
 
     def __init__(self, outstanding: int, progress_s: float) -> None:
         self.outstanding, self.last_progress_s = outstanding, progress_s
-        self.heard = (Heard(3, progress_s, {"running": 1.0, "pages_total": 10.0}),)
+        self.heard = (EngineReport(3, progress_s, {"running": 1.0, "pages_total": 10.0}),)
         self.steps, self.death = 3, None
         self.given: list[list[str]] = []
         self.told: list[list[bytes]] = []

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hone.serve.choosing import Chooser, Entry, Slots, sampling_of
 from hone.serve.request import SamplingParams
-from hone.serve.sampler import Chosen, Sampler, logprobs, uniform
+from hone.serve.sampler import SampledToken, Sampler, logprobs, uniform
+from hone.serve.sampling import RequestSampling, SeqSampling, Slots, sampling_of
 
 VOCAB = 50
 SAMPLER = Sampler(VOCAB)
 
 
-def entry(tokens=(1, 2, 3), num_prompt=2, ends=(), **params) -> Entry:
-    return Entry(Chooser(SamplingParams(**params), ends), list(tokens), num_prompt)
+def entry(tokens=(1, 2, 3), num_prompt=2, ends=(), **params) -> SeqSampling:
+    return SeqSampling(RequestSampling(SamplingParams(**params), ends), list(tokens), num_prompt)
 
 
 def reference_kept(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -90,7 +90,7 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_stream_alone():
 def test_a_seed_may_be_negative_or_huge_and_none_is_random():
     for seed in (-(2**63), -1, 0, 2**64 - 1):
         assert torch.isfinite(SAMPLER.noise(sampling_of([entry(seed=seed)]))).all()
-    assert entry().chooser.seed != entry().chooser.seed
+    assert entry().request.seed != entry().request.seed
 
 
 def test_counts_beyond_any_vocabulary_mean_all_of_it():
@@ -119,7 +119,7 @@ def test_counts_grow_by_what_is_drawn_as_if_counted_from_the_start():
     """A slot is counted once, from the tokens known then; each draw adds its token."""
     params = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3, "temperature": 0}
     tokens, grown = [1, 2, 3], Sampler(VOCAB)
-    slots, one = Slots(), Entry(Chooser(SamplingParams(**params)), tokens, 3)
+    slots, one = Slots(), SeqSampling(RequestSampling(SamplingParams(**params)), tokens, 3)
     for turn in range(12):
         logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(turn % 3))
         others = [entry((5, 5, 6), 1, **params)] if turn % 4 == 3 else []  # comes and goes: its slot is given again
@@ -186,7 +186,7 @@ def test_logprobs_hold_the_best_and_the_token_itself():
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
 
 
-def penalized_steps(device: str, vocab: int, steps: int = 4) -> list[list[Chosen]]:
+def penalized_steps(device: str, vocab: int, steps: int = 4) -> list[list[SampledToken]]:
     """Choices of some steps of entries with and without penalties, log-probabilities and biases; each takes its tokens."""
     sampler, slots = Sampler(vocab, device), Slots()
     entries = [

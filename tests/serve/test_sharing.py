@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.serve.paging.sharing import NONE_SHARED, Shared, shared_pages
+from hone.serve.paging.sharing import NONE_SHARED, SharedPages, shared_pages
 
 
-def found(table: list[list[int]], ends: list[int], size: int = 4) -> Shared:
+def found(table: list[list[int]], ends: list[int], size: int = 4) -> SharedPages:
     return shared_pages(np.array(table, dtype=np.int32), np.array(ends, dtype=np.int32), size)
 
 
@@ -24,8 +24,8 @@ def test_the_longest_run_of_neighbours():
 
 def test_reading_once_pays_for_half_of_the_keys():
     ends = np.array([13, 14, 15, 16], dtype=np.int32)
-    assert Shared(0, 4, 3).pays(ends, 4)  # 36 of 58
-    assert not Shared(0, 3, 3).pays(ends, 4)  # 24 of 58
+    assert SharedPages(0, 4, 3).pays(ends, 4)  # 36 of 58
+    assert not SharedPages(0, 3, 3).pays(ends, 4)  # 24 of 58
     assert not NONE_SHARED.pays(ends, 4) and not NONE_SHARED.pays(ends[:0], 4)
 
 

@@ -11,11 +11,11 @@ from hone.measure.machine import Gpu, Machine, describe
 from hone.serve import sizing
 from hone.serve.engine import Engine
 from hone.serve.http import ServerSpec
-from hone.serve.sizing import Memory, cache_pages, sized
+from hone.serve.sizing import DeviceMemory, cache_pages, sized
 from hone.serve.spec import EngineSpec
 from tests.serve.small import decoder, engine
 
-CPU = Memory.now(torch.device("cpu"))
+CPU = DeviceMemory.now(torch.device("cpu"))
 
 
 def test_a_count_is_taken_as_it_is():
@@ -98,7 +98,7 @@ def test_sizes_come_from_the_device_unless_they_are_given():
 
 
 def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part():
-    gpu, many = Memory("cuda", 60_000_000, 100_000_000), EngineSpec(max_num_seqs=10**6, block_size=16)
+    gpu, many = DeviceMemory("cuda", 60_000_000, 100_000_000), EngineSpec(max_num_seqs=10**6, block_size=16)
     assert cache_pages(many, 1000, gpu, 512, work=5_000_000) == 44_999  # 60 free, 10 stay unused, 5 for a step
     half = EngineSpec(max_num_seqs=10**6, block_size=16, gpu_memory_utilization=0.5)
     assert cache_pages(half, 1000, gpu, 512) == 9_999
@@ -121,7 +121,7 @@ def test_too_little_memory_says_what_is_needed():
 
 
 def test_weights_that_do_not_fit_are_a_clear_mistake(tiny_llama, monkeypatch):
-    monkeypatch.setattr(sizing.Memory, "now", lambda device: Memory("cpu", 1000, 1000))
+    monkeypatch.setattr(sizing.DeviceMemory, "now", lambda device: DeviceMemory("cpu", 1000, 1000))
     with pytest.raises(FitError, match="cpu has 1000 B free"):
         Engine(tiny_llama)
 

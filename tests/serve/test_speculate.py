@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hone.base.errors import SpecError
-from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.request import SamplingParams
 from hone.serve.sampler import Sampler
+from hone.serve.sampling import RequestSampling, SeqSampling, sampling_of
 from hone.serve.speculation.drafter import Guess
 from hone.serve.speculation.verification import verify
 from tests.serve.small import (
@@ -162,7 +162,9 @@ def test_verified_tokens_follow_the_models_distribution(kind):
     q = (p[:2] + torch.randn(2, vocab_size, generator=generator)).softmax(-1)
     sampler = Sampler(vocab_size)
     params = SamplingParams(temperature=1.0)
-    entries = [Entry(Chooser(params.model_copy(update={"seed": seed})), [1, 2, 3], 3) for seed in range(20_000)]
+    entries = [
+        SeqSampling(RequestSampling(params.model_copy(update={"seed": seed})), [1, 2, 3], 3) for seed in range(20_000)
+    ]
     if kind == "drawn":
         guesses = [Guess(torch.multinomial(q, 1, generator=generator).flatten().tolist(), q) for _ in entries]
     else:

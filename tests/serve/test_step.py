@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.serve.choosing import Chooser, Entry, sampling_of
 from hone.serve.engine import Engine
 from hone.serve.ranks.packing import pack, unpack
 from hone.serve.request import SamplingParams
+from hone.serve.sampling import RequestSampling, SeqSampling, sampling_of
 from hone.serve.sequence import SchedulerOutput
-from hone.serve.step import Batch, StepInput
+from hone.serve.step import ForwardBatch, StepInput
 from hone.serve.step_builder import StepBuilder
 from tests.serve.small import VOCAB, decoder, drain, engine, greedy, request
 
@@ -131,7 +131,7 @@ def test_one_step_replays_over_a_copy_of_the_cache():
 def test_a_batch_says_where_each_token_goes(sizes, block_size):
     starts, lengths = [start for start, _ in sizes], [length for _, length in sizes]
     table = np.arange(1, 1 + 40 * len(sizes)).reshape(len(sizes), 40)
-    batch = Batch.of(range(sum(lengths)), starts, lengths, table, block_size)
+    batch = ForwardBatch.of(range(sum(lengths)), starts, lengths, table, block_size)
     place = 0
     for number, (start, length) in enumerate(sizes):
         for position in range(start, start + length):
@@ -142,8 +142,8 @@ def test_a_batch_says_where_each_token_goes(sizes, block_size):
             )
             place += 1
     assert batch.ends.tolist() == [start + length for start, length in sizes]
-    assert batch.last_places().tolist() == (np.cumsum(lengths) - 1).tolist()
-    again = unpack(Batch, pack(batch))
+    assert batch.last_indices().tolist() == (np.cumsum(lengths) - 1).tolist()
+    again = unpack(ForwardBatch, pack(batch))
     assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(batch.arrays(), again.arrays(), strict=True))
 
 
@@ -171,7 +171,7 @@ def test_a_part_of_a_step_is_the_step_of_those_sequences():
 
 def test_a_steps_sampling_holds_no_reference_to_its_requests():
     tokens = [1, 2, 3]
-    sampling = sampling_of([Entry(Chooser(SamplingParams(repetition_penalty=1.5)), tokens, 2)])
+    sampling = sampling_of([SeqSampling(RequestSampling(SamplingParams(repetition_penalty=1.5)), tokens, 2)])
     tokens.append(4)
     assert sampling.history.tolist() == [1, 2, 3] and sampling.position.tolist() == [3]
 

@@ -12,16 +12,16 @@ import pytest
 
 from hone.serve.http.chat import ChatForm, ParsedChatReply
 from hone.serve.http.edge.guard import ChunkWriter
-from hone.serve.http.front import Job
+from hone.serve.http.front import ReplyJob
 from hone.serve.http.metrics import ServerMetrics
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.tallies import adopt, state_of, summed
 from hone.serve.http.processes.wire import framed, pack
 from hone.serve.http.protocol import ChatBody, CompletionBody, parse_body
-from hone.serve.http.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
+from hone.serve.http.replies import ChatReply, CompletionReply, PromptTokens, Reply, TokenLabels
 from hone.serve.request import Output, Request, SamplingParams
 
-LABELS = Labels(None, as_ids=False)
+LABELS = TokenLabels(None, as_ids=False)
 TEXTS = [" a", 'quote " and \\ and \n', "é漢😀", "", "\u2028", "\x1f", "\ud800", "end"]
 
 
@@ -60,7 +60,7 @@ class Rig:
         self.metrics = ServerMetrics("m", dict)
         front = SimpleNamespace(metrics=self.metrics, engine=self.handle)
         requests = [Request("r", [1], SamplingParams(max_tokens=99))]
-        self.job = Job(front, reply, requests)
+        self.job = ReplyJob(front, reply, requests)
         self.handle._frames = SimpleNamespace(send=lambda message: None)
         self.handle.submit(requests, self.job.deliver, self.job.streams)
         self.job.writer = ChunkWriter(self.client)
@@ -199,7 +199,7 @@ def test_tallies_of_processes_are_summed():
 
 def test_messages_are_taken_from_any_pieces():
     async def main() -> None:
-        from hone.serve.http.processes.wire import Frames
+        from hone.serve.http.processes.wire import FrameProtocol
 
         ours, theirs = socket.socketpair()
         taken: list[Any] = []
@@ -207,7 +207,7 @@ def test_messages_are_taken_from_any_pieces():
         lost = asyncio.Event()
         loop = asyncio.get_running_loop()
         _, frames = await loop.create_connection(
-            lambda: Frames(taken.append, lambda: flushes.append(len(taken)), lost.set), sock=ours
+            lambda: FrameProtocol(taken.append, lambda: flushes.append(len(taken)), lost.set), sock=ours
         )
         data = framed("one") + framed(["two"] * 3) + framed("three")
         theirs.setblocking(False)

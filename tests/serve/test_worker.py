@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.processes.wire import Refused, pack, unpack
+from hone.serve.http.processes.wire import RefusedRequest, pack, unpack
 from hone.serve.http.worker import EngineInfo, EngineProcess, Loop
 from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake
@@ -125,7 +125,7 @@ def across(test) -> None:
 
 class Inbox:
     def __init__(self) -> None:
-        self.items: list[Output | Refused] = []
+        self.items: list[Output | RefusedRequest] = []
 
     async def until(self, done) -> None:
         while not done(self.items):
@@ -145,7 +145,7 @@ def test_across_processes():
             if isinstance(item, Output):
                 tokens[item.request_id] += item.tokens
         assert tokens == {"a": [41, 42, 43], "b": [100, 101]}
-        assert [item.status for item in inbox.items if isinstance(item, Refused)] == [400]
+        assert [item.status for item in inbox.items if isinstance(item, RefusedRequest)] == [400]
         await inbox.until(lambda items: process.stats == {"running": 0, "aborted": 0})
         assert process.steps >= 3 and process.trouble(0.001) is None  # idle is healthy however long it lasts
 

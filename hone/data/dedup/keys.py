@@ -279,5 +279,7 @@ def source_of(technique: Any, corpus: Corpus, kept: np.ndarray, state: Path, ear
         ComparedRows(shard, first, end - first, int(kept[first:end].sum()), np.packbits(kept[first:end]))
         for _, shard, first, end in corpus.spans()
     ]
-    pieces += [ComparedRows(one.path, one.first, one.rows, one.rows, np.packbits(np.ones(one.rows, bool))) for one in earlier]
+    pieces += [
+        ComparedRows(one.path, one.first, one.rows, one.rows, np.packbits(np.ones(one.rows, bool))) for one in earlier
+    ]
     return Hashes(tuple(pieces))

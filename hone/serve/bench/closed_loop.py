@@ -64,10 +64,10 @@ def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> lis
     with run.progress("serving", sum(workload.output_tokens), "tokens") as bar:
         while len(timings) < len(workload.prompts) or in_flight:
             while in_flight < concurrency and len(timings) < len(workload.prompts):
-                place = len(timings)
-                prompt = workload.prompts[place]
-                timings.append(Timing(place, len(prompt), time.perf_counter() - begun))
-                engine.add(Request(str(place), prompt, workload.params(place)))
+                index = len(timings)
+                prompt = workload.prompts[index]
+                timings.append(Timing(index, len(prompt), time.perf_counter() - begun))
+                engine.add(Request(str(index), prompt, workload.params(index)))
                 in_flight += 1
             outputs = engine.step()
             now = time.perf_counter() - begun

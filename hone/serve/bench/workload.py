@@ -30,9 +30,9 @@ class Workload:
     shared_prefix: int
     sample_prompts: list[list[int]]
 
-    def params(self, place: int) -> SamplingParams:
-        """Greedy parameters of request `place`, with exactly the planned length."""
-        return SamplingParams(max_tokens=self.output_tokens[place], temperature=0, ignore_eos=True)
+    def params(self, index: int) -> SamplingParams:
+        """Greedy parameters of request `index`, with exactly the planned length."""
+        return SamplingParams(max_tokens=self.output_tokens[index], temperature=0, ignore_eos=True)
 
 
 def make_workload(
@@ -57,7 +57,7 @@ def make_workload(
         raise _too_short(len(text), most)
     drawn = draw_requests(num_requests, prompt_tokens, output_tokens, len(text), seed)
     shared = text[:shared_prefix].tolist()
-    prompts = [shared + text[place : place + own].tolist() for own, _, place in drawn]
+    prompts = [shared + text[index : index + own].tolist() for own, _, index in drawn]
     lengths = [length for _, length, _ in drawn]
     samples = [text[start : start + _SAMPLE_PROMPT_TOKENS].tolist() for start in starts[:-1][:NUM_SAMPLES]]
     return Workload(prompts, lengths, shared_prefix, samples)

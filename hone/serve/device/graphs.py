@@ -17,11 +17,11 @@ from hone.cost.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.dispatch import say_once
-from hone.serve.kv_policies.policy import Kept
+from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import PagedBuffers
-from hone.serve.paging.sharing import NONE_SHARED, Shared, shared_pages
-from hone.serve.step import Batch, Sampling
+from hone.serve.paging.sharing import NONE_SHARED, SharedPages, shared_pages
+from hone.serve.step import ForwardBatch, SamplingMetadata
 
 MIXED_TOKENS = 8192
 """Most tokens of a captured step with prompts."""
@@ -42,7 +42,7 @@ Draws = Literal["", "plain", "filtered"]
 """What a graph does after the last layer: nothing, draw by temperature alone, or with top-k, top-p and min-p."""
 
 
-class Key(NamedTuple):
+class GraphKey(NamedTuple):
     """A captured pass: its tokens, its sequences (None: one token of each) and how it draws."""
 
     tokens: int
@@ -102,10 +102,10 @@ class StepGraphs:
         self._model, self._cache, self._device = model, cache, torch.device(device)
         self._table, self._last = table, last
         self._longest = cache.rope_len or model.config.max_seq_len
-        if cache.kept == Kept():  # else positions may be larger than the cache
+        if cache.kept == KeptTokens():  # else positions may be larger than the cache
             self._longest = min(self._longest, cache.num_pages * cache.block_size)
-        self._captured: dict[Key, _Captured] = {}
-        self._seen: dict[Key, int] = {}
+        self._captured: dict[GraphKey, _Captured] = {}
+        self._seen: dict[GraphKey, int] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._broken = False
         self._most = min(MOST_CAPTURED, len(table))
@@ -114,14 +114,14 @@ class StepGraphs:
         """Tokens up to which launching a mixed step out of Python may make the device wait."""
         self._states: Tensor | None = None
         """Hidden states [T, D] that the last replay left: one place for all graphs, whose own memory is then the same, too."""
-        self._found: tuple[object, Shared] = None, NONE_SHARED
-        self._pending: list[Key] | None = None
+        self._found: tuple[object, SharedPages] = None, NONE_SHARED
+        self._pending: list[GraphKey] | None = None
 
     @property
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def choose(self, batch: Batch, draws: Draws = "") -> Key | None:
+    def choose(self, batch: ForwardBatch, draws: Draws = "") -> GraphKey | None:
         """The graph that runs a step; None: run it without one. `draws`: what it may do if all its sequences decode.
 
         Where the smallest size that fits is not captured, a larger one serves, if it wastes little, until the size has come
@@ -141,23 +141,23 @@ class StepGraphs:
             return None
         return wanted if self._capture(wanted) else None
 
-    def _size(self, batch: Batch, draws: Draws) -> Key | None:
+    def _size(self, batch: ForwardBatch, draws: Draws) -> GraphKey | None:
         if len(batch.tokens) == batch.num_seqs and (batch.lengths == 1).all():
             count = min(padded(batch.num_seqs), self._most)  # no step has more
             shared = count >= _SHARING and self._shared(batch).pays(batch.ends, self._cache.block_size)
-            return Key(count, None, draws, shared) if batch.num_seqs <= count else None
+            return GraphKey(count, None, draws, shared) if batch.num_seqs <= count else None
         tokens = padded_tokens(len(batch.tokens))
-        return Key(tokens, len(self._table)) if tokens <= self._most_mixed else None
+        return GraphKey(tokens, len(self._table)) if tokens <= self._most_mixed else None
 
-    def _comes_again(self, key: Key) -> bool:
+    def _comes_again(self, key: GraphKey) -> bool:
         """Whether the key has come before: one that another size serves, too, is not captured for a single step."""
         self._seen[key] = self._seen.get(key, 0) + 1
         return self._seen[key] > 1
 
-    def _shared(self, batch: Batch) -> Shared:
+    def _shared(self, batch: ForwardBatch) -> SharedPages:
         """The pages that a step's sequences share, where the cache has layers that may read them once."""
         if self._found[0] is not batch:
-            reads = self._cache.kept == Kept() and not any(self._cache.scales)
+            reads = self._cache.kept == KeptTokens() and not any(self._cache.scales)
             self._found = batch, shared_pages(batch.table, batch.ends, self._cache.block_size) if reads else NONE_SHARED
         return self._found[1]
 
@@ -166,12 +166,12 @@ class StepGraphs:
         if self._pending is None:
             decode = sorted({min(padded(count), self._most) for count in range(1, self._most + 1)}, reverse=True)
             mixed = sorted({padded_tokens(count) for count in range(1, self._most_mixed + 1)}, reverse=True)
-            sizes = [Key(count, None, self._draws) for count in decode]
-            sizes += [Key(count, len(self._table)) for count in mixed if count <= self._most_mixed]
+            sizes = [GraphKey(count, None, self._draws) for count in decode]
+            sizes += [GraphKey(count, len(self._table)) for count in mixed if count <= self._most_mixed]
             shared = sorted(
                 {min(padded_shared(count), self._most) for count in decode if count >= _SHARING}, reverse=True
             )
-            sizes += [Key(count, None, self._draws, shared=True) for count in shared]
+            sizes += [GraphKey(count, None, self._draws, shared=True) for count in shared]
             self._pending = sizes
         while self._pending and not self._broken:
             size = self._pending.pop(0)
@@ -179,7 +179,7 @@ class StepGraphs:
                 return self._capture(size)
         return False
 
-    def hidden(self, key: Key, batch: Batch) -> Tensor:
+    def hidden(self, key: GraphKey, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, D] of a graph that draws nothing, valid until the next call."""
         step = self._captured[key]
         assert step.hidden is not None, f"{key} draws"
@@ -187,7 +187,7 @@ class StepGraphs:
         step.graph.replay()
         return step.hidden[: len(batch.tokens)]
 
-    def drawn(self, key: Key, batch: Batch, sampling: Sampling) -> Tensor:
+    def drawn(self, key: GraphKey, batch: ForwardBatch, sampling: SamplingMetadata) -> Tensor:
         """int64 [S], valid until the next call: the tokens drawn, which `last` has too; -1 where logits are not finite."""
         step = self._captured[key]
         assert step.tokens is not None, f"{key} draws nothing"
@@ -195,7 +195,7 @@ class StepGraphs:
         step.graph.replay()
         return step.tokens[: batch.num_seqs]
 
-    def _capture(self, key: Key) -> bool:
+    def _capture(self, key: GraphKey) -> bool:
         buffers = PagedBuffers(
             self._cache, self._table, key.tokens, key.seqs, self._longest, self._device, shared=key.shared
         )
@@ -216,7 +216,7 @@ class StepGraphs:
         self._captured[key] = _Captured(buffers, graph, hidden, tokens, list(self._cache.tables.values()))
         return True
 
-    def _pass(self, buffers: PagedBuffers, key: Key, last: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _pass(self, buffers: PagedBuffers, key: GraphKey, last: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The launches of one graph: hidden states, or drawn tokens, which are left in `last`, too."""
         buffers.take(last)
         hidden = self._model.hidden(buffers.tokens, buffers)

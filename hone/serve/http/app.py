@@ -35,7 +35,7 @@ from hone.serve.http.protocol import (
     GenerationBody,
     TokenizeBody,
 )
-from hone.serve.http.replies import ChatReply, CompletionReply, Labels, PromptTokens, Reply
+from hone.serve.http.replies import ChatReply, CompletionReply, PromptTokens, Reply, TokenLabels
 from hone.serve.request import Output, Request
 from hone.serve.structured.spec import StructuredOutputs
 
@@ -127,7 +127,7 @@ class Generation:
         self._special = frozenset() if tokenizer is None else tokenizer.special_ids
         self._forms = OutputForms(tokenizer)
         self._chats = ChatForms(front.settings.parsers, self._forms, tokenizer)
-        self._labels = [Labels(tokenizer, as_ids=as_ids) for as_ids in (False, True)]
+        self._labels = [TokenLabels(tokenizer, as_ids=as_ids) for as_ids in (False, True)]
 
     async def completions(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from hone.serve.http.protocol import ChatBody
 from hone.serve.http.reasoning import ReasoningForm, ReasoningSplitter
-from hone.serve.http.replies import ChatReply, Choice, Labels
-from hone.serve.http.tools.parser import Call, TextOrCall, ToolParser
+from hone.serve.http.replies import ChatReply, ReplyChoice, TokenLabels
+from hone.serve.http.tools.parser import TextOrCall, ToolCall, ToolParser
 from hone.serve.request import Output
 
 
@@ -72,7 +72,7 @@ class ChoiceReader:
             self.parsed.reasoning += reasoning
             deltas.append({"reasoning": reasoning, "reasoning_content": reasoning})
         for piece in pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, ToolCall):
                 self._blank = ""
                 deltas += self._call(piece)
             elif self._parser is None:
@@ -88,7 +88,7 @@ class ChoiceReader:
         self.parsed.content += text
         return [{"content": text}]
 
-    def _call(self, piece: Call) -> list[dict[str, Any]]:
+    def _call(self, piece: ToolCall) -> list[dict[str, Any]]:
         calls = self.parsed.calls
         if self._form.most_calls is not None and len(calls) >= self._form.most_calls:
             return []
@@ -101,17 +101,17 @@ class ChoiceReader:
 class ParsedChatReply(ChatReply):
     """/v1/chat/completions with tools or a model whose reasoning is split from its answer."""
 
-    def __init__(self, body: ChatBody, labels: Labels, form: ChatForm, **more: Any) -> None:
+    def __init__(self, body: ChatBody, labels: TokenLabels, form: ChatForm, **more: Any) -> None:
         super().__init__(body, labels, **more)
         self._form = form
         self._readers = [ChoiceReader(form) for _ in self.choices]
         self._shows_reasoning = body.include_reasoning
 
-    def _finish_of(self, choice: Choice) -> str | None:
+    def _finish_of(self, choice: ReplyChoice) -> str | None:
         called = bool(self._readers[choice.index].parsed.calls)
         return "tool_calls" if called and choice.finish == "stop" and not self._form.named else choice.finish
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ReplyChoice) -> dict[str, Any]:
         reader = self._readers[choice.index] = ChoiceReader(self._form)
         reader.push("".join(choice.text))
         reader.finish()
@@ -125,7 +125,7 @@ class ParsedChatReply(ChatReply):
             message |= {"reasoning": parsed.reasoning or None, "reasoning_content": parsed.reasoning or None}
         return self._json(choice, {"message": message}, choice.tokens, choice.logprobs, self._finish_of(choice))
 
-    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+    def _parts(self, choice: ReplyChoice, output: Output, first: bool) -> list[dict[str, Any]]:
         parts = []
         if first:
             parts.append(self._json(choice, {"delta": {"role": "assistant", "content": ""}}, [], [], None))

@@ -20,15 +20,15 @@ from hone.serve.http.chat_forms import Parsers
 from hone.serve.http.defaults import GenerationDefaults
 from hone.serve.http.edge.guard import ChunkWriter
 from hone.serve.http.metrics import ServerMetrics
-from hone.serve.http.processes.board import Board, Told, added, newest
+from hone.serve.http.processes.board import FrontBoard, FrontReport, added, newest
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.replicas import Replicas
 from hone.serve.http.processes.tallies import adopt, state_of
 from hone.serve.http.processes.token_events import TokenEvents
-from hone.serve.http.processes.wire import Refused
+from hone.serve.http.processes.wire import RefusedRequest
 from hone.serve.http.prompts import Prompts
 from hone.serve.http.protocol import AnyBody, ApiError, Body, GenerationBody, bounded, parse_body
-from hone.serve.http.replies import PING, Choice, Reply, dump, error_events
+from hone.serve.http.replies import PING, Reply, ReplyChoice, dump, error_events
 from hone.serve.request import Output, Pooling, Request
 
 log = logging.getLogger("hone.serve")
@@ -62,7 +62,7 @@ class Front:
         engine: EngineLink | Replicas,
         prompts: Prompts,
         settings: FrontSettings,
-        board: Board | None = None,
+        board: FrontBoard | None = None,
         index: int = 0,
     ) -> None:
         self.engine = engine
@@ -198,11 +198,11 @@ class Front:
         self._serial += 1
         return f"{self.index}.{self._serial}-{request_id}"
 
-    def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> Job:
+    def job(self, body: GenerationBody, reply: Reply, request_id: str, prompts: list[Request]) -> ReplyJob:
         """Submits `prompts` (one per choice of `reply`, without ids) to the engine."""
         for request in prompts:
             request.id = self.next_id(request_id)
-        job = Job(self, reply, prompts)
+        job = ReplyJob(self, reply, prompts)
         self.metrics.choices.observe(body.n or 1)
         self.metrics.max_tokens.observe(prompts[0].params.max_tokens)
         self.engine.submit(prompts, job.deliver, job.streams if body.stream else ())
@@ -210,13 +210,13 @@ class Front:
 
     # ---- state out --------------------------------------------------------------------------------------------------
 
-    def tell(self) -> list[Told]:
+    def tell(self) -> list[FrontReport]:
         """What every front of the server told the others, this one just now.
 
         Whoever shows what it counted tells it first, so that no front shows less than another did before: to Prometheus
         a counter that falls has begun anew.
         """
-        told = Told(state_of(self.metrics.settle()), self.engine.heard)
+        told = FrontReport(state_of(self.metrics.settle()), self.engine.heard)
         if self.board is None:
             return [told]
         self.board.tell(self.index, told)
@@ -240,7 +240,7 @@ class Front:
         return [{**one.stats, "requests_outstanding": self.board.outstanding(place)} for place, one in enumerate(heard)]
 
 
-class Job:
+class ReplyJob:
     """One client request in progress: its choices, the engine's outputs for them, its times."""
 
     def __init__(self, front: Front, reply: Reply, requests: list[Request]) -> None:
@@ -248,7 +248,7 @@ class Job:
         self.reply = reply
         self._choices = {request.id: choice for request, choice in zip(requests, reply.choices, strict=True)}
         self._open = set(self._choices)
-        self.waits: deque[Output | Refused] = deque()
+        self.waits: deque[Output | RefusedRequest] = deque()
         """Outputs that this job's task has not taken yet."""
         self._wake = asyncio.Event()
         self.writer: ChunkWriter | None = None
@@ -258,7 +258,7 @@ class Job:
         self.gaps = front.metrics.gaps
         self.streams = [TokenEvents(self, choice) for choice in reply.choices]
 
-    def deliver(self, item: Output | Refused) -> None:
+    def deliver(self, item: Output | RefusedRequest) -> None:
         """Called by the engine's handle on the event loop."""
         if isinstance(item, Output) and item.finish is None and self.writes_at_once:
             self._write(item)
@@ -343,7 +343,7 @@ class Job:
                 self._front.metrics.finished("abort")
             self._open.clear()
 
-    def _take(self) -> Iterator[tuple[Choice, Output]]:
+    def _take(self) -> Iterator[tuple[ReplyChoice, Output]]:
         """Yields the outputs delivered since the last call, each after it is added to its choice.
 
         Raises ApiError for a failed choice.
@@ -351,7 +351,7 @@ class Job:
         self._wake.clear()
         while self.waits:
             item = self.waits.popleft()
-            if isinstance(item, Refused):
+            if isinstance(item, RefusedRequest):
                 self._open.discard(item.request_id)
                 if item.status == 503:
                     self._front.metrics.rejected("queue_full")
@@ -368,7 +368,7 @@ class Job:
                 self._open.discard(item.request_id)
             yield choice, item
 
-    def _measure(self, output: Output, choice: Choice) -> None:
+    def _measure(self, output: Output, choice: ReplyChoice) -> None:
         metrics, now = self._front.metrics, time.monotonic()
         if output.tokens:
             self.count(choice, now, len(output.tokens))
@@ -384,7 +384,7 @@ class Job:
         if count > 1:
             metrics.per_token_s.observe((now - choice.first_s) / (count - 1))
 
-    def count(self, choice: Choice, now: float, tokens: int = 1) -> None:
+    def count(self, choice: ReplyChoice, now: float, tokens: int = 1) -> None:
         """Counts an output of `choice` with so many tokens."""
         metrics = self._front.metrics
         metrics.generated_tokens.inc(tokens)
@@ -399,7 +399,7 @@ class Job:
 class EventStream(Response):
     """A server-sent-event reply that ends its job when the client disconnects."""
 
-    def __init__(self, job: Job, headers: dict[str, str]) -> None:
+    def __init__(self, job: ReplyJob, headers: dict[str, str]) -> None:
         super().__init__(
             headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
         )

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hone.serve.http.processes.tallies import Counter, Histogram, State, state_of, summed
+from hone.serve.http.processes.tallies import Counter, Histogram, Tallies, state_of, summed
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
@@ -73,7 +73,7 @@ class ServerMetrics:
         model: str,
         engine_stats: Callable[[], dict[str, float]],
         alias: str = "",
-        counted: Callable[[], Iterable[State]] | None = None,
+        counted: Callable[[], Iterable[Tallies]] | None = None,
         each_replica: Callable[[], list[dict[str, float]]] = list,
     ) -> None:
         self._registry = CollectorRegistry()
@@ -195,10 +195,10 @@ class _EngineGauges(Collector):
         each = [_with_usage(one) for one in self._each()]
         for name, text in REPLICA_MEANINGS.items():
             family = GaugeMetricFamily(f"hone:{name}", text, labels=[*self._values, "replica"])
-            for place, one in enumerate(each):
+            for index, one in enumerate(each):
                 value = one.get(name.removeprefix("replica_"))
                 if value is not None:
-                    family.add_metric([*self._values.values(), str(place)], float(value))
+                    family.add_metric([*self._values.values(), str(index)], float(value))
             if each:
                 yield family
 

@@ -67,12 +67,12 @@ class Prompts:
             encoded = await self._encode(inputs, special=special)
         except ApiError as error:
             raise ApiError(error.status, error.message, param=param, code=error.code) from None
-        for place, prompt in enumerate(encoded):
+        for index, prompt in enumerate(encoded):
             self._truncate(prompt, truncate)
             if len(prompt.ids) > self.max_model_len:
                 raise ApiError(
                     400,
-                    f"this model's maximum context length is {self.max_model_len} tokens, input {place} has "
+                    f"this model's maximum context length is {self.max_model_len} tokens, input {index} has "
                     f"{len(prompt.ids)}: shorten it, or send truncate_prompt_tokens",
                     param=param,
                     code="context_length_exceeded",
@@ -134,12 +134,12 @@ class Prompts:
             raise ApiError(400, f"the chat template fails: {type(error).__name__}: {error}", param="messages") from None
         if continue_final_message:
             last = plain[-1]["content"].strip()
-            place = text.rfind(last)
-            if not last or place < 0:
+            index = text.rfind(last)
+            if not last or index < 0:
                 raise ApiError(
                     400, "continue_final_message needs a last message whose text the template keeps", param="messages"
                 )
-            text = text[: place + len(last)]
+            text = text[: index + len(last)]
         return text
 
     def need_tokenizer(self, param: str) -> Tokenizer:

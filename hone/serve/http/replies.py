@@ -32,7 +32,7 @@ class PromptTokens:
 
 
 @dataclass
-class Choice:
+class ReplyChoice:
     """The tokens and text received so far for one choice of a reply."""
 
     index: int
@@ -76,7 +76,7 @@ def floor(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB) if not math.isnan(logprob) else _LOWEST_LOGPROB
 
 
-class Labels:
+class TokenLabels:
     """Labels of tokens: their text, or `bytes:\\xNN` where a token is only a part of a character. Caches every label."""
 
     def __init__(self, tokenizer: TokenNames | None, *, as_ids: bool) -> None:
@@ -105,7 +105,7 @@ class Labels:
 class CompletionLogprobs:
     """The four lists of /v1/completions; keeps the text offset between two chunks of a stream."""
 
-    def __init__(self, labels: Labels, special: frozenset[int]) -> None:
+    def __init__(self, labels: TokenLabels, special: frozenset[int]) -> None:
         self._labels = labels
         self._special = special
         self._decoder = codecs.getincrementaldecoder("utf8")("replace")
@@ -143,7 +143,7 @@ class CompletionLogprobs:
         return b"" if token in self._special else self._labels.bytes(token)
 
 
-def chat_logprobs(labels: Labels, scored: list[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(labels: TokenLabels, scored: list[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def chat_logprobs(labels: Labels, scored: list[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def prompt_scores(labels: Labels, scored: list[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
+def prompt_scores(labels: TokenLabels, scored: list[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for every token but the first its `count` most likely ones and itself, by id."""
     found: list[dict[str, Any] | None] = [None] * len(scored)
     for place, one in enumerate(scored):
@@ -181,7 +181,9 @@ class Reply:
         self._body = body
         self._head = {"id": reply_id, "created": created, "model": model}
         self._begin = b"data: " + dump({"object": self.stream_object, **self._head})[:-1] + b',"choices":['
-        self.choices = [Choice(place * n + copy, prompt) for place, prompt in enumerate(prompts) for copy in range(n)]
+        self.choices = [
+            ReplyChoice(place * n + copy, prompt) for place, prompt in enumerate(prompts) for copy in range(n)
+        ]
         self._prompts = prompts
         self._n = n
         options = body.stream_options
@@ -210,7 +212,7 @@ class Reply:
         head = {"object": self.whole_object, **self._head}
         return {**head, "choices": [self._whole_choice(choice) for choice in self.choices], "usage": self.usage()}
 
-    def events(self, choice: Choice, output: Output) -> bytes:
+    def events(self, choice: ReplyChoice, output: Output) -> bytes:
         """The events for one new output of `choice` (already added to it); b"" when there is nothing to send yet."""
         first = not choice.begun
         shown = output.text or output.finish or output.logprobs or self._wants_ids
@@ -219,7 +221,7 @@ class Reply:
         choice.begun = True
         return b"".join(self._chunk(part) for part in self._parts(choice, output, first))
 
-    def around(self, choice: Choice) -> tuple[bytes, bytes, bytes] | None:
+    def around(self, choice: ReplyChoice) -> tuple[bytes, bytes, bytes] | None:
         """What is around the text, and around the token's id after it (if that is shown), in events of ordinary tokens.
 
         None where such an event depends on more: on earlier ones, or on log-probabilities.
@@ -255,10 +257,10 @@ class Reply:
             usage = b',"usage":' + (dump(self.usage()) if self._usage_each else b"null")
         return self._begin + dump(choice) + b"]" + usage + b"}\n\n"
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ReplyChoice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+    def _parts(self, choice: ReplyChoice, output: Output, first: bool) -> list[dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -267,13 +269,13 @@ class CompletionReply(Reply):
 
     stream_object = whole_object = "text_completion"
 
-    def __init__(self, body: CompletionBody, labels: Labels, special: frozenset[int], **more: Any) -> None:
+    def __init__(self, body: CompletionBody, labels: TokenLabels, special: frozenset[int], **more: Any) -> None:
         super().__init__(body, **more)
         self._echo = body.echo
         self._labels = labels
         self._logprobs = None if body.logprobs is None else [CompletionLogprobs(labels, special) for _ in self.choices]
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ReplyChoice) -> dict[str, Any]:
         value = self._json(choice, "".join(choice.text), choice.tokens, choice.logprobs, with_prompt=True)
         if self._body.prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_scores(
@@ -281,7 +283,7 @@ class CompletionReply(Reply):
             )
         return value
 
-    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+    def _parts(self, choice: ReplyChoice, output: Output, first: bool) -> list[dict[str, Any]]:
         return [self._json(choice, output.text, output.tokens, output.logprobs, with_prompt=first)]
 
     @property
@@ -289,7 +291,7 @@ class CompletionReply(Reply):
         return self._logprobs is None
 
     def _json(
-        self, choice: Choice, text: str, tokens: list[int], scored: list[TokenLogprob], *, with_prompt: bool
+        self, choice: ReplyChoice, text: str, tokens: list[int], scored: list[TokenLogprob], *, with_prompt: bool
     ) -> dict[str, Any]:
         echo = self._echo and with_prompt
         value: dict[str, Any] = {
@@ -320,7 +322,7 @@ class ChatReply(Reply):
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, body: ChatBody, labels: Labels, **more: Any) -> None:
+    def __init__(self, body: ChatBody, labels: TokenLabels, **more: Any) -> None:
         super().__init__(body, **more)
         self._all_labels = labels
         self._labels = labels if body.logprobs else None
@@ -336,7 +338,7 @@ class ChatReply(Reply):
             value["prompt_token_ids"] = self._prompts[0].ids
         return value
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ReplyChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         return self._json(choice, {"message": message}, choice.tokens, choice.logprobs, choice.finish)
 
@@ -344,7 +346,7 @@ class ChatReply(Reply):
     def _is_regular(self) -> bool:
         return type(self) is ChatReply and self._labels is None
 
-    def _parts(self, choice: Choice, output: Output, first: bool) -> list[dict[str, Any]]:
+    def _parts(self, choice: ReplyChoice, output: Output, first: bool) -> list[dict[str, Any]]:
         parts = []
         if first:
             parts.append(self._json(choice, {"delta": {"role": "assistant", "content": ""}}, [], [], None))
@@ -354,7 +356,12 @@ class ChatReply(Reply):
         return parts
 
     def _json(
-        self, choice: Choice, what: dict[str, Any], tokens: list[int], scored: list[TokenLogprob], finish: str | None
+        self,
+        choice: ReplyChoice,
+        what: dict[str, Any],
+        tokens: list[int],
+        scored: list[TokenLogprob],
+        finish: str | None,
     ) -> dict[str, Any]:
         value: dict[str, Any] = {"index": choice.index, **what, "logprobs": None, "finish_reason": finish}
         if self._labels is not None and scored:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from hone.base.errors import HoneError, MachineError
 from hone.serve.device.heap import frozen_heap
 from hone.serve.http.processes.link import EngineLink
-from hone.serve.http.processes.wire import Channel, EngineInfo, QueuedChannel, Refused, pack
+from hone.serve.http.processes.wire import Channel, EngineInfo, QueuedChannel, RefusedRequest, pack
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import BusyError, Output, Request
 
@@ -221,12 +221,12 @@ class Loop:
                 raise BusyError(f"{len(self._live)} sequences are in progress", fix="try again in a moment")
             self._engine.add(request)
         except BusyError as error:
-            front.send(("refused", Refused(request.id, str(error), 503)))
+            front.send(("refused", RefusedRequest(request.id, str(error), 503)))
         except HoneError as error:
-            front.send(("refused", Refused(request.id, str(error), 400)))
+            front.send(("refused", RefusedRequest(request.id, str(error), 400)))
         except Exception as error:
             traceback.print_exc()
-            front.send(("refused", Refused(request.id, f"internal error: {_one_line(error)}", 500)))
+            front.send(("refused", RefusedRequest(request.id, f"internal error: {_one_line(error)}", 500)))
         else:
             self._live[request.id] = front
 

@@ -18,7 +18,7 @@ from hone.serve.paging.paged import Paged
 from hone.serve.runner import Runner
 from hone.serve.scheduler import Scheduler
 from hone.serve.sequence import Seq
-from hone.serve.step import Batch
+from hone.serve.step import ForwardBatch
 
 _PIECE = 512
 """Tokens whose attention is computed in one pass."""
@@ -26,7 +26,7 @@ _PIECE = 512
 _SCORES = 2**24
 """Most scores that exist at once, float32."""
 
-Scores = dict[int, Tensor]
+AttentionScores = dict[int, Tensor]
 """By layer: the attention that each slot received in each key head, float32 [KV, L]."""
 
 
@@ -42,7 +42,7 @@ class Compactor:
         assert self._pages.kept.compaction is not None, "the policy compacts"
         self._compaction: Compaction = self._pages.kept.compaction
         self._block_size = self._pages.pool.block_size
-        self._scores: WeakKeyDictionary[Seq, tuple[int, Scores]] = WeakKeyDictionary()
+        self._scores: WeakKeyDictionary[Seq, tuple[int, AttentionScores]] = WeakKeyDictionary()
         """What a sequence's slots have received so far, and how often it was preempted when that began."""
 
     @torch.inference_mode()
@@ -75,12 +75,12 @@ class Compactor:
                 self._scores[seq] = seq.num_preemptions, scores
         seq.boundary = rule.boundary(seq.num_prompt, seq.num_computed)
 
-    def _observed(self, seq: Seq, first: int) -> Scores:
+    def _observed(self, seq: Seq, first: int) -> AttentionScores:
         """The attention that every slot received from the queries of the tokens `first` ... , and before where that counts."""
-        found: Scores = {}
+        found: AttentionScores = {}
         for start in range(first, seq.num_computed, _PIECE):
             end = min(start + _PIECE, seq.num_computed)
-            batch = Batch.of(
+            batch = ForwardBatch.of(
                 seq.tokens[start:end], [start - seq.num_dropped], [end - start], np.array([seq.pages], dtype=np.int32),
                 self._block_size, dropped=[seq.num_dropped]
             )  # fmt: skip
@@ -90,7 +90,7 @@ class Compactor:
             _add(found, earlier)
         return found
 
-    def _move(self, seq: Seq, keep: Scores, kept: int) -> bool:
+    def _move(self, seq: Seq, keep: AttentionScores, kept: int) -> bool:
         """Moves the kept tokens into as few pages as they need; False when there are no pages to move them to."""
         dropped = seq.num_computed - kept
         targets = self._pages.compaction_targets(seq, -(-(seq.length - dropped) // self._block_size))
@@ -101,7 +101,7 @@ class Compactor:
         return True
 
 
-def _add(scores: Scores, others: Scores) -> None:
+def _add(scores: AttentionScores, others: AttentionScores) -> None:
     """Adds to `scores` those of fewer or as many slots, or takes longer ones."""
     for layer, other in others.items():
         one = scores.get(layer)
@@ -112,7 +112,7 @@ def _add(scores: Scores, others: Scores) -> None:
         scores[layer] = other
 
 
-def observe(model: Any, cache: KVCache, batch: Batch, device: torch.device | str) -> Scores:
+def observe(model: Any, cache: KVCache, batch: ForwardBatch, device: torch.device | str) -> AttentionScores:
     """The attention that each slot of one sequence received from the queries of `batch`, whose keys are in the cache already."""
     context = _Observing(cache, batch, device)
     model.hidden(context.tokens, context)
@@ -122,9 +122,9 @@ def observe(model: Any, cache: KVCache, batch: Batch, device: torch.device | str
 class _Observing(Paged):
     """A pass that writes nothing and adds up the probabilities of the attention."""
 
-    def __init__(self, cache: KVCache, batch: Batch, device: torch.device | str) -> None:
+    def __init__(self, cache: KVCache, batch: ForwardBatch, device: torch.device | str) -> None:
         super().__init__(cache, batch, device)
-        self.received: Scores = {}
+        self.received: AttentionScores = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
         keys = self.cache.layers[layer]["k"]
@@ -152,7 +152,7 @@ def received_attention(
     pages = table[: -(-num_slots // size)].long()
     keys = k_pages[pages].transpose(0, 1).reshape(kv_heads, -1, width)[:, :num_slots].float()
     queries = q.float().view(count, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)  # [KV, G, n, Dh]
-    places = torch.arange(num_slots - count, num_slots, device=q.device)
+    indices = torch.arange(num_slots - count, num_slots, device=q.device)
     slots = torch.arange(num_slots, device=q.device)
     received = torch.zeros(kv_heads, num_slots, device=q.device)
     block = max(1, _SCORES // (heads * num_slots))
@@ -161,12 +161,12 @@ def received_attention(
         scores = queries[:, :, some] @ keys[:, None].transpose(-2, -1) * scale
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        scores.masked_fill_(slots > places[some, None], float("-inf"))
+        scores.masked_fill_(slots > indices[some, None], float("-inf"))
         received += scores.softmax(-1).sum((1, 2))
     return received
 
 
-def compact(cache: KVCache, pages: list[int], targets: list[int], keep: Scores) -> None:
+def compact(cache: KVCache, pages: list[int], targets: list[int], keep: AttentionScores) -> None:
     """Moves slots keep[layer] [KV, m] of the sequence in `pages` to the first m slots of `targets`, for every head its own.
 
     Other slots of `targets` become zero. The two lists may share pages.
@@ -176,8 +176,8 @@ def compact(cache: KVCache, pages: list[int], targets: list[int], keep: Scores) 
         heads = torch.arange(len(slots), device=slots.device)[:, None]
         source = torch.tensor(pages, device=slots.device)
         target = torch.tensor(targets, device=slots.device)
-        places = torch.arange(slots.shape[1], device=slots.device)
+        indices = torch.arange(slots.shape[1], device=slots.device)
         for tensor in cache.layers[layer].values():
             moved = tensor[source[slots // size], heads, slots % size]  # a copy
             tensor[target] = 0
-            tensor[target[places // size], heads, places % size] = moved
+            tensor[target[indices // size], heads, indices % size] = moved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hone.serve.kv_policies.policy import Kept, KVPolicy
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 class Full(KVPolicy):
     """Keep the keys and values of every token."""
 
-    def open(self, config: ModelConfig) -> Kept:
-        return Kept()
+    def open(self, config: ModelConfig) -> KeptTokens:
+        return KeptTokens()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.serve.kv_policies.policy import Kept, KVPolicy, check_global, check_heads
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy, check_global, check_heads
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -30,9 +30,9 @@ class H2O(KVPolicy):
     )
     interval: int = Field(32, ge=1, description="Tokens of output between two compactions.")
 
-    def open(self, config: ModelConfig) -> Kept:
+    def open(self, config: ModelConfig) -> KeptTokens:
         from hone.serve.kv_policies.compactions import HeavyCompaction
 
         check_heads(self, config)
         check_global(self, config)
-        return Kept(compaction=HeavyCompaction(self.budget, self.heavy, self.interval))
+        return KeptTokens(compaction=HeavyCompaction(self.budget, self.heavy, self.interval))

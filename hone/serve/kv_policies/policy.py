@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """What stays of a sequence: its first `sink_tokens` and its last `window` tokens (None: all), in whole pages."""
 
     window: int | None = None
@@ -81,9 +81,9 @@ class KVPolicy(Technique):
     """Base of the slot."""
 
     moves: ClassVar[bool] = False
-    """Whether it moves keys and values to other pages (`Kept.compaction`)."""
+    """Whether it moves keys and values to other pages (`KeptTokens.compaction`)."""
 
-    def open(self, config: ModelConfig) -> Kept:
+    def open(self, config: ModelConfig) -> KeptTokens:
         """What sequences of a model keep. Raises SpecError for a model with which the policy cannot work."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from hone.serve.kv_policies.policy import Kept, KVPolicy, check_global, check_heads
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy, check_global, check_heads
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -34,9 +34,9 @@ class SnapKV(KVPolicy):
             raise ValueError(f"pooling over {self.pooling} tokens has no middle one")
         return self
 
-    def open(self, config: ModelConfig) -> Kept:
+    def open(self, config: ModelConfig) -> KeptTokens:
         from hone.serve.kv_policies.compactions import PromptCompaction
 
         check_heads(self, config)
         check_global(self, config)
-        return Kept(compaction=PromptCompaction(self.budget, self.window, self.pooling))
+        return KeptTokens(compaction=PromptCompaction(self.budget, self.window, self.pooling))

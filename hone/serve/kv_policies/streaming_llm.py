@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hone.serve.kv_policies.policy import Kept, KVPolicy, check_heads
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy, check_heads
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -27,6 +27,6 @@ class StreamingLLM(KVPolicy):
     )
     window: int = Field(1024, ge=2, description="Last tokens that a token attends to, itself included.")
 
-    def open(self, config: ModelConfig) -> Kept:
+    def open(self, config: ModelConfig) -> KeptTokens:
         check_heads(self, config)
-        return Kept(self.window, self.sink_tokens, masks=True)
+        return KeptTokens(self.window, self.sink_tokens, masks=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from hone.base.errors import SpecError
-from hone.serve.kv_policies.policy import Kept, KVPolicy, check_heads, windows
+from hone.serve.kv_policies.policy import KeptTokens, KVPolicy, check_heads, windows
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -19,7 +19,7 @@ class Window(KVPolicy):
 
     paper: ClassVar[str] = "arXiv:2004.05150"
 
-    def open(self, config: ModelConfig) -> Kept:
+    def open(self, config: ModelConfig) -> KeptTokens:
         check_heads(self, config)
         each = windows(config)
         if None in each:
@@ -27,4 +27,4 @@ class Window(KVPolicy):
                 f"engine.kv_policy is window, and layer {each.index(None)} attends to all tokens",
                 fix="leave engine.kv_policy out, or use streaming_llm, h2o or snapkv, which change what is computed",
             )
-        return Kept(max(one for one in each if one is not None))
+        return KeptTokens(max(one for one in each if one is not None))

@@ -10,7 +10,7 @@ from hone.cost.memory import BYTES
 from hone.cost.offload import NUM_BUFFERS, Offload, fewest_streamed
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
-from hone.serve.sizing import Memory, work_bytes
+from hone.serve.sizing import DeviceMemory, work_bytes
 from hone.serve.spec import EngineSpec
 
 DEVICES = ["cuda"]
@@ -28,7 +28,7 @@ _IN_MEMORY = 1.04
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """The parts of a GPU's memory that an engine may take, in bytes."""
 
     total: int
@@ -70,8 +70,8 @@ class Budget:
 
 
 def budget_of(
-    spec: EngineSpec, model: CheckpointFacts, machine: Machine, *, page: int, longest_pages: int, memory: Memory
-) -> Budget | None:
+    spec: EngineSpec, model: CheckpointFacts, machine: Machine, *, page: int, longest_pages: int, memory: DeviceMemory
+) -> MemoryBudget | None:
     """The parts of `engine.gpu_memory`; None without it. `page`: bytes of a page; `longest_pages`: those of a longest sequence.
 
     `spec` is sized. Raises SpecError for a device that streams nothing and for an amount that is too small (with the smallest one that
@@ -114,7 +114,7 @@ def budget_of(
             fix=f"set engine.gpu_memory={_rounded(work + ends + _GAPS + held + least)} or more, or lower engine.max_num_batched_tokens or "
             "engine.max_model_len",
         )
-    return Budget(total, work, ends, found, page, longest_pages, spec.max_num_seqs * longest_pages, asked)
+    return MemoryBudget(total, work, ends, found, page, longest_pages, spec.max_num_seqs * longest_pages, asked)
 
 
 def layer_sizes(model: CheckpointFacts, dtype: str) -> tuple[float, list[float]]:

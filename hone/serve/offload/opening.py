@@ -15,7 +15,7 @@ from hone.model.decoder import Decoder
 from hone.model.hf import Checkpoint
 from hone.model.parallel.random import RandomCheckpoint
 from hone.model.weights.model import ModelSource
-from hone.serve.offload.budget import Budget
+from hone.serve.offload.budget import MemoryBudget
 from hone.serve.offload.pinned import check_host
 from hone.serve.offload.stream import LayerStream
 from hone.serve.spec import EngineSpec
@@ -68,7 +68,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def said_of(budget: Budget, serving: Serving, spec: EngineSpec, context: int) -> str:
+def said_of(budget: MemoryBudget, serving: Serving, spec: EngineSpec, context: int) -> str:
     """The line about `engine.gpu_memory`: layers, bytes and seconds of a step, and whether enough tokens hide the copies.
 
     `serving`: the model with its streamed layers; `context`: tokens of a typical sequence. `spec` is sized.

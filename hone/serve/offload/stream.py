@@ -112,34 +112,34 @@ class LayerStream:
         assert len(self._hosts) > NUM_BUFFERS, "as many layers as buffers save no memory"
         size = max(len(host) for host in self._hosts)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
-        for place, one in enumerate(self._taken):
+        for index, one in enumerate(self._taken):
             for piece in one.pieces:
-                piece.put(piece.on(self._buffers[place % NUM_BUFFERS]))
-            one.layer.register_forward_pre_hook(partial(self._before, place))
-            one.layer.register_forward_hook(partial(self._after, place))
+                piece.put(piece.on(self._buffers[index % NUM_BUFFERS]))
+            one.layer.register_forward_pre_hook(partial(self._before, index))
+            one.layer.register_forward_hook(partial(self._after, index))
         self._taken.clear()
         self._start(0)
 
-    def _before(self, place: int, *_: Any) -> None:
+    def _before(self, index: int, *_: Any) -> None:
         """Waits (on the device) until the weights of a layer are in its buffer."""
-        slot = place % NUM_BUFFERS
-        if self._held[slot] != place:
-            self._start(place)
+        slot = index % NUM_BUFFERS
+        if self._held[slot] != index:
+            self._start(index)
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[slot])
 
-    def _after(self, place: int, *_: Any) -> None:
+    def _after(self, index: int, *_: Any) -> None:
         """Gives the buffer of a layer that has computed to the next one."""
-        slot = place % NUM_BUFFERS
+        slot = index % NUM_BUFFERS
         self._leave(slot)
         self._fill()
 
-    def _start(self, place: int) -> None:
-        """Copies from layer `place` on, whatever the buffers hold, when the device is done with it."""
+    def _start(self, index: int) -> None:
+        """Copies from layer `index` on, whatever the buffers hold, when the device is done with it."""
         for slot in range(NUM_BUFFERS):
             self._leave(slot)
             self._held[slot] = None
-        self._next = place
+        self._next = index
         self._fill()
 
     def _leave(self, slot: int) -> None:

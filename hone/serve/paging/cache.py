@@ -12,7 +12,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.figure import human_bytes
 from hone.cost.cache import CacheTensor, LayerCache, page_bytes
 from hone.model.config import ModelConfig
-from hone.serve.kv_policies.policy import Kept
+from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.step import NULL_PAGE
 
 
@@ -64,10 +64,10 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         rope_len: int | None = None,
-        kept: Kept | None = None,
+        kept: KeptTokens | None = None,
         fixed_scales: Sequence[tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
-        self.kept = kept or Kept()
+        self.kept = kept or KeptTokens()
         """What layers attend to of each sequence, by its KV policy."""
         self.block_size = block_size
         self.rope_len = rope_len

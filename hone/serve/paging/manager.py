@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from hone.serve.kv_policies.policy import Kept
+from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.paging.pages import PagePool, chain_keys, root_key
 from hone.serve.sequence import Seq
 
@@ -18,9 +18,9 @@ class PageManager:
     A step computes at most `max_num_batched_tokens` tokens: a sequence that a KV policy bounds never needs more at once.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_batched_tokens: int, kept: Kept | None = None) -> None:
+    def __init__(self, pool: PagePool, *, max_num_batched_tokens: int, kept: KeptTokens | None = None) -> None:
         self.pool = pool
-        self.kept = kept or Kept()
+        self.kept = kept or KeptTokens()
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_queries = 0
         self.prefix_hits = 0

@@ -27,21 +27,21 @@ from hone.ops.paged.reference import Extras
 from hone.serve.device.placing import FixedInputs, Placer
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.compiled_step import compiled_step
-from hone.serve.paging.sharing import NONE_SHARED, Shared
-from hone.serve.step import Batch, Sampling
+from hone.serve.paging.sharing import NONE_SHARED, SharedPages
+from hone.serve.step import ForwardBatch, SamplingMetadata
 
 
 class Paged(Context):
-    """One forward pass over the T tokens of a `Batch`; their keys and values are written before attention reads them."""
+    """One forward pass over the T tokens of a `ForwardBatch`; their keys and values are written before attention reads them."""
 
     cached = True
     _shared: Tensor | None = None
-    """int32 [3] on the device: `Shared` of a step of one new token a sequence, where it is worth reading those pages once."""
+    """int32 [3] on the device: `SharedPages` of a step of one new token a sequence, where it is worth reading those pages once."""
 
     def __init__(
         self,
         cache: KVCache,
-        batch: Batch,
+        batch: ForwardBatch,
         device: torch.device | str = "cpu",
         on: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -233,7 +233,9 @@ class PagedBuffers(Paged):
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
         self._rotary.clear()
 
-    def fill(self, batch: Batch, sampling: Sampling | None = None, shared: Shared = NONE_SHARED) -> None:
+    def fill(
+        self, batch: ForwardBatch, sampling: SamplingMetadata | None = None, shared: SharedPages = NONE_SHARED
+    ) -> None:
         """Brings a step's arrays to the buffers, in one copy. `sampling`: how all its sequences draw."""
         count, seqs = len(batch.tokens), batch.num_seqs
         host = self._inputs.next()

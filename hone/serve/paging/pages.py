@@ -131,8 +131,8 @@ class PagePool:
         if not self.enable_prefix_caching:
             return pages
         parent = root_key(salt)
-        for place, content in enumerate(_page_contents(tokens, self.block_size, len(tokens) - 1)):
-            key = keys[place] if keys else page_key(parent, content)
+        for index, content in enumerate(_page_contents(tokens, self.block_size, len(tokens) - 1)):
+            key = keys[index] if keys else page_key(parent, content)
             page = self._by_key.get(key)
             if page is None or not self._holds(page, parent, content):
                 break
@@ -158,8 +158,8 @@ class PagePool:
 
         Where several touch a page the highest priority counts. Pages outside every range keep theirs.
         """
-        for place, page in enumerate(pages if retention else ()):
-            begin, end = place * self.block_size, (place + 1) * self.block_size
+        for index, page in enumerate(pages if retention else ()):
+            begin, end = index * self.block_size, (index + 1) * self.block_size
             asked = [one for one in retention if one.start < end and (one.end is None or one.end > begin)]
             if asked:
                 best = max(asked, key=lambda one: one.priority)
@@ -177,7 +177,7 @@ class PagePool:
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many of these keys, from the first on, are in the prefix cache without a gap."""
-        return next((place for place, key in enumerate(keys) if key not in self._by_key), len(keys))
+        return next((index for index, key in enumerate(keys) if key not in self._by_key), len(keys))
 
     def key_of(self, page: int) -> bytes:
         """The key under which a matched page is found."""

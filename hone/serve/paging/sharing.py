@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Shared(NamedTuple):
+class SharedPages(NamedTuple):
     """Sequences begin ... end - 1 begin with the same `pages` whole pages; (0, 0, 0): none do."""
 
     begin: int = 0
@@ -19,10 +19,10 @@ class Shared(NamedTuple):
         return 2 * (self.end - self.begin - 1) * self.pages * block_size >= int(ends.sum()) > 0
 
 
-NONE_SHARED = Shared()
+NONE_SHARED = SharedPages()
 
 
-def shared_pages(table: np.ndarray, ends: np.ndarray, block_size: int) -> Shared:
+def shared_pages(table: np.ndarray, ends: np.ndarray, block_size: int) -> SharedPages:
     """The longest run of neighbouring sequences with the same first page, and the whole pages that all of them share.
 
     `table` int32 [S, P] are the pages of sequences with `ends` [S] tokens in the cache, the new ones included.
@@ -39,4 +39,4 @@ def shared_pages(table: np.ndarray, ends: np.ndarray, block_size: int) -> Shared
     most = (int(ends[begin:end].min()) - 1) // block_size  # the new token's page is not shared
     differ = np.flatnonzero((table[begin + 1 : end, :most] != table[begin, :most]).any(0))
     pages = int(differ[0]) if len(differ) else most
-    return Shared(begin, end, pages) if pages else NONE_SHARED
+    return SharedPages(begin, end, pages) if pages else NONE_SHARED

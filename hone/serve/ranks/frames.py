@@ -11,7 +11,7 @@ from typing import Any
 _HEAD = struct.Struct("!BQ")
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is. Steps are packed (`hone.serve.ranks.packing`), everything else is pickled."""
 
     OPEN = 1
@@ -30,13 +30,13 @@ class Kind(IntEnum):
     """To the worker, on its second socket: reply with the number of steps begun and ended."""
 
 
-class Frames:
+class FrameSocket:
     """Whole messages over one connected socket, which this object owns."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
-    def send(self, kind: Kind, data: Any) -> None:
+    def send(self, kind: MessageKind, data: Any) -> None:
         """Sends bytes-like `data`, or anything else pickled."""
         if not isinstance(data, bytes | bytearray | memoryview):
             data = pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
@@ -47,10 +47,10 @@ class Frames:
             self.socket.sendall(head)
             self.socket.sendall(data)
 
-    def receive(self) -> tuple[Kind, bytearray]:
+    def receive(self) -> tuple[MessageKind, bytearray]:
         """The next message. Raises EOFError when the other side has closed the socket or ended."""
         kind, length = _HEAD.unpack(self._exactly(_HEAD.size))
-        return Kind(kind), self._exactly(length)
+        return MessageKind(kind), self._exactly(length)
 
     def _exactly(self, length: int) -> bytearray:
         found = bytearray(length)
@@ -70,5 +70,5 @@ class Frames:
 
 
 def unpickled(data: bytes | bytearray) -> Any:
-    """What `Frames.send` pickled."""
+    """What `FrameSocket.send` pickled."""
     return pickle.loads(data)

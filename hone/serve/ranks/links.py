@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hone.base.errors import HoneError
 from hone.parallel.place import Place
 from hone.serve.ranks.errors import RESTART, RankError
-from hone.serve.ranks.frames import Frames, Kind, unpickled
+from hone.serve.ranks.frames import FrameSocket, MessageKind, unpickled
 
 
 class Process(Protocol):
@@ -45,8 +45,8 @@ def spawn(rank: int, steps: socket.socket, pings: socket.socket, _: Sequence[soc
 class _Worker:
     place: Place
     process: Process
-    steps: Frames
-    pings: Frames
+    steps: FrameSocket
+    pings: FrameSocket
     heard_at: float
     begun: int = 0
     ended: int = 0
@@ -79,14 +79,14 @@ class Links:
             their_steps.close()
             their_pings.close()
             ours += [steps, pings]
-            self._workers.append(_Worker(place, process, Frames(steps), Frames(pings), time.monotonic()))
+            self._workers.append(_Worker(place, process, FrameSocket(steps), FrameSocket(pings), time.monotonic()))
         self._thread = threading.Thread(target=self._watch, name="hone-ranks", daemon=True)
         self._thread.start()
 
-    def send(self, kind: Kind, data: Any) -> None:
+    def send(self, kind: MessageKind, data: Any) -> None:
         """Sends a message to all workers. Raises `lost`."""
         self._raise_lost()
-        if kind == Kind.STEP:
+        if kind == MessageKind.STEP:
             self.num_steps += 1
         try:
             for worker in self._workers:
@@ -94,21 +94,21 @@ class Links:
         except OSError:
             raise self.wait_lost() from None
 
-    def replies(self, kind: Kind) -> list[Any]:
+    def replies(self, kind: MessageKind) -> list[Any]:
         """One message of this kind from every worker. Raises the HoneError that one replies with instead, or `lost`."""
         return [self._reply(worker, kind) for worker in self._workers]
 
-    def reply_of(self, rank: int, kind: Kind) -> Any:
+    def reply_of(self, rank: int, kind: MessageKind) -> Any:
         """The next message of this kind from one worker. Raises as `replies`."""
         return self._reply(next(one for one in self._workers if one.place.rank == rank), kind)
 
-    def _reply(self, worker: _Worker, kind: Kind) -> Any:
+    def _reply(self, worker: _Worker, kind: MessageKind) -> Any:
         try:
             found, data = worker.steps.receive()
         except (EOFError, OSError):
             raise self.wait_lost() from None
         value = unpickled(data)
-        if found == Kind.FAILED:
+        if found == MessageKind.FAILED:
             if isinstance(value, HoneError):
                 raise value
             worker.failure = value
@@ -195,7 +195,7 @@ class Links:
                 kind, data = worker.pings.receive()
             except (EOFError, OSError):
                 return f"{worker.place} {self._exit(worker)}"
-            if kind == Kind.FAILED:
+            if kind == MessageKind.FAILED:
                 worker.failure = unpickled(data)
             else:
                 worker.heard_at = time.monotonic()

@@ -26,12 +26,12 @@ from hone.parallel.group import Group, Pipe
 from hone.parallel.one_shot import OneShot
 from hone.parallel.place import Place
 from hone.serve.paging.cache import KVCache, cache_tensors
-from hone.serve.ranks.frames import Kind
+from hone.serve.ranks.frames import MessageKind
 from hone.serve.ranks.links import Links, Spawn, spawn
 from hone.serve.ranks.order import WorkerOrder
 from hone.serve.ranks.runner import LeadRunner, RankRunner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import Memory, cache_pages, check_weights, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, work_bytes
 from hone.serve.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
     declared = cache_tensors(model.config)
     tensors = [one if index in model.stage_layers else () for index, one in enumerate(declared)]
     longest = spec.max_model_len or model.config.max_seq_len
-    memory = Memory.now(device)
+    memory = DeviceMemory.now(device)
     if device.type == "cpu":  # all ranks share it
         memory = memory._replace(free=memory.free / place.world_size)
     work = work_bytes(model.config.dims(), spec, _name(model.dtype), str(device))
@@ -132,16 +132,16 @@ def open_lead(
     try:
         store = dist.TCPStore("127.0.0.1", 0, len(places), True, _timeout(spec), wait_for_workers=False)
         port = store.port
-        links.send(Kind.OPEN, lambda place: WorkerOrder(place, str(folder), spec, str(device), port))
+        links.send(MessageKind.OPEN, lambda place: WorkerOrder(place, str(folder), spec, str(device), port))
         try:
             rank = open_rank(folder, spec, places[0], own, store)
         except RuntimeError as error:  # of torch.distributed: another rank has ended
             raise _first_refusal(links) or links.fail(error) from None
-        num_pages = min([rank.num_pages, *links.replies(Kind.OPEN)])
-        links.send(Kind.PAGES, num_pages)
+        num_pages = min([rank.num_pages, *links.replies(MessageKind.OPEN)])
+        links.send(MessageKind.PAGES, num_pages)
         runner = rank.runner(num_pages, LeadRunner)
         assert isinstance(runner, LeadRunner)
-        links.replies(Kind.PAGES)
+        links.replies(MessageKind.PAGES)
     except BaseException:
         links.close()
         _leave()
@@ -235,7 +235,7 @@ def _one_shot(place: Place, group: dist.ProcessGroup | None, device: torch.devic
 def _first_refusal(links: Links) -> BaseException | None:
     """The HoneError with which a worker ended, if one did."""
     try:
-        links.replies(Kind.OPEN)
+        links.replies(MessageKind.OPEN)
     except BaseException as error:
         return error
     return None

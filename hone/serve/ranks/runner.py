@@ -9,7 +9,7 @@ import numpy as np
 
 from hone.model.parallel.local import LocalDecoder
 from hone.serve.ranks.errors import RankError
-from hone.serve.ranks.frames import Kind
+from hone.serve.ranks.frames import MessageKind
 from hone.serve.ranks.links import Links, end_process
 from hone.serve.ranks.packing import pack
 from hone.serve.runner import Launched, Masks, Runner, SeqResult, _Part
@@ -54,10 +54,10 @@ class LeadRunner(RankRunner):
         def sent() -> np.ndarray:
             assert masks is not None, "a step with masks comes with them"
             found = masks()
-            self.links.send(Kind.MASKS, found)
+            self.links.send(MessageKind.MASKS, found)
             return found
 
-        self._guarded(lambda: self.links.send(Kind.STEP, memoryview(pack(step))))
+        self._guarded(lambda: self.links.send(MessageKind.STEP, memoryview(pack(step))))
         launched = self._guarded(lambda: super(LeadRunner, self).launch(step, masks and sent))
         if self.model.place.last:
             return _Guarded(self, launched)
@@ -67,7 +67,7 @@ class LeadRunner(RankRunner):
         """Prepares one more CUDA graph, on all ranks."""
         if self.graphs is None:
             return False
-        self._guarded(lambda: self.links.send(Kind.PREPARE, b""))
+        self._guarded(lambda: self.links.send(MessageKind.PREPARE, b""))
         return self._guarded(super().prepare)
 
     def when_lost(self, say: Callable[[RankError], None]) -> None:
@@ -131,7 +131,7 @@ class _Awaited(Launched):
             place = self._runner.model.place
             last = (place.num_stages - 1) * place.tensor_size
             answer = (
-                self._runner._guarded(lambda: self._runner.links.reply_of(last, Kind.STEP))
+                self._runner._guarded(lambda: self._runner.links.reply_of(last, MessageKind.STEP))
                 if self._num_seqs
                 else ([], [])
             )

@@ -14,7 +14,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import HoneError
-from hone.serve.ranks.frames import Frames, Kind, unpickled
+from hone.serve.ranks.frames import FrameSocket, MessageKind, unpickled
 from hone.serve.ranks.order import WorkerOrder
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Worker:
     """One worker: its two sockets, and how far it is."""
 
     def __init__(self, steps: socket.socket, pings: socket.socket) -> None:
-        self._steps, self._pings = Frames(steps), Frames(pings)
+        self._steps, self._pings = FrameSocket(steps), FrameSocket(pings)
         self._begun = self._ended = 0
         self._said = threading.Lock()
 
@@ -43,7 +43,7 @@ class Worker:
             sys.stderr.flush()
             text = " ".join(str(error).split())[:300]
             with self._said:
-                self._pings.send(Kind.FAILED, f"{type(error).__name__}: {text}")
+                self._pings.send(MessageKind.FAILED, f"{type(error).__name__}: {text}")
             os._exit(1)
 
     def _answer(self) -> None:
@@ -53,26 +53,26 @@ class Worker:
                 if not self._pings.socket.recv(4096):
                     break
                 with self._said:
-                    self._pings.send(Kind.PING, (self._begun, self._ended))
+                    self._pings.send(MessageKind.PING, (self._begun, self._ended))
             except OSError:
                 break
         os._exit(0)
 
     def _run(self) -> None:
-        order: WorkerOrder = self._next(Kind.OPEN)
+        order: WorkerOrder = self._next(MessageKind.OPEN)
         try:
             from hone.serve.ranks.opening import open_worker
 
             rank = open_worker(order)
-            self._steps.send(Kind.OPEN, rank.num_pages)
-            runner = rank.runner(self._next(Kind.PAGES))
+            self._steps.send(MessageKind.OPEN, rank.num_pages)
+            runner = rank.runner(self._next(MessageKind.PAGES))
         except HoneError as error:
-            self._steps.send(Kind.FAILED, error)
+            self._steps.send(MessageKind.FAILED, error)
             raise EOFError from None
-        self._steps.send(Kind.PAGES, None)
+        self._steps.send(MessageKind.PAGES, None)
         self._loop(runner, replies=order.place.num_stages > 1 and order.place.last and order.place.tensor_rank == 0)
 
-    def _next(self, kind: Kind) -> Any:
+    def _next(self, kind: MessageKind) -> Any:
         found, data = self._steps.receive()
         assert found == kind, f"rank 0 sent {found.name}, not {kind.name}"
         return unpickled(data)
@@ -85,16 +85,16 @@ class Worker:
 
         while True:
             kind, data = self._steps.receive()
-            if kind == Kind.PREPARE:
+            if kind == MessageKind.PREPARE:
                 runner.prepare()
                 continue
-            assert kind == Kind.STEP, f"rank 0 sent {kind.name}"
+            assert kind == MessageKind.STEP, f"rank 0 sent {kind.name}"
             self._begun += 1
             step = unpack(StepInput, np.frombuffer(data, dtype=np.uint8))
-            launched = runner.launch(step, lambda: self._next(Kind.MASKS))
+            launched = runner.launch(step, lambda: self._next(MessageKind.MASKS))
             if replies:
                 tokens = launched.tokens()
-                self._steps.send(Kind.STEP, (tokens, launched.results() if tokens is None else []))
+                self._steps.send(MessageKind.STEP, (tokens, launched.results() if tokens is None else []))
             self._ended += 1
 
 

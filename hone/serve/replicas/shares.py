@@ -8,8 +8,8 @@ from hone.base.errors import MachineError
 from hone.serve.spec import EngineSpec
 
 
-def share_of(spec: EngineSpec, device: str, place: int, count: int) -> tuple[EngineSpec, dict[str, str]]:
-    """The engine's spec and environment variables of replica `place` of `count`.
+def share_of(spec: EngineSpec, device: str, index: int, count: int) -> tuple[EngineSpec, dict[str, str]]:
+    """The engine's spec and environment variables of replica `index` of `count`.
 
     On GPUs replica i sees the i-th `spec.num_ranks` of those that are visible now. On a CPU all share the memory and the
     threads evenly. Raises MachineError when one GPU is named, or fewer are visible than needed.
@@ -22,7 +22,7 @@ def share_of(spec: EngineSpec, device: str, place: int, count: int) -> tuple[Eng
                 f"{count} replicas and one device {device}", fix="use --device=cuda: every replica has its own GPUs"
             )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        first, after = place * spec.num_ranks, (place + 1) * spec.num_ranks
+        first, after = index * spec.num_ranks, (index + 1) * spec.num_ranks
         names = [str(number) for number in range(after)] if visible is None else visible.split(",")
         if after > len(names):
             raise MachineError(

@@ -13,7 +13,7 @@ from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.paged import Paged
 from hone.serve.sequence import ScheduledSeq
 from hone.serve.speculation.drafter import DraftSetting, Guess, Proposer
-from hone.serve.step import Batch, StepInput
+from hone.serve.step import ForwardBatch, StepInput
 
 
 class DraftProposer(Proposer):
@@ -39,9 +39,9 @@ class DraftProposer(Proposer):
     def _shares(self, wants: Sequence[int]) -> list[int]:
         """The tokens of the budget for each sequence's demand: small demands first, so that most sequences get guesses."""
         shares, left = [0] * len(wants), self._budget
-        for place in sorted(range(len(wants)), key=wants.__getitem__):
-            shares[place] = min(wants[place], left)
-            left -= shares[place]
+        for index in sorted(range(len(wants)), key=wants.__getitem__):
+            shares[index] = min(wants[index], left)
+            left -= shares[index]
         return shares
 
     def settle(self, item: ScheduledSeq, num_kept: int) -> None:
@@ -55,7 +55,7 @@ class DraftProposer(Proposer):
 class _Guessing:
     """A sequence with guesses: its place in the step, the number of guesses, and the guesses so far."""
 
-    place: int
+    index: int
     wanted: int
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
@@ -95,24 +95,24 @@ class DraftRunner:
         for ahead in range(int(step.num_guesses.max())):
             if ahead:
                 active = [one for one in active if one.wanted > ahead]
-                places = np.array([one.place for one in active])
-                starts = step.sampling.position[places] + ahead - 1
-                x = self._read(step, places, starts, np.ones_like(places), [one.tokens[-1] for one in active])
+                indices = np.array([one.index for one in active])
+                starts = step.sampling.position[indices] + ahead - 1
+                x = self._read(step, indices, starts, np.ones_like(indices), [one.tokens[-1] for one in active])
             self._guess(x, active, step, ahead)
         for one in everyone:
-            guesses[one.place] = Guess(one.tokens, torch.stack(one.probs) if one.probs else None)
+            guesses[one.index] = Guess(one.tokens, torch.stack(one.probs) if one.probs else None)
         return guesses
 
     def _read(
-        self, step: StepInput, places: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: Sequence[int]
+        self, step: StepInput, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: Sequence[int]
     ) -> Tensor:
-        batch = Batch.of(tokens, starts, lengths, step.batch.table[places], self.cache.block_size)
+        batch = ForwardBatch.of(tokens, starts, lengths, step.batch.table[indices], self.cache.block_size)
         context = Paged(self.cache, batch, self._device)
         return self._draft.hidden(context.tokens, context)
 
     def _guess(self, x: Tensor, active: Sequence[_Guessing], step: StepInput, ahead: int) -> None:
         """One more token for each of `active`; for sampled ones also the probabilities it was drawn from."""
-        sampler, sampling = self._sampler, step.sampling.take([one.place for one in active], ahead)
+        sampler, sampling = self._sampler, step.sampling.take([one.index for one in active], ahead)
         logits = sampler.process(self._draft.head(x).float(), sampling)
         tokens = logits.argmax(-1).tolist()
         drawing = np.flatnonzero(~sampling.greedy).tolist()
@@ -120,9 +120,9 @@ class DraftRunner:
             drawn = sampling.take(drawing)
             filtered = sampler.filter(logits[drawing], drawn)
             ends = (filtered + sampler.noise(drawn)).argmax(-1).tolist()
-            for place, token, q in zip(drawing, ends, filtered.softmax(-1)):
-                tokens[place] = token
-                active[place].probs.append(q)
+            for index, token, q in zip(drawing, ends, filtered.softmax(-1)):
+                tokens[index] = token
+                active[index].probs.append(q)
         for one, token in zip(active, tokens):
             one.tokens.append(token)
 

@@ -31,7 +31,7 @@ class LookupProposer(Proposer):
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._places: WeakKeyDictionary[Seq, tuple[dict[tuple[int, ...], int], list[int]]] = WeakKeyDictionary()
+        self._positions: WeakKeyDictionary[Seq, tuple[dict[tuple[int, ...], int], list[int]]] = WeakKeyDictionary()
 
     def propose(self, scheduled: Sequence[ScheduledSeq]) -> None:
         for item in scheduled:
@@ -41,14 +41,14 @@ class LookupProposer(Proposer):
 
     def _look(self, seq: Seq, most: int) -> list[int]:
         tokens = seq.tokens
-        places, seen = self._places.setdefault(seq, ({}, [1]))
+        positions, seen = self._positions.setdefault(seq, ({}, [1]))
         for end in range(seen[0], len(tokens)):  # runs that end before `end`, so never the last one itself
             for size in self._sizes:
                 if size <= end:
-                    places[tuple(tokens[end - size : end])] = end
+                    positions[tuple(tokens[end - size : end])] = end
         seen[0] = max(seen[0], len(tokens))
         for size in self._sizes:
-            place = places.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if place is not None:
-                return tokens[place : place + most]
+            position = positions.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if position is not None:
+                return tokens[position : position + most]
         return []

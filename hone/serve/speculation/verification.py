@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.serve.sampler import ACCEPT, GUMBEL, RESIDUAL, Chosen, Sampler, logprobs, uniform
+from hone.serve.sampler import ACCEPT, GUMBEL, RESIDUAL, SampledToken, Sampler, logprobs, uniform
 from hone.serve.speculation.drafter import Guess
-from hone.serve.step import Sampling
+from hone.serve.step import SamplingMetadata
 
 
-def verify(sampler: Sampler, logits: Tensor, sampling: Sampling, guesses: Sequence[Guess]) -> list[list[Chosen]]:
+def verify(
+    sampler: Sampler, logits: Tensor, sampling: SamplingMetadata, guesses: Sequence[Guess]
+) -> list[list[SampledToken]]:
     """Verifies guesses: for each entry of `sampling` the accepted tokens and one more.
 
     `logits` [sum(len(guess) + 1), V]: for each entry the model's logits after its last token and after each guess.
@@ -43,7 +45,7 @@ def verify(sampler: Sampler, logits: Tensor, sampling: Sampling, guesses: Sequen
         for number, found in zip(drawing, drawn):
             tokens[number] = found
     chosen = [
-        [Chosen(token, abs(peaks[place]) < float("inf")) for token, place in zip(found, own)]
+        [SampledToken(token, abs(peaks[place]) < float("inf")) for token, place in zip(found, own)]
         for found, own in zip(tokens, places)
     ]
     for asked, found, own in zip(sampling.logprobs.tolist(), chosen, places):
@@ -68,7 +70,9 @@ def _check_greedy(guess: Guess, best: list[int]) -> list[int]:
     return best[: kept + 1]
 
 
-def _check_drawn(sampler: Sampler, filtered: Tensor, sampling: Sampling, guesses: Sequence[Guess]) -> list[list[int]]:
+def _check_drawn(
+    sampler: Sampler, filtered: Tensor, sampling: SamplingMetadata, guesses: Sequence[Guess]
+) -> list[list[int]]:
     """Rejection sampling. `filtered` holds log-weights (logits after temperature and filters) in the order of `verify`."""
     probs = filtered.softmax(-1)
     places = _places([len(guess.tokens) + 1 for guess in guesses])

@@ -38,18 +38,18 @@ class StepMasks:
             self.asked = True
             self._read(self._scheduled)
         given = [
-            (place, item, one) for place, item in enumerate(self._scheduled) if (one := item.seq.constraint) is not None
+            (index, item, one) for index, item in enumerate(self._scheduled) if (one := item.seq.constraint) is not None
         ]
         masks = np.full((len(given), given[0][2].num_words), -1, dtype=np.int32)
         # Not those that were ended by the tokens just read.
         live = [row for row, (_, item, _) in enumerate(given) if item.samples and item.seq.state != "done"]
         asked = ask_together([given[row][2] for row in live], live, masks)
         for row in live:
-            place, _, constraint = given[row]
+            index, _, constraint = given[row]
             try:
                 constraint.fill(masks[row], asked=row in asked)
             except HoneError as error:
-                self.errors[place] = f"{type(error).__name__}: {error}"
+                self.errors[index] = f"{type(error).__name__}: {error}"
                 masks[row] = -1
         return masks
 

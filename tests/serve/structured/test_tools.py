@@ -14,7 +14,7 @@ from hone.base.errors import SpecError
 from hone.serve.http.reasoning import REASONING_PARSERS, ReasoningSplitter, reasoning_form
 from hone.serve.http.tools import TOOL_PARSERS, tool_parser
 from hone.serve.http.tools.forced import NamedParser, RequiredParser, named_schema, required_schema
-from hone.serve.http.tools.parser import MOST_CALLS, Call, TextOrCall, ToolParser
+from hone.serve.http.tools.parser import MOST_CALLS, TextOrCall, ToolCall, ToolParser
 
 TOOLS: dict[str, Any] = {
     "weather": {
@@ -32,11 +32,11 @@ def read(parser: ToolParser, parts: list[str]) -> list[TextOrCall]:
     return ToolParser._joined([*pieces, *parser.finish()])
 
 
-def call(name: str, /, **arguments: Any) -> Call:
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+def call(name: str, /, **arguments: Any) -> ToolCall:
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def body(one: Call, key: str = "arguments") -> str:
+def body(one: ToolCall, key: str = "arguments") -> str:
     return f'{{"name": "{one.name}", "{key}": {one.arguments}}}'
 
 
@@ -118,7 +118,7 @@ CASES = [(form, text, pieces or [text]) for form, each in WANTED.items() for tex
 def test_each_form(form: str, text: str, pieces: list[TextOrCall]) -> None:
     assert read(tool_parser(form)(TOOLS), [text]) == pieces
     assert read(tool_parser(form)(TOOLS), list(text)) == pieces
-    assert all(isinstance(json.loads(one.arguments), dict) for one in pieces if isinstance(one, Call))
+    assert all(isinstance(json.loads(one.arguments), dict) for one in pieces if isinstance(one, ToolCall))
 
 
 PARTS = [
@@ -144,9 +144,9 @@ def test_any_cut_of_any_text_gives_the_same(form: str, text: str, places: list[i
     whole = read(kind(TOOLS), [text])
     assert read(kind(TOOLS), cut(text, places)) == whole == read(kind(TOOLS), list(text))
     for piece in whole:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             assert piece.name in TOOLS and isinstance(json.loads(piece.arguments), dict)
-    if not any(isinstance(piece, Call) for piece in whole):
+    if not any(isinstance(piece, ToolCall) for piece in whole):
         assert "".join(map(str, whole)) == text  # nothing is lost
 
 

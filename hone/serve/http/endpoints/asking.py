@@ -6,7 +6,7 @@ import asyncio
 
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.replicas import Replicas
-from hone.serve.http.processes.wire import Refused
+from hone.serve.http.processes.wire import RefusedRequest
 from hone.serve.http.protocol import ApiError
 from hone.serve.request import Output, Request
 
@@ -18,8 +18,8 @@ async def ask(engine: EngineLink | Replicas, requests: list[Request]) -> list[Ou
     failed: list[ApiError] = []
     running = {request.id for request in requests}
 
-    def deliver(item: Output | Refused) -> None:
-        if isinstance(item, Refused):
+    def deliver(item: Output | RefusedRequest) -> None:
+        if isinstance(item, RefusedRequest):
             failed.append(ApiError(item.status, item.message, retry_s=1 if item.status == 503 else None))
         elif item.finish == "error":
             failed.append(ApiError(500, item.error or "the engine failed on this request", code="engine_error"))
@@ -27,7 +27,7 @@ async def ask(engine: EngineLink | Replicas, requests: list[Request]) -> list[Ou
             results[item.request_id].extend(item)
         else:
             results[item.request_id] = item
-        if isinstance(item, Refused) or item.finish is not None:
+        if isinstance(item, RefusedRequest) or item.finish is not None:
             running.discard(item.request_id)
         arrived.set()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.serve.http.replies import Choice, CompletionReply
+from hone.serve.http.replies import CompletionReply, ReplyChoice
 
 
-def mean_logprob(choice: Choice) -> float:
+def mean_logprob(choice: ReplyChoice) -> float:
     """Mean log-probability of its tokens; that of a text without tokens is the lowest."""
     return sum(one.logprob for one in choice.logprobs) / len(choice.logprobs) if choice.logprobs else float("-inf")
 
@@ -21,6 +21,6 @@ class BestOfReply(CompletionReply):
         chosen: list[dict[str, Any]] = []
         for first in range(0, len(self.choices), self._n):
             group = range(first, first + self._n)
-            best = sorted(group, key=lambda place: -mean_logprob(self.choices[place]))[:kept]
-            chosen += [{**value["choices"][place], "index": len(chosen) + rank} for rank, place in enumerate(best)]
+            best = sorted(group, key=lambda index: -mean_logprob(self.choices[index]))[:kept]
+            chosen += [{**value["choices"][index], "index": len(chosen) + rank} for rank, index in enumerate(best)]
         return {**value, "choices": chosen}

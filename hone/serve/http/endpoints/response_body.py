@@ -125,8 +125,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise ApiError(400, "input must be a text or a list of items", param="input")
     found: list[dict[str, Any]] = []
-    for place, item in enumerate(given):
-        param = f"input.{place}"
+    for index, item in enumerate(given):
+        param = f"input.{index}"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
             role = "system" if item["role"] == "developer" else item["role"]  # templates know no developer

@@ -9,11 +9,11 @@ from typing import Any
 from hone.serve.http.chat import ChatForm, ChoiceReader
 from hone.serve.http.endpoints.response_body import ResponsesBody
 from hone.serve.http.protocol import ChatBody
-from hone.serve.http.replies import Choice, Reply, dump
+from hone.serve.http.replies import Reply, ReplyChoice, dump
 from hone.serve.request import Output
 
 
-class Items:
+class OutputItems:
     """The output items of one response, built from deltas; each step gives the events that tell of it."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ResponsesReply(Reply):
         self._form = form or ChatForm()
         self._count = count
         self._reader = ChoiceReader(self._form)
-        self._items = Items()
+        self._items = OutputItems()
         self._sequence = 0
 
     def _object(self, status: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class ResponsesReply(Reply):
         self._end(self._reader.push("".join(choice.text)), choice)
         return self._object(_status(choice))
 
-    def _end(self, deltas: list[dict[str, Any]], choice: Choice) -> list[dict[str, Any]]:
+    def _end(self, deltas: list[dict[str, Any]], choice: ReplyChoice) -> list[dict[str, Any]]:
         """The events of the last deltas and of what is still open; a response without any has an empty message."""
         events = [event for delta in [*deltas, *self._reader.finish()] for event in self._items.take(delta)]
         events += self._items.close(_status(choice))
@@ -173,7 +173,7 @@ class ResponsesReply(Reply):
             events += [*self._items.take({"content": ""}), *self._items.close(_status(choice))]
         return events
 
-    def events(self, choice: Choice, output: Output) -> bytes:
+    def events(self, choice: ReplyChoice, output: Output) -> bytes:
         """The events of one new output."""
         events: list[dict[str, Any]] = []
         if not choice.begun:
@@ -201,7 +201,7 @@ class ResponsesReply(Reply):
         return f"event: {event['type']}\ndata: ".encode() + dump(numbered) + b"\n\n"
 
 
-def _status(choice: Choice) -> str:
+def _status(choice: ReplyChoice) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
 
 

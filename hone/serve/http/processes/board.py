@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from hone.serve.http.processes.tallies import State
+from hone.serve.http.processes.tallies import Tallies
 
 _SLOT = 2**18
 _NUMBER = struct.Struct("=q")
@@ -21,7 +21,7 @@ _HEAD = struct.Struct("=II")
 
 
 @dataclass(frozen=True)
-class Heard:
+class EngineReport:
     """What a front last heard of one engine: its steps, and its figures with the time (s, monotonic) they are of."""
 
     steps: int = 0
@@ -30,27 +30,27 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Told:
+class FrontReport:
     """What a front tells the others: what it counted, and what it last heard of each engine."""
 
-    counted: State = field(default_factory=dict)
-    heard: tuple[Heard, ...] = ()
+    counted: Tallies = field(default_factory=dict)
+    heard: tuple[EngineReport, ...] = ()
 
 
-def newest(each: Iterable[tuple[Heard, ...]]) -> list[Heard]:
+def newest(each: Iterable[tuple[EngineReport, ...]]) -> list[EngineReport]:
     """Of each engine what is newest of all that fronts heard."""
-    found: list[Heard] = []
+    found: list[EngineReport] = []
     for heard in each:
-        for place, one in enumerate(heard):
-            if place == len(found):
+        for index, one in enumerate(heard):
+            if index == len(found):
                 found.append(one)
-            other = found[place]
+            other = found[index]
             latest = one if one.at > other.at else other
-            found[place] = replace(latest, steps=max(one.steps, other.steps))
+            found[index] = replace(latest, steps=max(one.steps, other.steps))
     return found
 
 
-def added(heard: Iterable[Heard]) -> dict[str, float]:
+def added(heard: Iterable[EngineReport]) -> dict[str, float]:
     """The figures of several engines, added up."""
     total: dict[str, float] = {}
     for one in heard:
@@ -59,7 +59,7 @@ def added(heard: Iterable[Heard]) -> dict[str, float]:
     return total
 
 
-class Board:
+class FrontBoard:
     """One slot for each front: its outstanding sequences at each of `replicas` engines, and what it tells the others.
 
     A front writes only its own slot, and reads all of them without a lock. Numbers are written whole. What is told is
@@ -88,14 +88,14 @@ class Board:
 
     def outstanding(self, replica: int) -> int:
         """Sequences of all fronts in progress at `replica`."""
-        place = replica * _NUMBER.size
-        return sum(_NUMBER.unpack_from(self._memory, front * _SLOT + place)[0] for front in range(self.fronts))
+        offset = replica * _NUMBER.size
+        return sum(_NUMBER.unpack_from(self._memory, front * _SLOT + offset)[0] for front in range(self.fronts))
 
     def total(self) -> int:
         """Sequences of all fronts in progress at all replicas."""
         return sum(map(self.outstanding, range(self.replicas)))
 
-    def tell(self, front: int, told: Told) -> None:
+    def tell(self, front: int, told: FrontReport) -> None:
         """Replaces what `front` tells the others."""
         data = zlib.compress(pickle.dumps(told, pickle.HIGHEST_PROTOCOL), 1)
         turn = self._turn(front) + 1
@@ -105,17 +105,17 @@ class Board:
         _HEAD.pack_into(self._memory, start, len(data), zlib.crc32(data))
         _NUMBER.pack_into(self._memory, front * _SLOT + self.replicas * _NUMBER.size, turn)
 
-    def told(self, front: int) -> Told:
+    def told(self, front: int) -> FrontReport:
         """What `front` told last."""
         while turn := self._turn(front):
             start, end = self._half(front, turn)
             length, check = _HEAD.unpack_from(self._memory, start)
             data = self._memory[start + _HEAD.size : min(start + _HEAD.size + length, end)]
             if zlib.crc32(data) == check:
-                told: Told = pickle.loads(zlib.decompress(data))
+                told: FrontReport = pickle.loads(zlib.decompress(data))
                 return told
             time.sleep(0)  # it told twice meanwhile
-        return Told()
+        return FrontReport()
 
     def _turn(self, front: int) -> int:
         number: int = _NUMBER.unpack_from(self._memory, front * _SLOT + self.replicas * _NUMBER.size)[0]
@@ -129,5 +129,5 @@ class Board:
         return start, start + size
 
 
-def _opened(fronts: int, replicas: int, handle: Any) -> Board:
-    return Board(fronts, replicas, handle.detach())
+def _opened(fronts: int, replicas: int, handle: Any) -> FrontBoard:
+    return FrontBoard(fronts, replicas, handle.detach())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hone.base.errors import HoneError
 from hone.base.run import Run
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import FrontBoard
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.one_front import OneFront, Stopping
 from hone.serve.http.processes.replicas import Replicas
@@ -29,7 +29,7 @@ class FrontOrder:
     spec: ServerSpec
     index: int
     info: list[EngineInfo]
-    board: Board
+    board: FrontBoard
     device: str = "cpu"
     quiet: bool = False
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, Self
 
-from hone.serve.http.processes.board import Board, Heard
-from hone.serve.http.processes.wire import Columns, EngineInfo, Frames, Refused, unpack
+from hone.serve.http.processes.board import EngineReport, FrontBoard
+from hone.serve.http.processes.wire import EngineInfo, FrameProtocol, OutputColumns, RefusedRequest, unpack
 from hone.serve.request import Output, Request
 
 _REASON_S = 3.0
@@ -36,11 +36,11 @@ class EngineLink:
     """
 
     def __init__(self) -> None:
-        self._frames: Frames
+        self._frames: FrameProtocol
         self._why: asyncio.Future[str]
         self._first: asyncio.Future[Any] | None = None
         self._closing = False
-        self._deliver: dict[str, Callable[[Output | Refused], None]] = {}
+        self._deliver: dict[str, Callable[[Output | RefusedRequest], None]] = {}
         self._streams: dict[str, TokenSink] = {}
         self._written: dict[TokenSink, None] = {}  # in order; those with bytes to send
         self._begun: set[str] = set()
@@ -72,10 +72,10 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         self._why = loop.create_future()
         _, self._frames = await loop.create_connection(
-            lambda: Frames(self._received, self._flush, self._lost), sock=sock
+            lambda: FrameProtocol(self._received, self._flush, self._lost), sock=sock
         )
 
-    def share(self, board: Board, index: int, replica: int = 0) -> None:
+    def share(self, board: FrontBoard, index: int, replica: int = 0) -> None:
         """Keeps the number of front `index`'s requests here on `board`."""
         self.on_change = partial(board.count, index, replica)
         self._fronts = board.fronts
@@ -88,7 +88,7 @@ class EngineLink:
     def submit(
         self,
         requests: list[Request],
-        deliver: Callable[[Output | Refused], None],
+        deliver: Callable[[Output | RefusedRequest], None],
         streams: Iterable[TokenSink] = (),
     ) -> None:
         """Submits `requests`; their outputs are passed to `deliver`, the last Output of each with `finish` set.
@@ -128,7 +128,7 @@ class EngineLink:
         waiting = {name: self._deliver[name] for name in unsure if name not in self._begun}
         self.abort(waiting)
         for name, deliver in waiting.items():
-            deliver(Refused(name, text, 503))
+            deliver(RefusedRequest(name, text, 503))
 
     def fail_all(self, text: str) -> None:
         """Ends every outstanding request with an error and aborts it in the engine."""
@@ -138,9 +138,9 @@ class EngineLink:
             deliver(Output(request_id, finish="error", error=text))
 
     @property
-    def heard(self) -> tuple[Heard, ...]:
+    def heard(self) -> tuple[EngineReport, ...]:
         """What the engine said last."""
-        return (Heard(self.steps, self._stats_at, self.stats),)
+        return (EngineReport(self.steps, self._stats_at, self.stats),)
 
     @property
     def last_progress_s(self) -> float:
@@ -217,7 +217,7 @@ class EngineLink:
             if deliver is not None:
                 deliver(refused)
 
-    def _take_tokens(self, columns: Columns, now: float) -> None:
+    def _take_tokens(self, columns: OutputColumns, now: float) -> None:
         streams, written = self._streams, self._written
         for name, token, text in zip(*columns):
             stream = streams.get(name)

@@ -21,7 +21,7 @@ from hone.serve.http.edge.cors import with_cors
 from hone.serve.http.edge.guard import Limits, guarded_protocol, raised_file_limit
 from hone.serve.http.endpoints.embeddings import pooling_of
 from hone.serve.http.front import Front, FrontSettings
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import FrontBoard
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.replicas import Replicas
 from hone.serve.http.prompts import Prompts
@@ -62,7 +62,7 @@ class OneFront:
         engine: EngineLink | Replicas,
         sock: socket.socket,
         ready: Callable[[Stopping], None],
-        board: Board | None = None,
+        board: FrontBoard | None = None,
         index: int = 0,
     ) -> None:
         """Serves on `sock` until a signal, or `Stopping`, ends it; calls `ready` once. With `board`, as front `index`."""
@@ -81,7 +81,7 @@ class OneFront:
             if self._texts is not None:
                 await self._texts.close()
 
-    def _front(self, engine: EngineLink | Replicas, board: Board | None, index: int) -> Front:
+    def _front(self, engine: EngineLink | Replicas, board: FrontBoard | None, index: int) -> Front:
         spec = self._spec
         settings = FrontSettings(
             names=spec.served_model_name,

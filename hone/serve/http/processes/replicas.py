@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from hone.serve.http.processes.board import Board, Heard
+from hone.serve.http.processes.board import EngineReport, FrontBoard
 from hone.serve.http.processes.link import EngineLink, TokenSink
-from hone.serve.http.processes.wire import EngineInfo, Refused
+from hone.serve.http.processes.wire import EngineInfo, RefusedRequest
 from hone.serve.replicas.router import Router
 from hone.serve.request import Output, Request
 
@@ -30,7 +30,7 @@ class Replicas:
         info = self._links[0].info
         return dataclasses.replace(info, max_num_seqs=sum(link.info.max_num_seqs for link in self._links))
 
-    def share(self, board: Board, index: int) -> None:
+    def share(self, board: FrontBoard, index: int) -> None:
         """Keeps the numbers of front `index` on `board`."""
         for replica, link in enumerate(self._links):
             link.share(board, index, replica)
@@ -38,7 +38,7 @@ class Replicas:
     def submit(
         self,
         requests: list[Request],
-        deliver: Callable[[Output | Refused], None],
+        deliver: Callable[[Output | RefusedRequest], None],
         streams: Iterable[TokenSink] = (),
     ) -> None:
         """As `EngineLink.submit`; copies of a prompt go to one replica, where they share it."""
@@ -86,7 +86,7 @@ class Replicas:
         return max(busy) if busy else min(link.last_progress_s for link in self._links)
 
     @property
-    def heard(self) -> tuple[Heard, ...]:
+    def heard(self) -> tuple[EngineReport, ...]:
         """What each engine said last."""
         return tuple(heard for link in self._links for heard in link.heard)
 

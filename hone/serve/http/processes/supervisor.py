@@ -19,7 +19,7 @@ from typing import Any
 
 from hone.base.errors import HoneError, MachineError
 from hone.base.run import Run
-from hone.serve.http.processes.board import Board
+from hone.serve.http.processes.board import FrontBoard
 from hone.serve.http.processes.front_process import FrontOrder, front_main
 from hone.serve.http.processes.wire import Channel, EngineInfo
 from hone.serve.http.spec import ServerSpec
@@ -59,7 +59,7 @@ class Supervisor:
     def __init__(self, folder: Path, spec: ServerSpec, run: Run, listeners: list[socket.socket], build: Build) -> None:
         self._folder, self._spec, self._run, self._build = folder, spec, run, build
         self._listeners = listeners
-        self._board = Board(len(listeners), spec.processes.data_parallel_size)
+        self._board = FrontBoard(len(listeners), spec.processes.data_parallel_size)
         self._engines: list[_Engine] = []
         self._fronts: dict[int, _Front] = {}
         self._ends: deque[float] = deque(maxlen=_MOST_RESTARTS)

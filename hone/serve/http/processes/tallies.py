@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the package is an extra, and an engine's process does without
     from prometheus_client.core import Metric
 
-State = dict[str, dict[tuple[str, ...], list[float]]]
+Tallies = dict[str, dict[tuple[str, ...], list[float]]]
 """By metric and label values: [value] of a counter; of a histogram the sum, then the count of each bucket, infinity last."""
 
 
@@ -62,14 +62,14 @@ class Histogram:
         return family
 
 
-def state_of(tallies: Iterable[Counter | Histogram]) -> State:
+def state_of(tallies: Iterable[Counter | Histogram]) -> Tallies:
     """The numbers of `tallies`, to be sent to another process."""
     return {one.name: {labels: list(values) for labels, values in one.values.items()} for one in tallies}
 
 
-def summed(states: Iterable[State]) -> State:
+def summed(states: Iterable[Tallies]) -> Tallies:
     """The sum of the states of several processes."""
-    total: State = {}
+    total: Tallies = {}
     for state in states:
         for name, series in state.items():
             into = total.setdefault(name, {})
@@ -79,7 +79,7 @@ def summed(states: Iterable[State]) -> State:
     return total
 
 
-def adopt(tallies: Iterable[Counter | Histogram], state: State) -> None:
+def adopt(tallies: Iterable[Counter | Histogram], state: Tallies) -> None:
     """Goes on counting from `state`, that of an earlier process."""
     for one in tallies:
         for labels, values in state.get(one.name, {}).items():

@@ -7,8 +7,8 @@ from json.encoder import encode_basestring  # type: ignore[attr-defined]  # not 
 from typing import Any, Protocol
 
 from hone.serve.http.edge.guard import ChunkWriter
-from hone.serve.http.processes.wire import Refused
-from hone.serve.http.replies import Choice, Reply
+from hone.serve.http.processes.wire import RefusedRequest
+from hone.serve.http.replies import Reply, ReplyChoice
 from hone.serve.request import Output
 
 
@@ -17,7 +17,7 @@ class StreamedJob(Protocol):
 
     reply: Reply
     writer: ChunkWriter | None
-    waits: deque[Output | Refused]
+    waits: deque[Output | RefusedRequest]
     gaps: dict[tuple[float, float], int]
 
     @property
@@ -34,7 +34,7 @@ class TokenEvents:
 
     __slots__ = ("_after", "_before", "_between", "_choice", "_flow", "_job", "_parts", "_tokens_shown")
 
-    def __init__(self, job: StreamedJob, choice: Choice) -> None:
+    def __init__(self, job: StreamedJob, choice: ReplyChoice) -> None:
         self._job = job
         self._choice = choice
         self._flow: Any = None  # the client's connection; None until the stream may go this way

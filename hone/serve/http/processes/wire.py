@@ -19,7 +19,7 @@ from hone.serve.request import Output
 _LENGTH = struct.Struct("!Q")
 _values_of = attrgetter(*(field.name for field in fields(Output)))
 
-Columns = tuple[list[str], list[int], list[str]]
+OutputColumns = tuple[list[str], list[int], list[str]]
 """Request ids, tokens and texts of outputs that have nothing else: one token each, and not the first of a request."""
 
 
@@ -41,7 +41,7 @@ class EngineInfo:
 
 
 @dataclass
-class Refused:
+class RefusedRequest:
     """A request rejected by the engine: invalid (`status` 400), queue full (503), internal error (500)."""
 
     request_id: str
@@ -49,7 +49,7 @@ class Refused:
     status: int
 
 
-def pack(outputs: list[Output]) -> tuple[Columns, list[tuple[Any, ...]]]:
+def pack(outputs: list[Output]) -> tuple[OutputColumns, list[tuple[Any, ...]]]:
     """`outputs` as columns of the ordinary ones, and tuples of the others: both pickle faster than objects.
 
     Where a request has several outputs, they keep their order: after one that is not ordinary none is.
@@ -78,7 +78,7 @@ def pack(outputs: list[Output]) -> tuple[Columns, list[tuple[Any, ...]]]:
     return (names, tokens, texts), others
 
 
-def unpack(columns: Columns, others: list[tuple[Any, ...]]) -> list[Output]:
+def unpack(columns: OutputColumns, others: list[tuple[Any, ...]]) -> list[Output]:
     """The inverse of `pack`, ordinary outputs first; of them the counts of tokens are 0."""
     plain = [Output(name, [token], text) for name, token, text in zip(*columns, strict=True)]
     return plain + [Output(*values) for values in others]
@@ -125,7 +125,7 @@ class QueuedChannel(Channel):
                 super().send(self._queue.get())
 
 
-class Frames(asyncio.Protocol):
+class FrameProtocol(asyncio.Protocol):
     """The front's side: `take` is called with every message, `flush` once after all that had arrived, `lost` at the end.
 
     A front that is behind thus finds several steps at once, and sends each stream their tokens together.

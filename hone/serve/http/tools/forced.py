@@ -52,12 +52,12 @@ def required_schema(tools: Mapping[str, Any], *, parallel: bool) -> str:
     calls = []
     for name, parameters in tools.items():
         own = dict(parameters or {})
-        for place in ("$defs", "definitions"):
-            definitions = own.pop(place, {})
+        for index in ("$defs", "definitions"):
+            definitions = own.pop(index, {})
             for key, value in definitions.items() if isinstance(definitions, dict) else ():
-                if shared.setdefault(place, {}).setdefault(key, value) != value:
+                if shared.setdefault(index, {}).setdefault(key, value) != value:
                     raise SpecError(
-                        f"tools define {place}/{key} differently",
+                        f"tools define {index}/{key} differently",
                         fix="give each definition of the tools a name of its own",
                     )
         calls.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.serve.http.tools.parser import Call, MarkedParser, Nesting, loads
+from hone.serve.http.tools.parser import MarkedParser, Nesting, ToolCall, loads
 
 _END = "</tool_call>"
 
@@ -15,7 +15,7 @@ class HermesParser(MarkedParser):
     def _begin(self) -> None:
         self._nesting = Nesting()
 
-    def _body(self, text: str, *, final: bool) -> tuple[int, list[Call]] | None:
+    def _body(self, text: str, *, final: bool) -> tuple[int, list[ToolCall]] | None:
         begin = len(text) - len(text.lstrip())
         if begin == len(text):
             return None

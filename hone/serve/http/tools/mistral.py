@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hone.serve.http.tools.parser import Call, MarkedParser, Nesting, loads
+from hone.serve.http.tools.parser import MarkedParser, Nesting, ToolCall, loads
 
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})\s*(\[ARGS\])?\s*")
 _BEGUN = re.compile(r"\s*([A-Za-z0-9_.-]{1,128}\s*(\[(A(R(G(S(\]\s*)?)?)?)?)?)?)?")
@@ -19,7 +19,7 @@ class MistralParser(MarkedParser):
     def _begin(self) -> None:
         self._nesting = Nesting()
 
-    def _body(self, text: str, *, final: bool) -> tuple[int, list[Call]] | None:
+    def _body(self, text: str, *, final: bool) -> tuple[int, list[ToolCall]] | None:
         begin = len(text) - len(text.lstrip())
         if begin == len(text):
             return None

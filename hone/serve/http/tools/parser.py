@@ -17,14 +17,14 @@ MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call of a tool: `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
-TextOrCall = str | Call
+TextOrCall = str | ToolCall
 
 
 class ToolParser:
@@ -69,7 +69,7 @@ class ToolParser:
                 found.append(piece)
         return found
 
-    def _call(self, name: Any, arguments: Any) -> Call | None:
+    def _call(self, name: Any, arguments: Any) -> ToolCall | None:
         """The call, None for a tool that the request does not have or for arguments that are no object."""
         if isinstance(arguments, str):  # some models write the object as a text
             arguments = loads(arguments)
@@ -79,9 +79,9 @@ class ToolParser:
         if not known or self._num_calls >= MOST_CALLS:
             return None
         self._num_calls += 1
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
-    def _calls_of(self, value: Any, names: tuple[str, ...] = ("arguments", "parameters")) -> list[Call] | None:
+    def _calls_of(self, value: Any, names: tuple[str, ...] = ("arguments", "parameters")) -> list[ToolCall] | None:
         """The calls of a JSON value, one object or a list of them; None when it holds anything else."""
         before, found = self._num_calls, []
         for one in value if isinstance(value, list) else [value]:
@@ -122,8 +122,8 @@ class Nesting:
         """The length of the value at the beginning of `text`, None while it is open. Each call's text begins with the last's."""
         if self._found is not None:
             return self._found
-        for place in range(self._at, len(text)):
-            letter = text[place]
+        for index in range(self._at, len(text)):
+            letter = text[index]
             if self._escaped:
                 self._escaped = False
             elif self._quote:
@@ -138,7 +138,7 @@ class Nesting:
             elif letter in "}])":
                 self._depth -= 1
                 if self._depth <= 0:
-                    self._found = place + 1
+                    self._found = index + 1
                     return self._found
         self._at = len(text)
         return None
@@ -165,12 +165,12 @@ class MarkedParser(ToolParser):
         pieces: list[TextOrCall] = []
         while self._held:
             if not self._inside:
-                place = self._held.find(self.marker)
-                if place < 0:
+                index = self._held.find(self.marker)
+                if index < 0:
                     keep = 0 if final else open_end(self._held, self.marker)
                     pieces.append(self._take(len(self._held) - keep))
                     break
-                pieces.append(self._take(place))
+                pieces.append(self._take(index))
                 self._inside = True
                 self._begin()
             read = self._body(self._held[len(self.marker) :], final=final)
@@ -185,6 +185,6 @@ class MarkedParser(ToolParser):
     def _begin(self) -> None:
         """Called when a marker was found, before `_body`."""
 
-    def _body(self, text: str, *, final: bool) -> tuple[int, list[Call]] | None:
+    def _body(self, text: str, *, final: bool) -> tuple[int, list[ToolCall]] | None:
         """(Characters of what follows the marker, its calls or none when it is text); None while more is to come."""
         raise NotImplementedError

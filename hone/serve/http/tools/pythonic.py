@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hone.serve.http.tools.parser import Call, Nesting, TextOrCall, ToolParser
+from hone.serve.http.tools.parser import Nesting, TextOrCall, ToolCall, ToolParser
 
 _START, _STOP = "<|python_start|>", "<|python_end|>"
 
@@ -43,7 +43,7 @@ class PythonicParser(ToolParser):
         self._is_text = True
         return [*pieces, self._take(len(self._held))]
 
-    def _parsed(self, text: str) -> list[Call]:
+    def _parsed(self, text: str) -> list[ToolCall]:
         try:
             tree = ast.parse(text, mode="eval").body
             values = [_call_of(one) for one in tree.elts] if isinstance(tree, ast.List) else []

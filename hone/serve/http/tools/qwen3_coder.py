@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hone.serve.http.tools.parser import Call, MarkedParser, loads
+from hone.serve.http.tools.parser import MarkedParser, ToolCall, loads
 
 _END = "</tool_call>"
 _FUNCTION_END, _VALUE_END = "</function>", "</parameter>"
@@ -22,7 +22,7 @@ class Qwen3CoderParser(MarkedParser):
     def _begin(self) -> None:
         self._from = 0
 
-    def _body(self, text: str, *, final: bool) -> tuple[int, list[Call]] | None:
+    def _body(self, text: str, *, final: bool) -> tuple[int, list[ToolCall]] | None:
         end = text.find(_END, self._from)
         if end < 0:
             self._from = max(0, len(text) - len(_END))
@@ -30,7 +30,7 @@ class Qwen3CoderParser(MarkedParser):
         call = self._parsed(text[:end])
         return end + len(_END), [call] if call else []
 
-    def _parsed(self, body: str) -> Call | None:
+    def _parsed(self, body: str) -> ToolCall | None:
         body = body.strip()
         function = _FUNCTION.match(body)
         if function is None or not body.endswith(_FUNCTION_END):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hone.serve.request import SamplingParams
-from hone.serve.step import Sampling
+from hone.serve.step import SamplingMetadata
 from hone.serve.structured.constraint import Constraint
 
 _MOST = 2**31 - 1
@@ -19,7 +19,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 
 
 @dataclass
-class Chooser:
+class RequestSampling:
     """How one request's tokens are chosen: its parameters, its seed, and the tokens banned below min_tokens."""
 
     params: SamplingParams
@@ -38,52 +38,54 @@ class Chooser:
 
 
 @dataclass
-class Entry:
-    """One sequence's next token: its chooser and the tokens before it, of which the first `num_prompt` are the prompt."""
+class SeqSampling:
+    """One sequence's next token: its request and the tokens before it, of which the first `num_prompt` are the prompt."""
 
-    chooser: Chooser
+    request: RequestSampling
     tokens: Sequence[int]
     num_prompt: int
     constraint: Constraint | None = None
 
 
-def sampling_of(entries: Sequence[Entry], lengths: Sequence[int] | None = None, slots: Slots | None = None) -> Sampling:
+def sampling_of(
+    entries: Sequence[SeqSampling], lengths: Sequence[int] | None = None, slots: Slots | None = None
+) -> SamplingMetadata:
     """The arrays that a runner samples with: one entry for each, for the token after its first `lengths` ones.
 
     Lengths, by default those of `tokens`, count tokens that are still in flight. Penalties need a slot of the runner's
     counts: those of `slots`, by default one for each entry, counted from its `tokens`.
     """
-    floats = np.array([entry.chooser._floats for entry in entries], dtype=np.float64).reshape(-1, len(_FLOATS))
-    whole = np.array([entry.chooser._whole for entry in entries], dtype=np.int64).reshape(-1, 3)
+    floats = np.array([entry.request._floats for entry in entries], dtype=np.float64).reshape(-1, len(_FLOATS))
+    whole = np.array([entry.request._whole for entry in entries], dtype=np.int64).reshape(-1, 3)
     each = [len(entry.tokens) for entry in entries] if lengths is None else lengths
     spans = np.zeros((len(entries), 7), dtype=np.int64)
     slot = np.full(len(entries), -1, dtype=np.int64)
     banned: list[int] = []
     biases: list[tuple[int, float]] = []
     history: list[int] = []
-    for place, entry in enumerate(entries):
-        chooser = entry.chooser
-        if not chooser._listed:
+    for index, entry in enumerate(entries):
+        request = entry.request
+        if not request._listed:
             continue
         begins = len(banned), len(biases), len(history)
-        if each[place] - entry.num_prompt < chooser.params.min_tokens:
-            banned += chooser.ends
-        biases += chooser.params.logit_bias.items()
-        if chooser.penalized:
-            slot[place], fresh = (place, True) if slots is None else slots.of(entry)
+        if each[index] - entry.num_prompt < request.params.min_tokens:
+            banned += request.ends
+        biases += request.params.logit_bias.items()
+        if request.penalized:
+            slot[index], fresh = (index, True) if slots is None else slots.of(entry)
             history += entry.tokens if fresh else ()
         ends = len(banned), len(biases), len(history)
         pairs = [number for pair in zip(begins, ends) for number in pair]
-        spans[place] = *pairs, min(begins[2] + entry.num_prompt, ends[2])
+        spans[index] = *pairs, min(begins[2] + entry.num_prompt, ends[2])
     constrained = np.array([entry.constraint is not None for entry in entries], dtype=np.bool_)
-    return Sampling(
+    return SamplingMetadata(
         **{name: floats[:, column] for column, name in enumerate(_FLOATS)},
         top_k=whole[:, 0],
         slot=slot,
         logprobs=whole[:, 1],
         seed=whole[:, 2],
         position=np.array(each, dtype=np.int64),
-        banned_below=np.array([e.num_prompt + e.chooser._min_tokens for e in entries], dtype=np.int64),
+        banned_below=np.array([e.num_prompt + e.request._min_tokens for e in entries], dtype=np.int64),
         spans=spans,
         banned=np.array(banned, dtype=np.int64),
         bias_tokens=np.array([token for token, _ in biases], dtype=np.int64),
@@ -97,16 +99,16 @@ class Slots:
     """Which sequence has which row of a runner's table of token counts: those of one step keep theirs in the next."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Entry]] = {}  # by id of the entry, which therefore stays alive
+        self._held: dict[int, tuple[int, SeqSampling]] = {}  # by id of the entry, which therefore stays alive
         self._free: list[int] = []
 
-    def begin(self, entries: Sequence[Entry]) -> None:
+    def begin(self, entries: Sequence[SeqSampling]) -> None:
         """Before the step of `entries`: frees the slots of all others."""
         live = {id(entry) for entry in entries}
         for key in [key for key in self._held if key not in live]:
             self._free.append(self._held.pop(key)[0])
 
-    def of(self, entry: Entry) -> tuple[int, bool]:
+    def of(self, entry: SeqSampling) -> tuple[int, bool]:
         """(the slot of `entry`, whether it is new: its tokens are still to be counted)."""
         found = self._held.get(id(entry))
         if found is not None:
