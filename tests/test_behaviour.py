@@ -73,9 +73,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "KV cache quantizer": ("compress/test_kv_cache.py",),
     "structured pruner": ("compress/structured/test_cuts.py", "compress/structured/test_experts.py"),
     "export format": ("exports/gguf/test_export.py",),
-    "drafter": ("serve/test_speculate.py",),
-    "eviction": ("serve/test_eviction.py",),
-    "KV policy": ("serve/test_kv_policies.py",),
+    "drafter": ("serve/speculation/test_speculation.py",),
+    "eviction": ("serve/eviction/test_eviction.py",),
+    "KV policy": ("serve/kv_policies/test_kv_policies.py",),
 }
 """Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""
 

@@ -16,7 +16,7 @@ from hone.serve.http.metrics import MEANINGS, ServerMetrics
 from hone.serve.http.spec import ServerSpec
 from tests.serve.small import decoder, engine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 KINDS = {name: kind for name, kind, _ in serving_page.metrics()}
 

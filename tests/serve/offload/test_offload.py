@@ -24,6 +24,7 @@ from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.compiled_step import why_not
 from tests.model.parallel.quantized_folder import write_quantized
 from tests.model.parallel.test_reading import SCHEMES
+from tests.serve.paging.test_compiled_step import layer_by_layer, packed
 from tests.serve.small import (
     VOCAB,
     assert_all_free,
@@ -35,7 +36,6 @@ from tests.serve.small import (
     request,
     tokens_of,
 )
-from tests.serve.test_compiled_step import layer_by_layer, packed
 
 CPU = torch.device("cpu")
 SPEC = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 64}

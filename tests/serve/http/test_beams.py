@@ -1,4 +1,4 @@
-"""Beam search beside what else a body or a server says. Its texts are checked in structured/test_openai.py."""
+"""Beam search beside what else a body or a server says. Its texts are checked in test_openai.py."""
 
 from __future__ import annotations
 

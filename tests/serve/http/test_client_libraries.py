@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from tests.serve.http.test_openai import MESSAGES, TEMPLATE, TOOLS
 from tests.serve.live import LiveServer
-from tests.serve.structured.test_openai import MESSAGES, TEMPLATE, TOOLS
 
 pytest.importorskip("llguidance")
 

@@ -83,7 +83,7 @@ def test_every_attention_reads_the_scales(mixer: dict) -> None:
 
 def _with_mixer(options: dict) -> Decoder:
     from hone.model.config import LayerSpec
-    from tests.serve.test_cache import stack
+    from tests.serve.paging.test_cache import stack
 
     plain = decoder().config.layers
     mixers = [{**layer.mixer.model_dump(), **options} for layer in plain]
@@ -198,7 +198,7 @@ def test_what_has_no_cache_of_8_bits_is_one_clear_error() -> None:
         check_format(dtype, [LLAMA], "bfloat16", where)
     check_format("int8", [keys_and_values(8, 30)], "float32", hopper)
     with pytest.raises(SpecError, match="kv_cache_dtype is fp8, and layer 0 caches a latent"):
-        from tests.serve.test_cache import MLA, stack
+        from tests.serve.paging.test_cache import MLA, stack
 
         Engine(stack(MLA), EngineSpec.read({"num_pages": 8, "kv_cache_dtype": "fp8"}))
     with pytest.raises(SpecError, match="kv_cache_dtype"):
