@@ -20,15 +20,15 @@ class FakeEngine:
     """Every step gives each request the token after its last one; `STEP_S` a step."""
 
     def __init__(self, max_num_seqs: int = 4) -> None:
-        self._max_rows = max_num_seqs
-        self._rows: dict[str, Request] = {}
+        self._max_num_seqs = max_num_seqs
+        self._requests: dict[str, Request] = {}
         self._made: dict[str, list[int]] = {}
         self._aborted = 0
         self._raised: set[str] = set()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rows)
+        return bool(self._requests)
 
     def add(self, request: Request) -> None:
         if request.prompt[0] == ADD_RAISES:
@@ -37,16 +37,16 @@ class FakeEngine:
             raise SpecError("not this one", fix="send another")
         if request.prompt[0] == ADD_IS_BUSY:
             raise BusyError("many wait already", fix="try again in a moment")
-        self._rows[request.id] = request
+        self._requests[request.id] = request
         self._made[request.id] = []
 
     def abort(self, request_id: str) -> None:
-        if self._rows.pop(request_id, None):
+        if self._requests.pop(request_id, None):
             self._aborted += 1
 
     def step(self) -> list[Output]:
         time.sleep(STEP_S)
-        return [self._advance(request) for request in list(self._rows.values())[: self._max_rows]]
+        return [self._advance(request) for request in list(self._requests.values())[: self._max_num_seqs]]
 
     def _advance(self, request: Request) -> Output:
         kind, made = request.prompt[0], self._made[request.id]
@@ -61,12 +61,12 @@ class FakeEngine:
             if kind == STUCK:
                 time.sleep(STUCK_S)
             if kind == FAILS_ALONE:
-                del self._rows[request.id]
-                return Output(request.id, finish="error", error="this row is broken")
+                del self._requests[request.id]
+                return Output(request.id, finish="error", error="this request is broken")
         made.append((request.prompt[-1] + len(made) + 1) % VOCAB)
         finish = "length" if len(made) >= request.params.max_tokens else None
         if finish:
-            del self._rows[request.id]
+            del self._requests[request.id]
         return Output(
             request.id,
             tokens=made[-1:],
@@ -82,7 +82,7 @@ class FakeEngine:
         """It has one process."""
 
     def stats(self) -> dict[str, float]:
-        return {"running": len(self._rows), "aborted": self._aborted}
+        return {"running": len(self._requests), "aborted": self._aborted}
 
 
 def build(**options: object) -> tuple[FakeEngine, EngineInfo]:
@@ -99,7 +99,7 @@ class FastEngine(FakeEngine):
     """Takes no time, so that what is measured is the server."""
 
     def step(self) -> list[Output]:
-        return [self._advance(request) for request in list(self._rows.values())]
+        return [self._advance(request) for request in list(self._requests.values())]
 
 
 def build_fast(**options: object) -> tuple[FakeEngine, EngineInfo]:
@@ -129,7 +129,7 @@ class SteadyEngine(FakeEngine):
         now = time.perf_counter()
         self._due = max(self._due + self._step_s, now)  # as ahead as a GPU: what the loop costs hides behind the step
         time.sleep(self._due - now)
-        outputs = [self._advance(request) for request in list(self._rows.values())]
+        outputs = [self._advance(request) for request in list(self._requests.values())]
         for output in outputs:
             output.text = " word"
         return outputs

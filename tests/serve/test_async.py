@@ -73,7 +73,7 @@ def texts(one: Engine, work: list[tuple[list[int], SamplingParams, int]]) -> dic
     budget=st.sampled_from([4, 9, 32]),
     pages=st.sampled_from([12, 30]),
 )
-def test_both_ways_give_the_same(work, budget, pages):
+def test_async_and_synchronous_scheduling_give_the_same_tokens(work, budget, pages):
     """Every kind of sampling, ends that only the tokens tell, chunks, shared prefixes, preemption in a tiny pool."""
     each = [(prompt, KINDS[kind](count), waits) for prompt, kind, count, waits in work]
     sizes = {"block_size": 3, "num_pages": pages, "max_num_seqs": 4, "max_num_batched_tokens": budget}
@@ -108,7 +108,7 @@ def test_a_step_is_launched_before_the_last_one_is_read():
     assert events == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]  # and none beyond the end
 
 
-def test_an_end_that_only_the_token_tells_costs_one_row_of_one_step():
+def test_an_unforeseen_end_costs_one_token_of_one_step():
     expected = dense_greedy(MODEL, [5, 6, 7], 12)
     stop = expected[5]
     one = engine(MODEL, async_scheduling=True)
@@ -136,7 +136,7 @@ def test_logits_that_are_not_finite_end_their_sequence_only():
     assert_all_free(one)
 
 
-def test_a_drafter_needs_known_tokens():
+def test_async_scheduling_with_a_drafter_is_refused():
     with pytest.raises(HoneError, match="async_scheduling"):
         engine(MODEL, decoder(5, num_layers=1), async_scheduling=True)
 
@@ -155,7 +155,7 @@ def test_a_shared_prefix_is_computed_once_when_all_arrive_together(ahead):
     assert_all_free(one)
 
 
-def test_those_who_wait_for_a_prefix_go_on_when_its_computer_is_gone():
+def test_sequences_that_wait_for_a_prefix_go_on_when_its_request_is_aborted():
     one = engine(MODEL, block_size=4, num_pages=100, max_num_batched_tokens=8)
     prefix = [(5 * place) % 57 + 1 for place in range(40)]
     for name in "abc":

@@ -64,7 +64,7 @@ def test_dynamic_batching_runs_a_batch_to_its_end():
     assert one.step() == ["2"]
 
 
-def test_the_others_never_delay():
+def test_continuous_and_static_batching_never_delay():
     for batching in ("static", "continuous"):
         one = Clocked(batching=batching, max_delay_s=2.0)
         one.add()

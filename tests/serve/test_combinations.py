@@ -227,12 +227,12 @@ SEEDS = (47, 48, 49, 50, 51, 54, 56, 68, 70, 71, 74, 76)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_company_changes_nothing(seed: int) -> None:
+def test_requests_get_the_same_output_alone_and_in_random_mixes(seed: int) -> None:
     pytest.importorskip("llguidance")
     check(seed)
 
 
-def test_the_mixes_hold_what_they_are_for() -> None:
+def test_the_random_mixes_cover_what_they_are_for() -> None:
     """Among the seeds above are all models, policies, drafters, evictions and caches, with and without steps ahead."""
     specs = [spec_of(random.Random(seed)) for seed in SEEDS]
     seen = {(meant["kv_cache_dtype"], free["async_scheduling"]) for _, meant, free in specs}
@@ -255,7 +255,9 @@ def test_the_mixes_hold_what_they_are_for() -> None:
     {"kind": "snapkv", "budget": 6, "window": 1, "pooling": 1},
     {"kind": "h2o", "budget": 6, "interval": 1},
 ])  # fmt: skip
-def test_one_observed_token_is_no_compiled_step(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_that_observes_one_token_runs_layer_by_layer(
+    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compaction that observes a single token sees its attention, also where decode steps are one compiled call."""
     prompt = [(7 * at) % EOS for at in range(20)]
     found = []
@@ -325,7 +327,7 @@ def test_grammars_that_are_compiled_count_as_waiting(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_output_is_read_again_a_token_a_step(ahead: bool) -> None:
+def test_a_preempted_output_is_recomputed_one_token_a_step(ahead: bool) -> None:
     """After a preemption, with one token of the budget left beside another sequence: each step reads its own token."""
     prompts = {"a": [40, 41, 42], "b": [50, 51]}
     spec = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "enable_prefix_caching": False}

@@ -47,7 +47,7 @@ def test_greedy_tokens_equal_dense_forward_passes(spec):
     assert_all_free(one)
 
 
-def test_a_second_run_reuses_pages_and_says_the_same():
+def test_a_second_run_reuses_cached_pages_and_gives_the_same_tokens():
     one = engine(MODEL)
     prompt = PROMPTS[4]
     first, second = one.generate([prompt], greedy())[0], one.generate([prompt], greedy())[0]
@@ -162,7 +162,7 @@ def test_64_greedy_tokens_equal_transformers(tmp_path, family, more):
 
 
 def test_a_long_prompt_does_not_hold_up_others():
-    """Decode rows get their token every step, and short prompts come in while the long one is read in chunks."""
+    """Decoding sequences get their token every step, and short prompts come in while the long one is read in chunks."""
     one = engine(MODEL, num_pages=64, max_num_batched_tokens=12)
     one.add(request("decoding", [1, 2, 3], greedy(30)))
     one.step()
@@ -203,8 +203,8 @@ def test_one_broken_request_leaves_the_others_alone(monkeypatch):
     for name in ("good", "bad", "fine"):
         one.add(request(name, PROMPTS[2], greedy(8)))
     one.step()
-    row = one._seqs["bad"]
-    monkeypatch.setattr(row, "sampling", None)  # what a bug in one request's own state looks like
+    bad = one._seqs["bad"]
+    monkeypatch.setattr(bad, "sampling", None)  # what a bug in one request's own state looks like
     found = drain(one)
     assert found["bad"][-1].finish == "error" and found["bad"][-1].error
     for name in ("good", "fine"):
@@ -213,10 +213,10 @@ def test_one_broken_request_leaves_the_others_alone(monkeypatch):
     assert_all_free(one)
 
 
-def test_nan_logits_end_only_their_row_and_their_pages_are_not_found_again():
+def test_nan_logits_end_only_their_request_and_its_pages_leave_the_prefix_cache():
     model = decoder(1)
     with torch.no_grad():
-        model.embedding[7] = math.nan  # the tied head makes every row's logit of token 7 NaN otherwise
+        model.embedding[7] = math.nan  # the tied head makes every sequence's logit of token 7 NaN otherwise
     model.lm_head = torch.nn.Linear(32, VOCAB, bias=False).requires_grad_(False)
     one = engine(model)
     bad, good = [5, 6, 7, 8, 9, 10], [5, 6, 1, 8, 9, 10]
@@ -232,7 +232,7 @@ def test_nan_logits_end_only_their_row_and_their_pages_are_not_found_again():
     assert_all_free(one)
 
 
-def test_a_failing_forward_pass_ends_only_the_rows_that_cause_it(monkeypatch):
+def test_a_failing_forward_pass_ends_only_the_requests_that_cause_it(monkeypatch):
     one = engine(MODEL)
     real = one.runner.model.hidden
 
@@ -250,7 +250,7 @@ def test_a_failing_forward_pass_ends_only_the_rows_that_cause_it(monkeypatch):
     assert_all_free(one)
 
 
-def test_impossible_requests_are_turned_away():
+def test_impossible_requests_are_refused():
     one = engine(MODEL, num_pages=4, max_waiting=2)
     assert one.max_model_len == 16
     with pytest.raises(FitError, match="maximum context length is 16"):
@@ -316,7 +316,7 @@ def test_logprobs_of_greedy_tokens_are_the_best_alternatives():
         assert found.top[0] == (token, found.logprob)
 
 
-def test_seeded_text_does_not_depend_on_company():
+def test_seeded_text_does_not_depend_on_the_batch():
     params = [SamplingParams(max_tokens=12, temperature=1.3, seed=number, ignore_eos=True) for number in range(4)]
     alone = [engine(MODEL).generate([prompt], one)[0].tokens for prompt, one in zip(PROMPTS, params)]
     together = engine(MODEL, max_num_batched_tokens=8).generate(PROMPTS[:4], params)

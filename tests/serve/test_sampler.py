@@ -93,7 +93,7 @@ def test_a_seed_may_be_negative_or_huge_and_none_is_random():
     assert entry().request.seed != entry().request.seed
 
 
-def test_counts_beyond_any_vocabulary_mean_all_of_it():
+def test_top_k_and_min_tokens_may_be_any_integer():
     """Clients may send any integer; the step's arrays hold 64 bits."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
     huge, plain = entry(top_k=10**30, min_tokens=10**30, ends=(7,), seed=1), entry(min_tokens=9, ends=(7,), seed=1)
@@ -147,7 +147,7 @@ def test_biases_bans_and_untouched_logits():
     assert SAMPLER.process(logits, sampling_of([entry()] * 3)) is logits
 
 
-def test_mixed_rows_get_what_they_would_get_alone():
+def test_mixed_sequences_get_what_they_would_get_alone():
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     logits[3, 7] = math.nan
     entries = [

@@ -18,17 +18,17 @@ from tests.serve.small import decoder, engine
 CPU = DeviceMemory.now(torch.device("cpu"))
 
 
-def test_a_count_is_taken_as_it_is():
+def test_num_pages_is_taken_as_given():
     assert cache_pages(EngineSpec(num_pages=7, kv_cache_memory_bytes=1), 1000, CPU, 512) == 7
 
 
-def test_bytes_hold_the_null_page_too():
+def test_kv_cache_memory_bytes_include_the_null_page():
     assert cache_pages(EngineSpec(kv_cache_memory_bytes=10_500), 1000, CPU, 512) == 9
     one = engine(decoder(), num_pages=None, kv_cache_memory_bytes=100_000)
     assert one.cache_bytes <= 100_000 < one.cache_bytes * (one.pool.num_pages + 2) / (one.pool.num_pages + 1)
 
 
-def test_free_memory_is_used_up_to_what_the_rows_can_fill():
+def test_free_memory_is_used_up_to_what_max_num_seqs_can_fill():
     few = EngineSpec(max_num_seqs=2, block_size=16)
     assert cache_pages(few, 1000, CPU, 100) == 2 * 7
     free = psutil.virtual_memory().available
@@ -49,7 +49,7 @@ def test_free_memory_is_used_up_to_what_the_rows_can_fill():
         ("memory_fraction", "gpu_memory_utilization"),
     ],
 )
-def test_earlier_names_say_todays(old, new):
+def test_earlier_field_names_are_errors_that_name_todays(old, new):
     with pytest.raises(SpecError, match=f"engine.{old}") as caught:
         ServerSpec.from_overrides({f"engine.{old}": "1"})
     assert f"'{new}'" in caught.value.fix
@@ -106,7 +106,7 @@ def test_a_gpus_cache_is_what_weights_and_work_leave_of_its_part():
         cache_pages(half, 1000, gpu, 512, weights=20_000_000)
 
 
-def test_the_sizes_taken_are_said():
+def test_the_engine_says_its_sizes():
     one = engine(decoder(), max_num_seqs=None, max_num_batched_tokens=None)
     spec = sized(EngineSpec(), describe("cpu"))
     assert f"max_num_seqs={spec.max_num_seqs} max_num_batched_tokens={spec.max_num_batched_tokens}" in one.sizes

@@ -19,7 +19,7 @@ def test_nothing_is_left_of_a_load(tmp_path):
     assert report["totals"]["prefix_cache_hits"] > 0 and report["totals"]["num_preemptions"] > 0
 
 
-def test_growth_and_errors_are_faults(tmp_path):
+def test_the_soak_reports_memory_growth_and_errors_as_faults(tmp_path):
     """What the checks are for: a growing process, a traceback, a changed reply."""
 
     class Server:

@@ -81,7 +81,7 @@ def test_recorded_steps_replay_on_a_fresh_runner(speculation):
 
 
 @pytest.mark.parametrize("names", [("greedy", "long"), ("drawn", "long"), tuple(PARAMS)])
-def test_what_a_builder_reuses_is_what_a_fresh_one_builds(names):
+def test_steps_built_from_the_last_one_equal_steps_built_anew(names):
     """Decoding goes on from the last step's arrays: across page borders, arrivals, ends and preemption they are the same."""
     one = engine(MODEL, num_pages=24, max_num_seqs=4, max_num_batched_tokens=24)
     build, reused = one._builder.build, []

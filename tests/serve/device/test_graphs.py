@@ -87,7 +87,7 @@ class TestOnGPU:
         with_graphs, without = self.both(self.model(), lambda name: greedy(8 + 3 * name), **options)
         assert with_graphs == without
 
-    def test_rows_that_lose_their_pages_start_again(self):
+    def test_preempted_sequences_start_again(self):
         with_graphs, without = self.both(self.model(), lambda name: greedy(60), num_pages=24)
         assert self.stats["preemptions"] > 0
         assert with_graphs == without
@@ -160,7 +160,7 @@ class TestOnGPU:
         in_turn, _ = self.both(self.model(), params, async_scheduling=False)
         assert ahead == in_turn and len({len(tokens) for tokens in ahead.values()}) > 3
 
-    def test_choices_do_not_depend_on_company(self):
+    def test_sampled_tokens_do_not_depend_on_the_batch(self):
         sampler = Sampler(1000, "cuda")
         logits = torch.randn(9, 1000, device="cuda", dtype=torch.float16)
         params = [SamplingParams(temperature=0.3 * n, top_k=50 * (n % 2), top_p=0.9, seed=n) for n in range(9)]

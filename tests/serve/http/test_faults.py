@@ -77,7 +77,7 @@ def test_an_engine_that_refuses_or_breaks_on_add(server: LiveServer):
     assert server.post("/v1/completions", prompt=[40]).status_code == 200
 
 
-def test_a_row_that_fails_fails_alone(server: LiveServer):
+def test_a_failing_request_fails_alone(server: LiveServer):
     others: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: others.append(server.post("/v1/completions", prompt=[40], max_tokens=60)))
     thread.start()
@@ -85,7 +85,7 @@ def test_a_row_that_fails_fails_alone(server: LiveServer):
     thread.join()
     assert failed.status_code == 500
     assert failed.json()["error"] == {
-        "message": "this row is broken",
+        "message": "this request is broken",
         "type": "server_error",
         "param": None,
         "code": "engine_error",
@@ -96,11 +96,11 @@ def test_a_row_that_fails_fails_alone(server: LiveServer):
 def test_an_error_after_the_headers_is_an_event(server: LiveServer):
     got = stream(server, [fake.FAILS_ALONE, 20], max_tokens=9)
     assert [row["choices"][0]["token_ids"] for row in got[:2]] == [[21], [22]]
-    assert got[2]["error"]["message"] == "this row is broken"
+    assert got[2]["error"]["message"] == "this request is broken"
     assert got[3:] == ["[DONE]"]
 
 
-def test_a_failing_choice_ends_its_siblings(server: LiveServer):
+def test_a_failing_choice_ends_the_other_choices_of_its_request(server: LiveServer):
     before = server.metric("hone:aborted")
     reply = server.post("/v1/completions", prompt=[[40], [fake.FAILS_ALONE]], max_tokens=50_000)
     assert reply.status_code == 500

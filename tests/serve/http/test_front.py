@@ -98,7 +98,7 @@ def test_whole_raises_what_the_engine_says():
     assert aborted == ["0"]
 
 
-def test_until_disconnect():
+def test_a_disconnect_cancels_the_reply():
     async def never() -> None:
         await asyncio.Event().wait()
 

@@ -286,7 +286,7 @@ def test_the_numbers_of_processes_have_vllms_names():
         ServerSpec.read({"api_server_count": 0})
 
 
-def test_what_is_read_of_a_front_outlives_it():
+def test_counts_of_a_front_remain_after_its_end():
     board = FrontBoard(2, replicas=2)
     board.count(0, 1, 5)
     board.count(1, 0, 2)
@@ -331,7 +331,7 @@ def test_the_newest_figures_are_those_that_any_front_heard_last():
 
 
 @pytest.mark.slow
-def test_a_front_that_hangs_stops_nobody(folder: Path):
+def test_a_hanging_front_stops_no_other(folder: Path):
     live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
     try:
         streams = [stream(live) for _ in range(4)]

@@ -212,7 +212,7 @@ def test_load_generators(server: LiveServer, body: dict[str, Any]):
     assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"]
 
 
-def test_bodies_that_are_none(server: LiveServer):
+def test_bodies_of_a_wrong_type_or_size_are_refused(server: LiveServer):
     def send(content: bytes, content_type: str = "application/json", path: str = "/v1/completions") -> httpx.Response:
         return server.http.post(path, content=content, headers={"content-type": content_type})
 

@@ -27,7 +27,7 @@ def server(tiny_llama: Path) -> Iterator[LiveServer]:
     live.stop()
 
 
-def test_it_is_sent_without_a_key_and_holds_nothing_of_the_server(server: LiveServer):
+def test_the_page_is_sent_without_a_key_and_holds_nothing_of_the_server(server: LiveServer):
     reply = httpx.get(server.url + "/")
     assert reply.status_code == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
     assert reply.text == TEXT and httpx.head(server.url + "/").content == b""
@@ -35,7 +35,7 @@ def test_it_is_sent_without_a_key_and_holds_nothing_of_the_server(server: LiveSe
     assert 'hone:http_replies_total{endpoint="/"' in server.http.get("/metrics").text
 
 
-def test_its_policy_allows_its_own_script_and_style_alone(server: LiveServer):
+def test_the_pages_policy_allows_its_own_script_and_style_alone(server: LiveServer):
     headers = httpx.get(server.url + "/").headers
     rules = dict(rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";"))
     for tag in ("script", "style"):
@@ -48,7 +48,7 @@ def test_its_policy_allows_its_own_script_and_style_alone(server: LiveServer):
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_it_needs_nothing_from_elsewhere_and_makes_no_text_html():
+def test_the_page_loads_nothing_from_elsewhere_and_shows_text_as_text():
     assert not re.search(r"https?://|src=|@import|url\(", TEXT)
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser", TEXT
@@ -60,7 +60,7 @@ def test_it_needs_nothing_from_elsewhere_and_makes_no_text_html():
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser")
-def test_it_lives_in_a_browser(tiny_llama: Path, tmp_path: Path):
+def test_the_page_works_in_a_browser(tiny_llama: Path, tmp_path: Path):
     live = LiveServer(tiny_llama, "tests.serve.fake_engine:build", served_model_name="a model")
     try:
         flags = [

@@ -188,7 +188,7 @@ def test_a_large_prompt_and_a_busy_engine_do_not_block_the_caller():
     across(talk)
 
 
-def test_death_is_told_once_to_everyone():
+def test_a_dead_engine_ends_every_request_once():
     async def talk(process: EngineProcess) -> None:
         inbox, deaths = Inbox(), []
         process.on_death = lambda: deaths.append(1)

@@ -288,11 +288,11 @@ class TestErrors:
             ({"gpu_memory": "0GiB"}, "no amount of memory"),
         ],
     )
-    def test_what_excludes_it(self, more, named):
+    def test_options_that_exclude_gpu_memory(self, more, named):
         with pytest.raises(SpecError, match=named):
             EngineSpec.read({"gpu_memory": "1GiB", **more})
 
-    def test_the_option_is_the_engine_s(self):
+    def test_gpu_memory_is_an_option_of_the_engine(self):
         assert ServerSpec.from_overrides({"engine.gpu_memory": "80%"}).engine.gpu_memory == "80%"
         with pytest.raises(SpecError) as caught:
             ServerSpec.from_overrides({"gpu_memory": "1GiB"})

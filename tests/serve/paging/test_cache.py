@@ -67,7 +67,7 @@ def test_one_stack_may_keep_latents_keys_and_nothing():
     assert [sorted(tensors) for tensors in one.runner.cache.layers] == [["latent"], ["k", "v"], []]
 
 
-def test_latents_are_copied_to_no_one_and_guessed_over():
+def test_a_draft_model_may_have_a_latent_cache_of_its_own():
     """A draft model with a latent cache of its own shares the model's page numbers."""
     model, draft = stack(MLA, MLA), stack(MLA)
     one = engine(model, draft)

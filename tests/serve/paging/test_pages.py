@@ -82,7 +82,7 @@ def publish_all(pool: PagePool, tokens: list[int], salt: str = "") -> list[int]:
     return pages
 
 
-def test_a_page_freed_twice_is_our_bug():
+def test_freeing_a_page_twice_is_an_assertion_error():
     pool = PagePool(3, SIZE)
     pages = pool.allocate(1)
     pool.free(pages)
@@ -120,7 +120,7 @@ def test_the_page_freed_longest_ago_goes_first_and_ends_before_beginnings():
     assert pool.allocate(1) is None
 
 
-def test_nothing_is_taken_when_there_is_too_little():
+def test_an_allocation_of_too_many_pages_changes_nothing():
     pool = PagePool(2, SIZE)
     assert pool.allocate(3) is None
     assert pool.num_free == 2

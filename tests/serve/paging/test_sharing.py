@@ -30,7 +30,7 @@ def test_reading_once_pays_for_half_of_the_keys():
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(1, 16)), max_size=9))
-def test_what_is_found_is_shared_and_no_more_is(rows):
+def test_shared_pages_are_exactly_the_pages_in_common(rows):
     table = np.array([row for row, _ in rows], dtype=np.int32).reshape(-1, 4)
     ends = np.array([end for _, end in rows], dtype=np.int32)
     begin, end, pages = shared_pages(table, ends, 4)

@@ -89,7 +89,7 @@ def test_new_prompts_go_to_the_least_loaded():
     assert loads == [100] * 4
 
 
-def test_fronts_that_know_nothing_of_each_other_choose_alike():
+def test_independent_routers_choose_the_same_replicas():
     one, two = router([0, 0, 0]), router([0, 0, 0])
     chosen = [one.place(prompt(number))[0] for number in range(60)]
     assert chosen == [two.place(prompt(number))[0] for number in range(60)]
@@ -111,7 +111,7 @@ def test_what_is_remembered_is_bounded():
     assert known.place(prompt(49))[0] != home  # forgotten: it goes where there is less to do
 
 
-def test_what_each_replica_gets(monkeypatch: pytest.MonkeyPatch):
+def test_replicas_share_out_devices_and_host_memory(monkeypatch: pytest.MonkeyPatch):
     spec = EngineSpec(tensor_parallel_size=2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert share_of(spec, "cuda", 1, 2)[1] == {"CUDA_VISIBLE_DEVICES": "2,3"}

@@ -59,7 +59,7 @@ def test_greedy_tokens_are_identical(draft, spec):
     assert_all_free(one)
 
 
-def test_a_prompt_is_scored_beside_rows_that_guess():
+def test_a_prompt_is_scored_beside_sequences_that_guess():
     one = engine(MODEL, NEAR, max_num_batched_tokens=64)
     for number, prompt in enumerate(PROMPTS[:2]):
         one.add(request(str(number), prompt, greedy(30)))
@@ -122,7 +122,7 @@ def test_any_arrivals_and_aborts_with_a_draft(data):
             st.lists(st.integers(1, 5), max_size=6)
         )
         wanted[str(number)] = (prompt, data.draw(st.integers(1, 14)), data.draw(st.booleans()))
-        penalty = 1.2 if wanted[str(number)][2] else 1.0  # rows with penalties never guess
+        penalty = 1.2 if wanted[str(number)][2] else 1.0  # sequences with penalties never guess
         one.add(request(str(number), prompt, greedy(wanted[str(number)][1], repetition_penalty=penalty)))
         for _ in range(data.draw(st.integers(0, 3))):
             for output in one.step():
@@ -220,7 +220,7 @@ def test_logprobs_come_with_every_kept_token():
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_a_failing_pass_with_a_draft_ends_only_its_row(monkeypatch):
+def test_a_failing_pass_with_a_draft_ends_only_its_request(monkeypatch):
     one = engine(MODEL, NEAR)
     real = one.runner.model.hidden
 
@@ -269,7 +269,7 @@ def test_drafters_are_read_without_torch():
 
 
 def test_a_draft_model_catches_up_within_the_token_budget(monkeypatch):
-    """Two rows decode long beside a third, in which time nobody guesses; then both have more to read than a step may."""
+    """Two sequences decode long beside a third, in which time nobody guesses; then both have more to read than a step may."""
     drafter = {"kind": "draft_model", "num_tokens": 3, "max_num_seqs": 2}
     one = engine(MODEL, MODEL, max_num_batched_tokens=12, drafter=drafter, enable_prefix_caching=False)
     guesser = one.runner.guesser
