@@ -130,16 +130,16 @@ class Spec(BaseModel):
         if not isinstance(values, dict):
             raise SpecError(f"{file} is no mapping of fields", fix="write its fields as `name: value`, one a line")
         flat = {path: values.pop(path) for path in [*values] if "." in str(path)}  # as on the command line
-        for path, value in [*flat.items(), *((path, parse_scalar(text)) for path, text in changes.items())]:
+        given = {path: parse_scalar(changes[path]) for path in sorted(changes, key=lambda one: one.count("."))}
+        for path, value in [*flat.items(), *given.items()]:
             here = values
             *parents, last = path.split(".")
             for part in parents:
-                here = here.setdefault(part, {})
+                found = here.setdefault(part, {})
+                here[part] = here = {"kind": found} if isinstance(found, str) else found  # a technique by its name
                 if not isinstance(here, dict):
-                    raise SpecError(
-                        f"{cls.__name__}.{path}: '{part}' is also given as a whole",
-                        fix=f"set either {part} or its fields",
-                    )
+                    said = f"{cls.__name__}.{path}: '{part}' is also given as a whole"
+                    raise SpecError(said, fix=f"set either {part} or its fields")
             here[last] = value
         try:
             return cls.read(values)

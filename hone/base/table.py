@@ -18,6 +18,8 @@ TABLES: tuple[str, ...] = (
     "hone.model.linear:LINEARS",
     "hone.model.mixers:MIXERS",
     "hone.model.feed_forwards:FEED_FORWARDS",
+    "hone.model.routers:ROUTERS",
+    "hone.model.balance:BALANCES",
     "hone.model.growth:GROWTHS",
     "hone.model.adapters:ADAPTERS",
     "hone.data:EXTRACTORS",

@@ -98,6 +98,6 @@ class Block(nn.Module):
             made = (
                 rms_norm_of(part.size, place.norm_eps, place.norm_offset)
                 if norm
-                else nn.Parameter(torch.empty(part.shape))
+                else nn.Parameter(torch.empty(part.shape), requires_grad=part.trained)
             )
             setattr(self, part.name, made)

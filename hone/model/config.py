@@ -137,6 +137,12 @@ class ModelConfig(Spec):
                     f"layer {index} mixes with '{layer.mixer.kind}', which attends to later tokens: {otherwise}",
                     fix="take a causal mixer for every layer; `hone techniques mixer` lists them",
                 )
+            if not layer.feed_forward.causal:
+                router = layer.feed_forward.router.kind
+                raise SpecError(
+                    f"layer {index} routes by '{router}', by which a token's result depends on later tokens: {otherwise}",
+                    fix="take a router whose tokens choose, such as softmax; `hone techniques router` lists all",
+                )
 
     def shares_kv(self, index: int) -> bool:
         """Whether a later layer attends to the keys and values of layer `index`."""

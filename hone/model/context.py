@@ -53,6 +53,12 @@ class Context:
         self._rotary: dict[Any, tuple[Tensor, Tensor]] = {}
         self._shared_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._loss: Tensor | None = None
+        self.tokens: Tensor | None = None
+        """int64, the token ids of this pass; None where layers run without their embedding."""
+        self.draw: int | None = None
+        """In a training pass, the number on which all that is random in it depends; None: nothing is random."""
+        self.routing: dict[int, Tensor] = {}
+        """What routers of layers counted in a pass with gradients, by layer; see `count_routes`."""
 
     def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
         """The output of all layers of `decoder` for embeddings x, where the context has one kernel for them; else None."""
@@ -140,6 +146,10 @@ class Context:
     def extra_loss(self) -> Tensor | None:
         """The sum of the losses given to `add_loss` in this pass; None without any."""
         return self._loss
+
+    def count_routes(self, layer: int, counts: Tensor) -> None:
+        """Stores the `counts` of a mixture of experts, float64 [E + 3] (`hone.model.feed_forwards.moe`), once however often it runs."""
+        self.routing[layer] = counts
 
     def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of this context's positions under `rope`, made once for all layers.

@@ -145,6 +145,7 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Embedding and layers, before the final norm: [...] -> [..., D]."""
         x = self.embed(tokens)
+        context.tokens = tokens
         whole = context.run_layers(self, x)
         if whole is not None:
             return whole

@@ -143,6 +143,8 @@ class LinearSpec:
     """Whether it writes to the residual stream: its initial weights are divided by sqrt(2 * num_layers)."""
     share: float = 1.0
     """Fraction of a sequence's tokens that are multiplied with it; with experts, the fraction of experts used for a token."""
+    precise: bool = False
+    """Whether its product decides something, as a router's does, so that no other part of a model may be less precise."""
 
     @property
     def out_features(self) -> int:
@@ -272,6 +274,8 @@ class ParameterSpec:
     """Number of heads that the first axis is divided into; a tensor-parallel rank holds its heads. None: every rank holds all."""
     multiplied: bool = False
     """Whether every token is multiplied with it as with a linear [out, in]."""
+    trained: bool = True
+    """Whether gradients change it."""
 
     @property
     def path(self) -> str:

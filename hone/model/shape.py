@@ -1,17 +1,18 @@
-"""A model by its sizes, from which training starts; a pattern of mixers expands to a list of layers."""
+"""A model by its sizes, from which training starts; patterns of mixers and feed-forwards expand to a list of layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Spec
+from hone.base.spec import Quiet, Spec
 from hone.base.table import Technique
 from hone.model.config import FamilyName, LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import ACTIVATIONS, to_hf
+from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
 
 
@@ -36,6 +37,12 @@ class Shape(Spec):
         "A size that a mixer leaves out is the model's.",
     )
 
+    feed_forward: Annotated[tuple[str | dict[str, Any], ...], Quiet()] = Field(
+        (),
+        description="The layers' feed-forwards, as mixers has it: names or {kind: NAME, options}, repeated over the layers; empty: "
+        "the family's dense one. One without intermediate_size has the model's.",
+    )
+
     @field_validator("mixers")
     @classmethod
     def _mixers_exist(cls, mixers: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
@@ -45,20 +52,29 @@ class Shape(Spec):
                 raise ValueError(f"there is no mixer {kind!r}; the mixers are: {', '.join(MIXERS.rows)}")
         return mixers
 
+    @field_validator("feed_forward")
+    @classmethod
+    def _feed_forwards_exist(cls, given: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
+        for entry in given:
+            kind = entry if isinstance(entry, str) else entry.get("kind")
+            if kind not in FEED_FORWARDS.rows:
+                raise ValueError(f"there is no feed-forward {kind!r}; they are: {', '.join(FEED_FORWARDS.rows)}")
+        return given
+
     @model_validator(mode="after")
     def _layers_fit(self) -> Shape:
         """Checked here and not only in `config`, so that a recipe's last stage fails before its first one runs.
 
-        Only for a pattern of mixers, whose options may not fit: reading them imports torch, which takes a second.
+        Only for patterns, whose options may not fit: reading them imports torch, which takes a second.
         """
-        if self.mixers:
+        if self.mixers or self.feed_forward:
             self.config(vocab_size=1)
         return self
 
     def config(self, vocab_size: int, bos: int | None = None, eos: int | tuple[int, ...] | None = None) -> ModelConfig:
         """The model of this shape over `vocab_size` tokens.
 
-        Raises SpecError when the sizes do not fit together or, without `mixers`, the family cannot store such a model.
+        Raises SpecError when the sizes do not fit together or, without patterns, the family cannot store such a model.
         A trained model can then always be saved.
         """
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -66,17 +82,16 @@ class Shape(Spec):
                 f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
                 fix="change one of them, or set head_dim",
             )
-        if len(self.mixers) > self.num_layers:
-            raise SpecError(
-                f"mixers names {len(self.mixers)} layers, num_layers is {self.num_layers}",
-                fix="leave some out, or raise num_layers",
-            )
+        for name, pattern in {"mixers": self.mixers, "feed_forward": self.feed_forward}.items():
+            if len(pattern) > self.num_layers:
+                raise SpecError(
+                    f"{name} names {len(pattern)} layers, num_layers is {self.num_layers}",
+                    fix="leave some out, or raise num_layers",
+                )
         family = FAMILIES[self.family]
-        activation = ACTIVATIONS[family.defaults.get(family.activation, "silu")]
-        feed_forward = {"kind": activation, "intermediate_size": self.intermediate_size}
         layers = [
             LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward, **family.layer})
-            for mixer in self._layer_mixers()
+            for mixer, feed_forward in zip(self._layer_mixers(), self._layer_feed_forwards(), strict=True)
         ]
         scaled = {"embedding_multiplier": self.hidden_size**0.5} if family.embedding_sqrt else {}
         config = ModelConfig.read(
@@ -94,9 +109,17 @@ class Shape(Spec):
                 **scaled,
             }
         )
-        if not self.mixers:
+        if not (self.mixers or self.feed_forward):
             to_hf(config)
         return config
+
+    def _layer_feed_forwards(self) -> list[Technique]:
+        """One feed-forward for each layer: those of `feed_forward` in turn, else the family's."""
+        family = FAMILIES[self.family]
+        pattern = self.feed_forward or (ACTIVATIONS[family.defaults.get(family.activation, "silu")],)
+        options = [{"kind": entry} if isinstance(entry, str) else entry for entry in pattern]
+        read = [FEED_FORWARDS.read({"intermediate_size": self.intermediate_size, **entry}) for entry in options]
+        return [read[index % len(read)] for index in range(self.num_layers)]
 
     def _layer_mixers(self) -> list[Technique]:
         """One mixer for each layer: those of `mixers` in turn, with this shape's sizes for fields they leave out."""

@@ -95,6 +95,7 @@ def share(batch: Batch, index: int, parts: int) -> Batch:
 
 def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: Sequence[Segment]) -> Tensor:
     """`model.hidden` with recomputed segments: tokens [B, S] -> [B, S, D] before the final norm."""
+    context.tokens = tokens
     return run_segments(model, model.embed(tokens), context, segments)
 
 

@@ -352,6 +352,9 @@ def test_options_of_an_optimizer_without_its_kind_are_adamws():
     spec = Train.read({**SPEC, "optimizer": {"lr": 0.5}})
     assert spec.optimizer.kind == "adamw" and spec.optimizer.lr == 0.5
     assert Train.from_overrides({"optimizer.lr": "0.5"}).optimizer == spec.optimizer
+    for given in ({"optimizer": "muon", "optimizer.lr": "0.5"}, {"optimizer.lr": "0.5", "optimizer": "muon"}):
+        made = Train.from_overrides(given).optimizer  # its name and its options, in any order
+        assert (made.kind, made.lr) == ("muon", 0.5)
     with pytest.raises(SpecError, match="momentum"):
         Train.read({**SPEC, "optimizer": {"momentum": 0.5}})
 

@@ -7,5 +7,6 @@ FEED_FORWARDS = Table(
     {
         "swiglu": "hone.model.feed_forwards.swiglu:SwiGLU",
         "geglu": "hone.model.feed_forwards.geglu:GeGLU",
+        "moe": "hone.model.feed_forwards.moe:MoE",
     },
 )

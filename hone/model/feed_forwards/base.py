@@ -11,6 +11,16 @@ class FeedForward(BlockSpec):
     A router passes its load-balancing loss to `context.add_loss`.
     """
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token's result depends on no later token."""
+        return True
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether what is computed in training depends on the tokens of whole sequences, which ranks may then not share."""
+        return False
+
     def inner_size(self, hidden_size: int) -> int:
         """Width of the input of the projections to the residual stream, summed over the experts a token is routed to."""
         ends = [linear for linear in self.linears(hidden_size) if linear.residual]

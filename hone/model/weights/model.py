@@ -246,7 +246,8 @@ class ModelSource:
         """Replaces one parameter or buffer by the tensor `name`."""
         old = getattr(module, attribute)
         taken = self.take(name, tuple(old.shape), device, dtype)
-        setattr(module, attribute, nn.Parameter(taken) if isinstance(old, nn.Parameter) else taken)
+        parameter = isinstance(old, nn.Parameter)
+        setattr(module, attribute, nn.Parameter(taken, old.requires_grad) if parameter else taken)
 
     def take(
         self,

@@ -39,7 +39,10 @@ def in_fp8(config: ModelConfig, index: int) -> list[str]:
     return [
         path
         for path, linear in config.linears(index).items()
-        if linear.experts is None and not linear.out_features % MULTIPLE and not linear.in_features % MULTIPLE
+        if linear.experts is None
+        and not linear.precise
+        and not linear.out_features % MULTIPLE
+        and not linear.in_features % MULTIPLE
     ]
 
 
