@@ -34,6 +34,7 @@ from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, share, shrink, to_device
 from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
 from hone.train.ranks import Ranks
+from hone.train.routing.loads import Routing
 from hone.train.schedules.base import Schedule
 from hone.train.spikes.rewind import Rewinder, Rewound
 from hone.train.spikes.skip_step import Spikes
@@ -102,6 +103,7 @@ class Trainer:
         if precision in FP8_RECIPES:
             holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
             self.fp8 = Fp8Linears(model, FP8_RECIPES[precision], holds=holds)
+        self.routing = Routing(model)
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False
@@ -156,7 +158,8 @@ class Trainer:
 
     def _judged(self, told: Told, counts: Counts) -> Step:
         """The numbers of the step, for which the host waits here, and whether it is skipped. Raises HoneError where it may not be."""
-        loss, norm, *extras = told.numbers()
+        loss, norm, *rest = told.numbers()
+        extras, counted = rest[: len(rest) - self.routing.size], rest[len(rest) - self.routing.size :]
         self.times.ends()
         norm = norm / self.scaler.scale
         finite = math.isfinite(norm)
@@ -173,6 +176,7 @@ class Trainer:
             extras[0] if extras else None,
             skipped=overflowed or bool(why),
             why=why,
+            loads=self.routing.read(counted, self.done + 1, self.steps),
         )
 
     def _ended(self, step: Step) -> Step:
@@ -181,6 +185,7 @@ class Trainer:
             self.scaler.overflowed()
         else:
             self.scaler.passed()
+        self.routing.stepped(None if step.skipped else step.loads)
         self.done, self.tokens = step.step, step.tokens
         return step
 
@@ -194,7 +199,7 @@ class Trainer:
         self.times.passes()
         if self.fp8 is not None:
             self.fp8.cast(self.update.weights)
-        total, extras = torch.zeros((), device=self.device), None
+        total, extras, routing = torch.zeros((), device=self.device), None, None
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
@@ -204,7 +209,8 @@ class Trainer:
             self.update.weights.after_backward()
             return Sums(*found, self.update.weights.squared_norm()), counts
         for place, part in enumerate(parts, 1):
-            loss, extra = self._loss(part)
+            loss, extra, context = self._loss(part, place)
+            routing = self.routing.counts(context, routing)
             objective = loss * (self.scaler.scale / counts.targets)
             if extra is not None:
                 objective = objective + extra * (self.scaler.scale / counts.positions)
@@ -213,7 +219,7 @@ class Trainer:
             objective.backward()
             self.update.weights.after_backward()
             total += loss.detach()
-        return Sums(total, extras, self.update.weights.squared_norm()), counts
+        return Sums(total, extras, self.update.weights.squared_norm(), routing), counts
 
     def _divided(self, batch: Batch) -> tuple[Batch, Counts]:
         """This rank's part of the sequences of `batch`, and the counts of a whole step, known before its first backward pass."""
@@ -230,14 +236,17 @@ class Trainer:
         return batch, Counts(max(targets, 1.0), positions, tokens)
 
     def _means(self, sums: Sums, counts: Counts) -> Tensor:
-        """Loss a target, norm of the gradient times the loss scale, and where layers have one their loss a token: float64 [2 or 3]."""
-        parts = [sums.loss, *([] if sums.extra is None else [sums.extra])]
-        losses = torch.stack([part.detach().double() for part in parts]) * self.ranks.counts_loss
+        """Loss a target, gradient's norm times the loss scale, layers' own loss a token if any, counts of routers: float64 [n]."""
+        parts = [
+            part.detach().double().reshape(-1) for part in (sums.loss, sums.extra, sums.routing) if part is not None
+        ]
+        losses = torch.cat(parts) * self.ranks.counts_loss
         self.times.computed()
         whole = self._over_ranks(torch.cat([losses[:1], sums.squared_norm.double()[None], losses[1:]]))
         self.times.met()
         loss = whole[0].float() / counts.targets
-        return torch.cat([loss.double()[None], whole[1:2].sqrt(), whole[2:] / counts.positions])
+        at = 2 + (sums.extra is not None)
+        return torch.cat([loss.double()[None], whole[1:2].sqrt(), whole[2:at] / counts.positions, whole[at:]])
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """Float64 sums [n] of this rank added up over all ranks: here and in `_of_ranks` alone a step's numbers cross them."""
@@ -247,12 +256,13 @@ class Trainer:
         """Float64 `numbers` [n] of every rank, [ranks, n]."""
         return self.ranks.mesh.every(numbers)
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The objective summed over one micro-batch, and the layers' own losses, summed over its tokens."""
+    def _loss(self, batch: Batch, place: int) -> tuple[Tensor, Tensor | None, Context]:
+        """The objective summed over micro-batch `place`, the layers' own losses, summed over its tokens, and its context."""
         tokens, targets, context = to_device(batch, self.device, self.ranks.context)
+        self.routing.begin(context, self.done, self.ranks.data[0] * self.gradient_accumulation_steps + place)
         loss = self._objective(run_layers(self.model, tokens, context, self.segments), tokens, targets, context)
         extra = context.extra_loss  # a mean over the tokens of this pass
-        return loss, None if extra is None else extra * tokens.numel()
+        return loss, None if extra is None else extra * tokens.numel(), context
 
     def _objective(self, x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
         """The objective summed over the micro-batch whose last hidden states are x."""
@@ -291,6 +301,7 @@ class Trainer:
             "scaler": self.scaler.state(),
             "spikes": self.spikes.state(),
             **({"rewound": self.rewound} if self.rewound else {}),
+            **({"router_bias": bias} if (bias := self.routing.state()) else {}),
             **more,
         }
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.stored_cuts())
@@ -315,6 +326,7 @@ class Trainer:
         self.scaler.restore(numbers["scaler"])
         self.spikes.restore(numbers.get("spikes", {}))
         self.rewound = Rewound(*numbers["rewound"]) if "rewound" in numbers else None
+        self.routing.restore(numbers.get("router_bias", {}))
 
 
 def fit(

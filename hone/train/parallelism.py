@@ -23,6 +23,7 @@ from hone.train.data_parallel.ddp import DDP
 from hone.train.offload.techniques import Resident
 from hone.train.pipeline.cost import Pipelined
 from hone.train.pipeline.techniques import OneForwardOneBackward
+from hone.train.routing.layouts import check_experts
 
 if TYPE_CHECKING:
     import torch
@@ -188,6 +189,7 @@ class Parallelism(Spec):
 
     def check(self, config: ModelConfig, *, seq_len: int, teacher: ModelConfig | None = None) -> None:
         """Raises SpecError where the training of a model of `config` cannot be divided as these degrees say."""
+        check_experts(config, self)
         self.stages(config, seq_len)
         if self.pipeline_parallel_degree > 1:
             self.pipeline_parallel_schedule.check_model(config)

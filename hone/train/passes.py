@@ -17,6 +17,7 @@ from hone.model.decoder import Decoder
 from hone.train.activation_checkpointing import Segment
 from hone.train.activation_checkpointing.run import run_layers_in
 from hone.train.context_parallel.context import ContextRanks
+from hone.train.routing.loads import Loads
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Step:
     extra_loss: float | None = None
     skipped: bool = False
     why: str = ""
+    loads: Loads | None = None
+    """How busy experts were; None without any."""
 
     def row(self) -> dict[str, Any]:
         """As a line of steps.jsonl."""
@@ -47,6 +50,7 @@ class Step:
         }
         if self.extra_loss is not None:
             row["extra_loss"] = self.extra_loss if math.isfinite(self.extra_loss) else None
+        row |= {} if self.loads is None else self.loads.row()
         row |= {"skipped": True} if self.skipped else {}
         return {**row, "why": self.why} if self.why else row
 
@@ -60,6 +64,8 @@ class Sums(NamedTuple):
     """The layers' own losses, summed over tokens; None without any."""
     squared_norm: Tensor
     """Squared norm of the gradient."""
+    routing: Tensor | None = None
+    """What routers counted (`Routing.counts`); None without experts."""
 
 
 class Counts(NamedTuple):

@@ -20,11 +20,13 @@ from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.feed.load import PackedTokens
+from hone.model.balance import BALANCES
 from hone.model.config import ModelConfig
 from hone.model.decoder import Drawn, build, unmade
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.mixers import MIXERS
 from hone.model.mixers.shared_kv import SharedKV
+from hone.model.routers import ROUTERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, stage
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.checksums import of_tensor
@@ -45,7 +47,9 @@ for _table, _names in (
     (DATA_PARALLEL, [*DATA_PARALLEL]),
     (PIPELINE_SCHEDULES, [*PIPELINE_SCHEDULES]),
     (MIXERS, ["attention", "mla", "shared_kv", "sliding_window"]),
-    (FEED_FORWARDS, ["swiglu"]),
+    (FEED_FORWARDS, ["swiglu", "moe"]),
+    (ROUTERS, [*ROUTERS]),
+    (BALANCES, [*BALANCES]),
 ):
     for _name in _names:
         _table[_name]

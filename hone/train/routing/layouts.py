@@ -1,0 +1,41 @@
+"""Which layouts of ranks train a model with experts: all with whole layers on every rank; others are refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import SpecError
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
+
+
+def check_experts(config: ModelConfig, parallelism: Any) -> None:
+    """Raises SpecError where the ranks of `parallelism`, a `Parallelism`, cannot train the experts of `config`.
+
+    Tensor parallelism says so itself, for any linear with experts (`check_tensor_parallel`).
+    """
+    layers = {
+        index: layer.feed_forward for index, layer in enumerate(config.layers) if layer.feed_forward.kind == "moe"
+    }
+    if not layers:
+        return
+    first = next(iter(layers))
+    if parallelism.pipeline_parallel_degree > 1:
+        raise SpecError(
+            f"layer {first} has experts, whose loads no pipeline stage reports to the others yet",
+            fix="set parallelism.pipeline_parallel_degree to 1; ddp, zero1 to zero3 and context parallelism train experts",
+        )
+    whole = next((index for index, one in layers.items() if one.whole_sequences), None)
+    if parallelism.context_parallel_degree > 1 and whole is not None:
+        raise SpecError(
+            f"layer {whole} has a capacity_factor or a sequence_loss, which are of whole sequences, and ranks share each sequence",
+            fix="set parallelism.context_parallel_degree to 1, or leave capacity_factor and sequence_loss out",
+        )
+    biased = next((index for index, one in layers.items() if one.bias), None)
+    if not parallelism.data_parallel.exact and biased is not None:
+        raise SpecError(
+            f"layer {biased} has the balance 'bias', which moves by the loads of all ranks, and ranks of data_parallel "
+            f"{parallelism.data_parallel.kind} do not meet in every step",
+            fix="take data_parallel ddp or zero1 to zero3, or balance: [aux_loss]",
+        )

@@ -1,0 +1,109 @@
+"""How busy the experts of a model were in a training step: counts of its routers, their figures, and the biases that follow."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.model.context import Context
+from hone.model.decoder import Decoder
+
+TIMES = 100
+"""Steps of a training whose loads are logged expert by expert."""
+_MOST_PASSES = 1 << 24
+
+
+class LayerLoads(NamedTuple):
+    """One layer in one step, summed over micro-batches and ranks."""
+
+    experts: list[float]
+    """Tokens that asked for each expert, before any were dropped."""
+    dropped: float
+    """Visits that a capacity dropped; with expert choice, tokens that no expert took."""
+    entropy: float
+    """Of the router's scores in nats, summed over tokens."""
+    tokens: float
+    """Tokens, padding included."""
+
+
+class Loads(NamedTuple):
+    """All layers with experts in one step, by their index."""
+
+    layers: dict[int, LayerLoads]
+    whole: bool
+    """Whether the loads of every expert are logged, not their figures alone."""
+
+    def row(self) -> dict[str, Any]:
+        """Its part of a line of steps.jsonl: `expert_load` (the busiest expert's tokens / the mean's, in the worst layer),
+        `expert_drops` (visits dropped / visits), `router_entropy` (nats, mean over layers), in some steps `expert_loads` by layer."""
+        layers = self.layers.values()
+        visits = sum(sum(one.experts) for one in layers)
+        found: dict[str, Any] = {
+            "expert_load": max(max(one.experts) * len(one.experts) / max(sum(one.experts), 1.0) for one in layers),
+            "expert_drops": sum(one.dropped for one in layers) / max(visits, 1.0),
+            "router_entropy": sum(one.entropy / max(one.tokens, 1.0) for one in layers) / len(self.layers),
+        }
+        if self.whole:
+            found["expert_loads"] = {
+                str(index): [int(count) for count in one.experts] for index, one in self.layers.items()
+            }
+        return found
+
+
+class Routing:
+    """The routers of `model`, which is in training: what they counted in a step, and the biases that its balance moves.
+
+    A model without experts has none: `size` is 0.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        blocks = {index: getattr(layer, "feed_forward", None) for index, layer in enumerate(model.layers)}
+        self._layers: dict[int, Any] = {index: one for index, one in blocks.items() if getattr(one, "routed", False)}
+        self.size = sum(one.spec.experts + 3 for one in self._layers.values())
+        """Numbers that a step's counts are."""
+
+    def begin(self, context: Context, done: int, number: int) -> None:
+        """Before micro-batch `number`, of those of all data-parallel ranks, of the step after `done` steps: sets what its random
+        choices depend on."""
+        if self.size:
+            context.draw = done * _MOST_PASSES + number
+
+    def counts(self, context: Context, before: Tensor | None) -> Tensor | None:
+        """What the pass of `context` counted, added to what passes `before` did: float64 [size]; None without experts."""
+        if not self.size:
+            return None
+        own = torch.cat([context.routing[index] for index in self._layers])
+        return own if before is None else before + own
+
+    def read(self, numbers: list[float], step: int, steps: int) -> Loads | None:
+        """The counts of `step` of `steps`, summed over passes and ranks."""
+        if not self.size:
+            return None
+        found, at = {}, 0
+        for index, one in self._layers.items():
+            count = one.spec.experts
+            found[index] = LayerLoads(numbers[at : at + count], *numbers[at + count : at + count + 3])
+            at += count + 3
+        return Loads(found, whole=step % max(1, steps // TIMES) == 0 or step == steps)
+
+    @torch.no_grad()
+    def stepped(self, loads: Loads | None) -> None:
+        """After a step that changed the weights: moves the biases of layers whose balance has one."""
+        for index, one in self._layers.items() if loads is not None else ():
+            for rule in one.spec.balance:
+                if rule.moves_bias:
+                    counted = torch.tensor(loads.layers[index].experts, dtype=torch.float64)  # type: ignore[union-attr]
+                    one.router_bias.copy_(rule.moved(one.router_bias, counted))
+
+    def state(self) -> dict[str, list[float]]:
+        """The biases by layer, for a checkpoint: a float32 number is exact as a decimal."""
+        return {str(index): one.router_bias.tolist() for index, one in self._layers.items() if one.spec.bias}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, list[float]]) -> None:
+        """Restores what `state` gave."""
+        for index, values in state.items():
+            bias = self._layers[int(index)].router_bias
+            bias.copy_(torch.tensor(values, dtype=bias.dtype))

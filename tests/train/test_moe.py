@@ -1,0 +1,201 @@
+"""Training models with experts: micro-batches, recomputation, balance, the bias, resumed bit for bit, and layouts that refuse."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hone.base.errors import SpecError
+from hone.feed.load import PackedTokens
+from hone.model.decoder import build
+from hone.train import ACTIVATION_CHECKPOINTINGS, CONTEXT_PARALLEL, OPTIMIZERS
+from hone.train.checkpoint import Checkpoints
+from hone.train.loop import Trainer
+from hone.train.parallelism import Parallelism
+from hone.train.routing.loads import LayerLoads, Loads
+from hone.train.schedules.cosine import Cosine
+from tests.train.conftest import SHAPE
+from tests.train.ranks import trained
+from tests.train.test_data_parallel import assert_same_weights, on_ranks, weights_of
+
+SOFTMAX = {"kind": "moe", "experts": 4, "intermediate_size": 32}
+SIGMOID = {**SOFTMAX, "router": "sigmoid", "shared_experts": 1, "balance": ["bias", "sequence_loss"]}
+SWITCH = {**SOFTMAX, "router": "switch", "capacity_factor": 1.25, "jitter": 0.01, "balance": ["aux_loss", "z_loss"]}
+GSHARD = {**SOFTMAX, "router": "gshard", "capacity_factor": 1.0, "balance": ["aux_loss"]}
+
+
+def make(data: PackedTokens, moe: dict[str, Any], optimizer: str = "adamw", **options: Any) -> Trainer:
+    shape = SHAPE.model_copy(update={"num_layers": 2, "feed_forward": (moe,)})
+    model = build(shape.config(data.vocab_size), seed=3)
+    given = {"lr": 3e-3, **({"eps": 1e-5} if optimizer in ("adamw", "muon") else {})}
+    made = OPTIMIZERS.read({"kind": optimizer, **given})
+    return Trainer(model, **{"steps": 6, "schedule": Cosine(warmup=1), "optimizer": made, **options})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("moe", [SOFTMAX, {**SOFTMAX, "router": "sigmoid", "balance": ["bias"]}])
+def test_micro_batches_equal_one_big_batch(data_folder: Path, moe: dict[str, Any], precision: Any) -> None:
+    data = PackedTokens(data_folder)
+    whole, parts = (make(data, moe, precision=precision, gradient_accumulation_steps=count) for count in (1, 4))
+    tolerance = 1e-5 if precision == "fp32" else 5e-2  # a near tie in the choice of an expert falls either way in bf16
+    for step in range(3):
+        batch = data.batch(step, 8, 48, 0)
+        one, other = whole.step(batch), parts.step(batch)
+        assert one.loss == pytest.approx(other.loss, rel=tolerance)
+        if precision == "fp32":
+            assert one.loads.layers[0].experts == other.loads.layers[0].experts
+        assert sum(one.loads.layers[1].experts) == 2 * 8 * 48
+    if precision == "fp32":
+        for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("moe", [SIGMOID, SWITCH, GSHARD], ids=["sigmoid", "switch", "gshard"])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_pass_that_is_run_again_draws_and_counts_the_same(
+    data_folder: Path, moe: dict[str, Any], policy: str
+) -> None:
+    data = PackedTokens(data_folder)
+    plain = make(data, moe)
+    again = make(data, moe, activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(policy))
+    for step in range(3):
+        batch = data.batch(step, 4, 48, 0)
+        one, other = plain.step(batch), again.step(batch)
+        assert (one.loss, one.extra_loss, one.loads) == (other.loss, other.extra_loss, other.loads)
+    for one, other in zip(plain.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
+def test_every_optimizer_trains_stacks_of_experts(data_folder: Path, optimizer: str) -> None:
+    data = PackedTokens(data_folder)
+    trainer = make(data, SIGMOID, optimizer)
+    before = trainer.model.layers[0].feed_forward.gate_up.weight.detach().clone()
+    losses = [trainer.step(data.batch(0, 8, 48, 0)).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert not torch.equal(trainer.model.layers[0].feed_forward.gate_up.weight, before)
+
+
+def test_muon_steps_each_expert_on_its_own(data_folder: Path) -> None:
+    """A stack's step is that of its matrices one by one."""
+    from hone.train.optimizers.base import Entry, Parameter
+    from hone.train.optimizers.muon import MuonRule
+
+    rule = MuonRule(0.95, True, 5, "match_rms_adamw")
+    draw = torch.Generator().manual_seed(0)
+    weight, grad = (torch.randn(3, 8, 6, generator=draw) for _ in range(2))
+    stack, pieces = weight.clone(), (4, 4)
+
+    def step(one: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        described = Parameter("matrix", tuple(one.shape), pieces)
+        entry = Entry(one, gradient.clone(), rule.start(one, described), described, None)
+        rule.step([entry], count=1, lr=0.1, weight_decay=0.1)
+        return one
+
+    step(stack, grad)
+    for index in range(3):
+        torch.testing.assert_close(stack[index], step(weight[index].clone(), grad[index]))
+
+
+@pytest.mark.parametrize("moe", [SIGMOID, SWITCH, GSHARD], ids=["sigmoid", "switch", "gshard"])
+def test_a_resumed_training_ends_bit_for_bit(data_folder: Path, tmp_path: Path, moe: dict[str, Any]) -> None:
+    data = PackedTokens(data_folder)
+    whole, other = (make(data, moe, gradient_accumulation_steps=2) for _ in range(2))
+    for step in range(6):
+        if step == 3:
+            checkpoints = Checkpoints(tmp_path)
+            whole.save(checkpoints)
+            checkpoints.finish()
+        whole.step(data.batch(step, 4, 48, 0))
+    torch.manual_seed(99)  # nothing random may come from torch's own state
+    found = Checkpoints(tmp_path).newest(lambda line: None)
+    assert found is not None
+    other.restore(*found)
+    assert other.done == 3 and (other.routing.state().keys() == {"0", "1"}) == (moe is SIGMOID)
+    for step in range(3, 6):
+        other.step(data.batch(step, 4, 48, 0))
+    for (path, one), two in zip(whole.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, two), path
+
+
+def test_a_loss_balances_a_skewed_router(data_folder: Path) -> None:
+    data, found = PackedTokens(data_folder), []
+    for balance in ([], [{"kind": "aux_loss", "weight": 0.1}]):
+        trainer = make(data, {**SOFTMAX, "balance": balance}, steps=25)
+        for layer in trainer.model.layers:  # the normed stream has a mean: nearly all tokens choose one alike
+            layer.feed_forward.router.weight.data[:2] += torch.tensor([[0.3], [-0.3]])
+        loads = [trainer.step(data.batch(step, 8, 48, 0)).row()["expert_load"] for step in range(25)]
+        found.append(sum(loads[-5:]) / 5)
+    assert found[1] < 0.85 * found[0], found
+
+
+def test_the_bias_moves_once_a_step_by_the_whole_batch(data_folder: Path) -> None:
+    data = PackedTokens(data_folder)
+    trainer = make(data, {**SIGMOID, "balance": [{"kind": "bias", "rate": 0.5}]}, gradient_accumulation_steps=4)
+    step = trainer.step(data.batch(0, 8, 48, 0))
+    for index, layer in enumerate(trainer.model.layers):
+        loads = np.array(step.loads.layers[index].experts)
+        expected = torch.tensor(0.5 * np.sign(loads.mean() - loads), dtype=torch.float32)
+        assert torch.equal(layer.feed_forward.router_bias, expected)
+        assert not layer.feed_forward.router_bias.requires_grad
+
+
+def test_figures_of_a_step() -> None:
+    layers = {0: LayerLoads([6.0, 2.0], 1.0, 4 * math.log(2), 4.0), 2: LayerLoads([4.0, 4.0], 3.0, 0.0, 4.0)}
+    row = Loads(layers, whole=False).row()
+    assert row == {"expert_load": 1.5, "expert_drops": 0.25, "router_entropy": pytest.approx(math.log(2) / 2)}
+    assert Loads(layers, whole=True).row()["expert_loads"] == {"0": [6, 2], "2": [4, 4]}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "moe", "said"),
+    [
+        ({"pipeline_parallel_degree": 2}, SOFTMAX, "layer 0 has experts, whose loads no pipeline stage reports"),
+        ({"tensor_parallel_degree": 2}, SOFTMAX, "'moe' cannot be split over 2"),
+        ({"context_parallel_degree": 2}, SIGMOID, "layer 0 has a capacity_factor or a sequence_loss"),
+        ({"context_parallel_degree": 2}, SWITCH, "layer 0 has a capacity_factor or a sequence_loss"),
+        ({"data_parallel": "local_sgd"}, SIGMOID, "layer 0 has the balance 'bias'"),
+    ],
+)
+def test_layouts_that_do_not_train_experts_yet_say_so(parallelism: Any, moe: dict[str, Any], said: str) -> None:
+    config = SHAPE.model_copy(update={"feed_forward": (moe,)}).config(64)
+    with pytest.raises(SpecError, match=said):
+        Parallelism.read(parallelism).check(config, seq_len=32)
+
+
+WHOLE: list[dict[str, Any]] = [{"model": {"num_layers": 2, "feed_forward": [one]}} for one in (SOFTMAX, {**SIGMOID, "balance": ["bias"]})]  # fmt: skip
+"""What is the same however tokens are divided."""
+PARTS: list[dict[str, Any]] = [{"model": {"num_layers": 2, "feed_forward": [one]}} for one in (SIGMOID, SWITCH, GSHARD)]
+"""What is of each micro-batch: capacities, losses and random choices."""
+
+
+@pytest.fixture(scope="module")
+def alone(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list[dict[str, torch.Tensor]]]:
+    """Losses and weights of one process with two micro-batches, each as large as a rank's."""
+    folder = tmp_path_factory.mktemp("alone")
+    settings = [{**one, "gradient_accumulation_steps": 2} for one in (*WHOLE, *PARTS)]
+    [losses] = on_ranks(1, trained, str(data_folder), str(folder), settings)
+    return losses, [weights_of(folder, number, 1)[0] for number in range(len(settings))]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "ring", "ulysses"])
+def test_two_ranks_train_experts_as_one_process_does(
+    layout: str, alone: Any, data_folder: Path, tmp_path: Path
+) -> None:
+    losses, weights = alone
+    shared: dict[str, Any] = {"data_parallel": layout}
+    settings = [*WHOLE, *PARTS]
+    if layout in CONTEXT_PARALLEL:
+        shared = {"context_parallel": layout, "context_parallel_degree": 2, "gradient_accumulation_steps": 2}
+        settings = WHOLE
+    found = on_ranks(2, trained, str(data_folder), str(tmp_path), [{**one, **shared} for one in settings])
+    for rank in found:
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(losses[: len(settings)]), rtol=2e-6, atol=2e-6)
+    for number in range(len(settings)):
+        for one in weights_of(tmp_path, number, 2):
+            assert_same_weights(one, weights[number], "adamw")
