@@ -72,6 +72,8 @@ class LayerDims:
     """Its cache tensors in the engine."""
     matrices: tuple[tuple[int, int], ...] = ()
     """The matrices of `matmuls` before they are fused; (): as they are."""
+    routed_values: int = 0
+    """Numbers per token of the rows that experts are given and give back; 0 without experts."""
 
     @classmethod
     def attention(

@@ -178,7 +178,7 @@ def forward_bytes(dims: ModelDims, *, tokens: int, dtype: str = "float32", conte
         widths = layer.widths
         made = widths.projected + widths.turned + widths.mixed
         attention = tokens * (2 * hidden + made) + context_tokens * layer.kv_values_per_token
-        feed_forward = tokens * (2 * hidden + 3 * layer.intermediate_size)
+        feed_forward = tokens * (2 * hidden + 3 * layer.intermediate_size + layer.routed_values)
         most = max(most, attention, feed_forward)
     return width * most
 

@@ -338,15 +338,16 @@ def moved_values(dims: ModelDims, *, backward: bool) -> float:
     """Numbers per token that norms, rotations, gate and residual sums read and write in the torch calls of hone.ops.
 
     Forward: 5 passes per norm, 6 per rotation, 6 for the gate, 3 per sum. Backward: 10 per norm, 8 per rotation, 12 for the
-    gate, 3 per sum, and 3 to concatenate the gradients of queries, keys and values.
+    gate, 3 per sum, and 3 to concatenate the gradients of queries, keys and values. Experts' rows are gathered, gathered back,
+    weighted and summed: 3 passes over both of them, 4 backward.
     """
     hidden, total = dims.hidden_size, 0.0
     for layer in dims.layers:
         turned, joined, inner = layer.widths.turned, layer.widths.projected, layer.intermediate_size
         if backward:
-            total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined
+            total += 26 * hidden + 8 * turned + 12 * inner + 3 * joined + 4 * layer.routed_values
         else:
-            total += 16 * hidden + 6 * turned + 6 * inner
+            total += 16 * hidden + 6 * turned + 6 * inner + 3 * layer.routed_values
     return total
 
 
@@ -356,14 +357,16 @@ def fused_values(dims: ModelDims, *, backward: bool) -> dict[str, float]:
     Forward: the first norm of a layer reads and writes, the second also adds the residual (4), and so does the layer's end (3); a
     rotation and a gate read and write. Backward: a norm reads its input and what flows to its result and writes a gradient, the
     second reads what flows to its sum, too; the gate reads its three factors and writes two gradients; sums of what flows to
-    a layer's input (3), and the gradients of queries, keys and values are concatenated (2).
+    a layer's input (3), and the gradients of queries, keys and values are concatenated (2). Experts' rows are written once and read
+    twice, as are their gradients, which are also multiplied with the weights.
     """
     hidden, layers = dims.hidden_size * dims.num_layers, dims.layers
     turned, inner = sum(one.widths.turned for one in layers), sum(one.intermediate_size for one in layers)
-    joined = sum(one.widths.projected for one in layers)
+    joined, rows = sum(one.widths.projected for one in layers), sum(one.routed_values for one in layers)
     if backward:
-        return {"rms_norm": 7.0 * hidden, "rope": 2.0 * turned, "swiglu": 5.0 * inner, "": 3.0 * hidden + 2.0 * joined}
-    return {"rms_norm": 6.0 * hidden, "rope": 2.0 * turned, "swiglu": 3.0 * inner, "": 3.0 * hidden}
+        own = 3.0 * hidden + 2.0 * joined + 2.0 * rows
+        return {"rms_norm": 7.0 * hidden, "rope": 2.0 * turned, "swiglu": 5.0 * inner, "": own}
+    return {"rms_norm": 6.0 * hidden, "rope": 2.0 * turned, "swiglu": 3.0 * inner, "": 3.0 * hidden + 1.5 * rows}
 
 
 def sum_up(machine: Machine, parts: dict[str, float], starts: float, dtype: str) -> Estimate:

@@ -15,7 +15,7 @@ from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import Wrappers, wrappers
 from hone.model.families import FAMILIES
 from hone.model.feed_forwards import FEED_FORWARDS
-from hone.model.linear_spec import LinearSpec, Norm, NormSpec, Parameter, Piece, Stream, Tokens
+from hone.model.linear_spec import LinearSpec, Norm, NormSpec, Parameter, ParameterSpec, Piece, Stream, Tokens
 from hone.model.mixers import MIXERS
 
 FamilyName = Literal[tuple(FAMILIES)]
@@ -171,6 +171,11 @@ class ModelConfig(Spec):
                 found |= {f"{owner}.{one.path}": one for one in adapter.parameters(linear, pieces)}
         return found
 
+    def untrained(self, index: int) -> list[str]:
+        """The parameters of layer `index` that no gradient changes, such as a router's bias, by the path of their tensor."""
+        found = self.parameters(index).items()
+        return [path for path, one in found if isinstance(one, ParameterSpec) and not one.trained]
+
     def ends(self) -> dict[str, LinearSpec]:
         """The linears outside the layers: the embedding and, unless tied to it, the head."""
         vocab, hidden = self.vocab_size, self.hidden_size
@@ -239,6 +244,7 @@ class ModelConfig(Spec):
             intermediate_size=layer.feed_forward.inner_size(self.hidden_size),
             cache=layer.mixer.cache(),
             matrices=tuple(one for linear in self.linears(index).values() for one in linear.matrices),
+            routed_values=layer.feed_forward.routed_values(self.hidden_size),
         )
 
     def flops_per_token(self, seq_len: int) -> float:

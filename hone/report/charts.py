@@ -1,4 +1,4 @@
-"""Curves and points: the loss of a training run, and quality against size; one static SVG each."""
+"""Curves, points and maps: the loss of a training run, how busy its experts are, and quality against size; one static SVG each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 from markupsafe import Markup
 
 from hone.report import units
-from hone.report.collect import Row, finite
+from hone.report.collect import Row, finite, mappings, sound
 from hone.report.compare import Point, pareto
 from hone.report.svg import (
     Scale,
     dot,
     drawing,
+    el,
+    fit,
     group,
     line,
     padded_domain,
@@ -181,3 +183,59 @@ def quality(points: Sequence[Point], width: float, metric: str, unit: str) -> Ma
         f"{units.label(metric)} against model size of {len(points)} models; on the Pareto line: {best}",
         *parts,
     )
+
+
+def expert_loads(row: Row) -> dict[str, list[float]]:
+    """Tokens of each expert by layer, summed over the last tenth of the steps that logged them; {} where none did."""
+    found = [entry["expert_loads"] for entry in mappings(row.content.get("steps.jsonl")) if "expert_loads" in entry]
+    found = [one for one in found if isinstance(one, dict)]
+    last = found[-max(1, len(found) // 10) :]
+    summed: dict[str, list[float]] = {}
+    for layer in last[-1] if last else ():
+        rows = [one.get(layer) for one in last]
+        good = [one for one in rows if isinstance(one, list) and one and all(map(sound, one))]
+        good = [one for one in good if len(one) == len(good[-1])]
+        if good and sum(map(sum, good)) > 0:
+            summed[str(layer)] = [float(sum(column)) for column in zip(*good, strict=True)]
+    return summed
+
+
+def busiest(loads: Sequence[float]) -> float:
+    """The largest of the loads of a layer's experts / their mean."""
+    return max(loads) * len(loads) / sum(loads)
+
+
+def experts(row: Row, width: float) -> Markup:
+    """How busy each expert of each layer was at the end: a line a layer, a square an expert, the darker the farther from the mean."""
+    loads, left, height = expert_loads(row), 64.0, 18.0
+    wide = (width - left - 48) / max(map(len, loads.values()), default=1)
+    drawn = []
+    for place, (layer, counts) in enumerate(loads.items()):
+        top, mean = 4 + place * (height + 2), sum(counts) / len(counts)
+        drawn.append(text(left - 8, top + 13, fit(f"layer {layer}", left - 10), "tick", anchor="end"))
+        for expert, count in enumerate(counts):
+            share = count / mean
+            color, depth = ("heat more", share - 1) if share >= 1 else ("heat less", 1 - share)
+            shown = min(0.08 + 0.92 * depth, 1.0)
+            square = el(
+                "rect", x=left + expert * wide, y=top, width=max(wide - 1, 0.5), height=height, class_=color, fill_opacity=f"{shown:.2f}",
+            )  # fmt: skip
+            drawn.append(group(f"layer {layer}, expert {expert}: {share:.2f} x the mean", square))
+        drawn.append(text(width, top + 13, f"{busiest(counts):.2f} x", "tick", anchor="end"))
+    return drawing(width, 4 + len(loads) * (height + 2), f"how busy the experts of {row.id} are", *drawn)
+
+
+def experts_words(row: Row) -> str:
+    """The figures of the last step that has them."""
+    entries = [entry for entry in mappings(row.content.get("steps.jsonl")) if sound(entry.get("expert_load"))]
+    if not entries:
+        return ""
+    first, last = entries[0], entries[-1]
+    words = [
+        f"busiest expert {last['expert_load']:.2f} x the mean of its layer in the last step, {first['expert_load']:.2f} x in the first"
+    ]
+    if sound(last.get("expert_drops")):
+        words.append(f"{last['expert_drops']:.1%} of visits dropped")
+    if sound(last.get("router_entropy")):
+        words.append(f"entropy of the router {last['router_entropy']:.2f} nats")
+    return ", ".join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.report import compare, origin, units
+from hone.report import charts, compare, origin, units
 from hone.report.chain import headlines
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
@@ -40,6 +40,7 @@ def render(line: Line) -> str:
     parts += ["", "## The chain", *_chain(line)]
     parts += (
         _effects(line)
+        + _experts(line)
         + _quality(line)
         + _speed(line)
         + _serving(line)
@@ -120,6 +121,21 @@ def _trials(found: list[TrialTables]) -> list[str]:
             f"- {escape(row.label)}: {', '.join(code(id) for id, *_ in row.artifacts)}" for row in entry.main.rows
         ]
         parts.append("")
+    return parts
+
+
+def _experts(line: Line) -> list[str]:
+    """How busy the experts of each training are."""
+    parts: list[str] = []
+    for row in line.of("train"):
+        loads = charts.expert_loads(row)
+        cells = [
+            [escape(layer), str(len(one)), f"{charts.busiest(one):.2f} x", f"{min(one) * len(one) / sum(one):.2f} x"]
+            for layer, one in loads.items()
+        ]
+        if cells:
+            parts += ["", f"## Experts of {escape(row.id)}", "", escape(charts.experts_words(row)) + "."]
+            parts += table(("layer", "experts", "busiest / mean", "idlest / mean"), cells)
     return parts
 
 

@@ -103,7 +103,7 @@ class Trainer:
         if precision in FP8_RECIPES:
             holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
             self.fp8 = Fp8Linears(model, FP8_RECIPES[precision], holds=holds)
-        self.routing = Routing(model)
+        self.routing = Routing(model, compiles=compile)
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False

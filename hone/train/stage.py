@@ -52,6 +52,7 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import Precision, saved_dtype
+from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
 
@@ -223,7 +224,7 @@ class Train(Prolonged):
         said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
-        said = (*start.notes, *self.early_stopping.notes(steps), *again, *numbers, *said)
+        said = (*start.notes, *self.early_stopping.notes(steps), *again, *expert_notes(config), *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
         found |= {"offload": work.offload, "pipeline": stages, "grown": grown}

@@ -45,6 +45,8 @@ def from_teacher(teacher: Decoder, keep_every: int) -> Decoder:
             parts[1] = str(index)
         weights[".".join(parts)] = tensor.detach().clone()
     student.load_state_dict(weights, strict=True, assign=True)
-    for parameter in student.parameters():
-        parameter.requires_grad_(True)
+    config = student.config
+    fixed = {f"layers.{index}.{path}" for index in range(config.num_layers) for path in config.untrained(index)}
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name not in fixed)
     return student

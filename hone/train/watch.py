@@ -15,6 +15,8 @@ from hone.train.curves.base import Curves
 from hone.train.curves.tensorboard import TensorBoard
 from hone.train.live.rank_times import Stragglers, Took
 
+EXPERTS = {"expert_load": "load", "expert_drops": "drops", "router_entropy": "entropy"}
+"""Figures of models with experts in steps.jsonl (`hone.train.routing.loads`), and their names as curves."""
 MOST_TIMES = 16
 """Ranks whose times are logged at every step; of twice as many they are logged at every second one."""
 
@@ -123,6 +125,7 @@ class Watch:
             self._took = took
             self._ranks_took(took)
         points = {f"train/{name}": row[name] for name in ("loss", "lr", "grad_norm") if row[name] is not None}
+        points |= {f"experts/{name}": row[key] for key, name in EXPERTS.items() if key in row}
         if "why" in row:
             self.say(f"step {row['step']} is skipped: {row['why']}")
             points["train/skipped"] = 1.0

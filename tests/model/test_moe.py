@@ -47,9 +47,9 @@ def test_parameters_and_operations_count_what_a_token_visits() -> None:
     expert = 3 * 24 * 32
     assert made.num_params == sum(one.numel() for one in model.parameters())
     assert made.num_params - made.active_params == 2 * 2 * expert  # two layers, two of four experts each
-    one_token = made.facts().layers[0].matmul_params
+    one_token = made.dims().layers[0].matmul_params
     assert one_token == 2 * 32 * 32 + 2 * 16 * 32 + (2 + 1) * expert + 4 * 32  # attention, visits and shared, router
-    assert made.facts().layers[0].intermediate_size == 3 * 24
+    assert made.dims().layers[0].intermediate_size == 3 * 24
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "switch", "gshard", "hash"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.base.interval import half_width
-from hone.report import bars, charts, compare, page
+from hone.report import bars, charts, compare, markdown, page
 from hone.report.collect import collect
 from hone.report.sections.data import data_set
 from hone.report.sections.estimates import Estimates
@@ -137,6 +137,22 @@ def test_a_students_loss_is_on_an_axis_of_its_own(whole: Path) -> None:
     assert dot is not None and float(dot.group(1)) < min(places), "below the validation loss"
     assert drawn.count('class="grid"') > 5
     assert "teacher" not in charts.loss(base, 500, charts.loss_domain([base]))
+
+
+def test_the_load_of_experts_is_a_map_of_layers(whole: Path) -> None:
+    line = collect(whole)
+    base = line.get("train-base")
+    assert base is not None and not charts.expert_loads(base) and 'id="experts"' not in page.render(line)
+    logged = [{"step": step, "loss": 1.0, "expert_loads": {"0": [6, 2, 2, 2], "3": [1, 1, 1, 1]}} for step in range(4)]
+    figures = {"expert_load": 2.0, "expert_drops": 0.125, "router_entropy": 1.1}
+    broken = [{"step": 5, "expert_loads": "none"}, {"step": 6, "loss": 1.0, **figures}]
+    base.content["steps.jsonl"] = [*logged, *broken]
+    assert charts.expert_loads(base) == {"0": [6.0, 2.0, 2.0, 2.0], "3": [1.0] * 4}
+    drawn = page.render(line)
+    assert 'id="experts"' in drawn and "layer 0, expert 0: 2.00 x the mean" in drawn and 'class="heat more"' in drawn
+    assert "12.5% of visits dropped, entropy of the router 1.10 nats" in drawn
+    told = markdown.render(line)
+    assert "## Experts of train-base" in told and "| 0 | 4 | 2.00 x | 0.67 x |" in told
 
 
 def test_long_tables_are_folded_on_a_phone(whole: Path) -> None:

@@ -10,15 +10,24 @@ import numpy as np
 import pytest
 import torch
 
+from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
+from hone.base.plan import facts_of
+from hone.base.run import Run
+from hone.eval.stage import Eval
 from hone.feed.load import PackedTokens
+from hone.measure.machine import describe
 from hone.model.decoder import build
+from hone.model.hf import load
 from hone.train import ACTIVATION_CHECKPOINTINGS, CONTEXT_PARALLEL, OPTIMIZERS
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer
 from hone.train.parallelism import Parallelism
 from hone.train.routing.loads import LayerLoads, Loads
 from hone.train.schedules.cosine import Cosine
+from hone.train.stage import Train
+from hone.train.student import from_teacher
 from tests.train.conftest import SHAPE
 from tests.train.ranks import trained
 from tests.train.test_data_parallel import assert_same_weights, on_ranks, weights_of
@@ -145,11 +154,39 @@ def test_the_bias_moves_once_a_step_by_the_whole_batch(data_folder: Path) -> Non
         assert not layer.feed_forward.router_bias.requires_grad
 
 
+def test_a_student_of_experts_does_not_train_the_bias(data_folder: Path) -> None:
+    teacher = make(PackedTokens(data_folder), SIGMOID).model
+    student = from_teacher(teacher, 2)
+    assert [name for name, one in student.named_parameters() if not one.requires_grad] == [
+        "layers.0.feed_forward.router_bias"
+    ]
+
+
 def test_figures_of_a_step() -> None:
     layers = {0: LayerLoads([6.0, 2.0], 1.0, 4 * math.log(2), 4.0), 2: LayerLoads([4.0, 4.0], 3.0, 0.0, 4.0)}
     row = Loads(layers, whole=False).row()
     assert row == {"expert_load": 1.5, "expert_drops": 0.25, "router_entropy": pytest.approx(math.log(2) / 2)}
     assert Loads(layers, whole=True).row()["expert_loads"] == {"0": [6, 2], "2": [4, 4]}
+
+
+def test_the_stage_logs_loads_and_its_folder_is_evaluated(data_folder: Path, tmp_path: Path) -> None:
+    model = {**SHAPE.model_dump(), "num_layers": 2, "feed_forward": [SIGMOID]}
+    sizes = {"batch_size": 4, "seq_len": 32, "steps": 6}
+    spec, data = Train.read({"model": model, **sizes}), {"data": Artifact.read(data_folder)}
+    plan = spec.plan({role: facts_of(one) for role, one in data.items()}, describe("cpu"))
+    config = spec.model.config(300, eos=0)
+    assert any(
+        f"a token uses {config.active_params:,} of {config.num_params:,} parameters" in one for one in plan.notes
+    )
+    made = spec.make(tmp_path / "train-moe", data, Run(quiet=True))
+    assert made.figures["num_params"].value == config.num_params == made.figures["num_params"].estimate.value
+    rows = [row for row in read_jsonl(made.folder / "steps.jsonl") if "loss" in row]
+    assert all(1 <= row["expert_load"] <= 2 and row["expert_drops"] == 0 for row in rows)
+    assert all(sum(counts) == 2 * 4 * 32 for counts in rows[-1]["expert_loads"].values())
+    bias = load(made.folder).layers[0].feed_forward.router_bias
+    assert bias.abs().max() > 0 and not bias.requires_grad
+    score = Eval.read({}).make(tmp_path / "eval-moe", {"model": made, **data}, Run(quiet=True))
+    assert math.isfinite(score.figures["loss"].value)
 
 
 @pytest.mark.parametrize(

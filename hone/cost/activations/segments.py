@@ -68,17 +68,18 @@ def saved_values(layer: LayerDims, hidden_size: int) -> int:
     """Numbers per token that one layer saves for the backward pass.
 
     Two residuals and two normed ones; the mixer's widths (attention: projected queries, keys, values, saved whole because
-    the values are a view of them, rotated queries and keys, the result); gate and up, and their product.
+    the values are a view of them, rotated queries and keys, the result); gate and up, and their product; experts' rows.
     """
-    return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size
+    return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size + layer.routed_values
 
 
 def gradient_values(layer: LayerDims, hidden_size: int) -> int:
     """Numbers per token that the backward pass of a feed-forward adds at its widest.
 
-    Gradients of the product, of gate and up, one temporary; the product itself is free by then. Two residual gradients.
+    Gradients of the product, of gate and up, one temporary; the product itself is free by then. Two residual gradients, and those
+    of half of the experts' rows.
     """
-    return 3 * layer.intermediate_size + 2 * hidden_size
+    return 3 * layer.intermediate_size + 2 * hidden_size + layer.routed_values // 2
 
 
 def keep_all(num_layers: int) -> tuple[Segment, ...]:

@@ -21,6 +21,10 @@ class FeedForward(BlockSpec):
         """Whether what is computed in training depends on the tokens of whole sequences, which ranks may then not share."""
         return False
 
+    def routed_values(self, hidden_size: int) -> int:
+        """Numbers per token of the rows that experts are given and give back."""
+        return 0
+
     def inner_size(self, hidden_size: int) -> int:
         """Width of the input of the projections to the residual stream, summed over the experts a token is routed to."""
         ends = [linear for linear in self.linears(hidden_size) if linear.residual]

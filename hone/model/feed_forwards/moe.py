@@ -111,6 +111,9 @@ class MoE(FeedForward):
             )
         return tuple(found)
 
+    def routed_values(self, hidden_size: int) -> int:
+        return 2 * self.router.visits(self.experts) * hidden_size
+
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         return (ParameterSpec("router_bias", (self.experts,), (0.0, 0.0), trained=False),) if self.bias else ()
 

@@ -10,6 +10,7 @@ from hone.report.sections.base import Section
 from hone.report.sections.data import Data
 from hone.report.sections.effects import Effects
 from hone.report.sections.estimates import Estimates
+from hone.report.sections.experts import Experts
 from hone.report.sections.mixtures import Mixtures
 from hone.report.sections.quality import Quality
 from hone.report.sections.samples import Samples
@@ -20,6 +21,7 @@ from hone.report.sections.training import Training
 SECTIONS: tuple[type[Section], ...] = (
     Effects,
     Training,
+    Experts,
     Quality,
     Speeds,
     Serving,

@@ -17,7 +17,7 @@ from hone.serve.step import NULL_PAGE
 
 
 def cache_tensors(config: ModelConfig) -> list[LayerCache]:
-    """The paged tensors of every layer. Raises SpecError naming the first layer whose mixer the engine cannot serve."""
+    """The paged tensors of every layer. Raises SpecError naming the first layer that the engine cannot serve."""
     unserved = first_unserved(config)
     if unserved is not None:
         index, kind = unserved
@@ -25,6 +25,7 @@ def cache_tensors(config: ModelConfig) -> list[LayerCache]:
             f"layer {index}: mixer '{kind}' keeps no keys and values in pages, which the engine needs",
             fix="write with `hone generate` or hone.model.incremental.generate, or serve a model of attention layers",
         )
+    config.must_be_causal("a request's text would depend on tokens that are not there yet")
     return [layer.mixer.cache() for layer in config.layers]
 
 

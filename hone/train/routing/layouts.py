@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
 
 
+def notes(config: ModelConfig) -> tuple[str, ...]:
+    """What a plan says of experts; nothing without any."""
+    if config.active_params == config.num_params:
+        return ()
+    share = config.active_params / config.num_params
+    return (
+        f"experts: a token uses {config.active_params:,} of {config.num_params:,} parameters ({share:.0%}); times count those, memory all",
+    )
+
+
 def check_experts(config: ModelConfig, parallelism: Any) -> None:
     """Raises SpecError where the ranks of `parallelism`, a `Parallelism`, cannot train the experts of `config`.
 

@@ -55,12 +55,15 @@ class Loads(NamedTuple):
 class Routing:
     """The routers of `model`, which is in training: what they counted in a step, and the biases that its balance moves.
 
-    A model without experts has none: `size` is 0.
+    A model without experts has none: `size` is 0. Where layers are compiled (`compiles`), their experts are not: how many rows an
+    expert has differs in every pass.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, *, compiles: bool = False) -> None:
         blocks = {index: getattr(layer, "feed_forward", None) for index, layer in enumerate(model.layers)}
         self._layers: dict[int, Any] = {index: one for index, one in blocks.items() if getattr(one, "routed", False)}
+        for one in self._layers.values() if compiles else ():
+            one.forward = torch.compiler.disable(one.forward)
         self.size = sum(one.spec.experts + 3 for one in self._layers.values())
         """Numbers that a step's counts are."""
 
