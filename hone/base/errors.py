@@ -12,6 +12,7 @@ HoneError
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
 
 
@@ -73,6 +74,14 @@ class MissingExtra(HoneError):
         return cls(
             f"{what} needs the package '{package}', which is not installed", fix=f"pip install 'hone-llm[{extra}]'"
         )
+
+    @classmethod
+    def need(cls, what: str, package: str, extra: str) -> None:
+        """Raises the error of `of` where `package` is not installed."""
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError:
+            raise cls.of(what, package, extra) from None
 
 
 MODEL_PACKAGES = ("torch", "tensorboard", "scipy")

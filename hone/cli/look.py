@@ -58,6 +58,9 @@ def show(words: list[str], options: dict[str, str]) -> int:
 
 def redecide(words: list[str], options: dict[str, str]) -> int:
     """Prints what other filters would keep of a data artifact."""
+    from hone.base.errors import MissingExtra
+
+    MissingExtra.need("redecide", "pyarrow", "data")
     from hone.data.filters.redecide import Redecide
     from hone.data.filters.redecide import redecide as decide_again
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 
-from hone.base.lazy import lazy
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.identifiers.base import Opened as Identified
 from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
@@ -20,9 +21,6 @@ from hone.data.signals import signals_of
 from hone.feed.files.listing import File
 from hone.text.batch import Texts
 from hone.text.signals.code import ROW, looks_like_code
-
-pa = lazy("pyarrow")
-parquet = lazy("pyarrow.parquet")
 
 TASK_BYTES = 4 << 20
 """Input bytes of a task, which is what a killed process has to redo. A larger file is a task of its own, or several (readers/parts.py)."""

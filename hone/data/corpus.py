@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.base.errors import MissingExtra
 from hone.base.lazy import lazy
 from hone.data.edits.cuts import Cuts, apply_cuts, join
 from hone.data.signals import DOCUMENT, SIGNALS
@@ -24,14 +23,6 @@ parquet = lazy("pyarrow.parquet")
 _LONG = ("source", "url", "metadata", "text")
 BATCH_BYTES = 16 << 20
 """Bytes of text that are in memory and processed at once: a row group of a shard."""
-
-
-def need_parquet() -> None:
-    """Raises MissingExtra without pyarrow."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise MissingExtra.of("the data stage", "pyarrow", "data") from None
 
 
 def publish(temporary: Path, final: Path) -> None:

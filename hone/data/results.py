@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 
 from hone.base.durable import write_atomic, write_jsonl
-from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, Labels, Part
 from hone.data.dedup.groups import COLUMNS, Named
 from hone.data.edits.cuts import Cuts, apply_cuts
 from hone.data.readers.documents import SAMPLE_CHARS
 from hone.text.batch import Texts
-
-pa = lazy("pyarrow")
-parquet = lazy("pyarrow.parquet")
 
 CUT_OUT = "cut_out"
 """The reason under which stats.json counts text cut out of kept documents."""

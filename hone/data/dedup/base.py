@@ -104,11 +104,11 @@ class Joined(Dedup):
 
     def rounds(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Iterator[tuple[Function, list[Task]]]:
         """(function, tasks) of each round, after `prepare`; all tasks of a round must be done before the next round."""
-        need_numba()
+        MissingExtra.need("deduplication", "numba", "data")
         yield from resolve("hone.data.dedup.groups:rounds")(self, corpus, kept, state)
 
     def compare(self, corpus: Corpus, kept: np.ndarray, state: Path) -> Found:
-        need_numba()
+        MissingExtra.need("deduplication", "numba", "data")
         return resolve("hone.data.dedup.groups:compare")(self, corpus, kept, state)
 
 
@@ -117,7 +117,7 @@ class Signed(Joined):
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> list[Path]:
         """Files of the keys of each shard of `corpus`, computed where they are missing."""
-        need_numba()
+        MissingExtra.need("deduplication", "numba", "data")
         return resolve("hone.data.dedup.keys:sign_shards")(corpus, chosen, state, self.num_keys, self.keys)
 
     def keys(self, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
@@ -127,11 +127,3 @@ class Signed(Joined):
     def unit_table(self) -> Any:
         """The table of letters that the kernels of keys take."""
         return resolve("hone.text.units:unit_table")()
-
-
-def need_numba() -> None:
-    """Raises MissingExtra without numba."""
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        raise MissingExtra.of("deduplication", "numba", "data") from None

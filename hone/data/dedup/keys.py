@@ -14,7 +14,7 @@ from hone.base.artifact import MANIFEST
 from hone.base.durable import sha256, sync
 from hone.base.errors import SpecError
 from hone.data.corpus import Corpus, digest
-from hone.data.executors.task import Task, written
+from hone.data.executors.task import Task, contents
 from hone.text.batch import Texts
 
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
@@ -74,19 +74,6 @@ def length(file: Path, num_rows: int) -> int:
     size = file.stat().st_size
     assert size % (8 * num_rows) == 0, f"{file} has {size} bytes, not {num_rows} rows of 64-bit numbers"
     return size // (8 * num_rows)
-
-
-def contents(files: Sequence[Path]) -> list[list[Any]]:
-    """[name, bytes, hash] of each file, from its task's manifest where there is one, else by reading it."""
-    known: dict[str, dict[str, Any]] = {}
-    for folder in {file.parent for file in files}:
-        known |= {f"{folder / name}": row for name, row in written(folder).items()}
-    rows = []
-    for file in files:
-        size, row = file.stat().st_size, known.get(f"{file}")
-        hashed = row["hash"] if row and row["bytes"] == size else sha256(file)
-        rows.append([file.name, size, hashed])
-    return rows
 
 
 def gather(

@@ -66,10 +66,7 @@ class Semantic(Dedup):
                 fix="write {kind: semantic, column: embedding} with metadata_fields: [embedding], or model: FOLDER",
             )
         if self.model:
-            try:
-                import torch  # noqa: F401
-            except ImportError:
-                raise MissingExtra.of("dedup 'semantic' with a model", "torch", "models") from None
+            MissingExtra.need("dedup 'semantic' with a model", "torch", "models")
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Writes the vectors of the chosen documents of every shard, where missing."""

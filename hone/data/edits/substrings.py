@@ -10,11 +10,10 @@ import numpy as np
 from pydantic import Field
 
 from hone.data.corpus import Corpus, Part
-from hone.data.dedup.keys import contents
 from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of
-from hone.data.executors.task import Function, Task
+from hone.data.executors.task import Function, Task, contents
 from hone.data.expression import evaluate
 
 _RUN = np.dtype([("whole", np.uint64), ("document", np.int32), ("start", np.uint32), ("count", np.uint16)])

@@ -220,6 +220,19 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
+def contents(files: Sequence[Path]) -> list[list[Any]]:
+    """[name, bytes, hash] of each file, from its task's manifest where there is one, else by reading it."""
+    known: dict[str, dict[str, Any]] = {}
+    for folder in {file.parent for file in files}:
+        known |= {f"{folder / name}": row for name, row in written(folder).items()}
+    rows = []
+    for file in files:
+        size, row = file.stat().st_size, known.get(f"{file}")
+        hashed = row["hash"] if row and row["bytes"] == size else sha256(file)
+        rows.append([file.name, size, hashed])
+    return rows
+
+
 def code_version() -> str:
     """Hash of the files of the rooms whose code tasks run, tables and models beside it too: results of others are not reused."""
     return _code_version(Path(__file__).parent.parent.parent)

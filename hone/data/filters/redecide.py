@@ -17,7 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.data import FILTERS
-from hone.data.corpus import Columns, need_parquet
+from hone.data.corpus import Columns
 from hone.data.filters.base import Filter
 from hone.data.filters.decide import decide
 from hone.data.results import DROPPED, added, filter_row
@@ -81,7 +81,6 @@ def redecide(folder: Path | str, filters: Sequence[Any] | None = None) -> Redeci
 
     Raises ArtifactError when it has no columns of dropped documents, SpecError for filters that need other columns.
     """
-    need_parquet()
     artifact = _artifact(folder)
     chosen = Redecide.of(folder) if filters is None else Redecide.read({"filters": tuple(filters)})
     if not chosen.filters:

@@ -23,6 +23,7 @@ from hone.data.dedup import keys as key_files
 from hone.data.dedup.exact import Exact
 from hone.data.dedup.joining import Joining
 from hone.data.dedup.keys import Numbers
+from hone.data.executors import task as task_files
 from hone.data.executors.task import Task, perform
 from hone.text.dedup import equal_numbers, union_find
 from hone.text.dedup.tables import Equal, Near
@@ -190,12 +191,14 @@ KILLED = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
     from hone.data.dedup import joining
+    from hone.data.dedup.keys import Numbers
     from hone.data.executors.task import perform
+    from hone.text.dedup.tables import Equal
 
     folder, moment = Path(sys.argv[1]), int(sys.argv[2])
     joining.SORT_KEYS = 150
     files = tuple(sorted(folder.glob("keys-*.u64")))
-    made = joining.Joining(joining.Numbers(files, 3), joining.Equal(3), folder, 1200)
+    made = joining.Joining(Numbers(files, 3), Equal(3), folder, 1200)
     unlink, save, begun = Path.unlink, joining._save, 0
 
     def counted(function):
@@ -253,9 +256,9 @@ def test_a_manifest_says_what_a_file_holds_without_reading_it(tmp_path):
     path = tmp_path / "keys-00000.u64"
     task = Task("shard-00000", tmp_path, {"name": path.name, "raw": b"some numbers"}, 1)
     perform(_write, task)
-    [told] = key_files.contents([path])
+    [told] = task_files.contents([path])
     task.manifest.unlink()
-    assert key_files.contents([path]) == [told] and told[:2] == ["keys-00000.u64", 12]
+    assert task_files.contents([path]) == [told] and told[:2] == ["keys-00000.u64", 12]
 
 
 def _write(folder: Path, name: str, raw: bytes) -> dict:
