@@ -59,7 +59,8 @@ def added_losses(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
 
 
 class WidthScores(NamedTuple):
-    """Importances by layer: of feed-forward channels [I] and key/value heads [G]; of hidden channels [D] over all layers."""
+    """Importances by layer: of feed-forward channels [I] ([0] of experts) and key/value heads [G]; of hidden channels [D] over all
+    layers."""
 
     intermediate: list[Tensor]
     kv_heads: list[Tensor]
@@ -79,11 +80,10 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
     inner, heads = [], []
     for index, layer in _layers(checkpoint, flow, run):
         linears, mixer = config.linears(index), config.layers[index].mixer
-        of_heads, of_channels = (path for path, one in linears.items() if one.residual)
-        of_hidden = {
-            one.reads: path for path, one in linears.items() if column_axis(linears, path) == "hidden"
-        }.values()
-        paths = (of_channels, *of_hidden)
+        alone = {path: one for path, one in linears.items() if one.experts is None}  # experts see some tokens each
+        of_heads, *of_channels = (path for path, one in alone.items() if one.residual)
+        of_hidden = {one.reads: path for path, one in alone.items() if column_axis(linears, path) == "hidden"}.values()
+        paths = (*of_channels, *of_hidden)
         read = {path: _Sequences(linears[path].in_features) for path in paths}
         read[of_heads] = _Sequences(mixer.num_heads, by_head=True)
         inputs: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
             for hook in hooks:
                 hook.remove()
         scores = {path: one.score(flow) for path, one in read.items()}
-        inner.append(scores[of_channels])
+        inner.append(torch.cat([torch.empty(0), *(scores[path] for path in of_channels)]))
         heads.append(scores[of_heads].unflatten(0, (mixer.num_kv_heads, -1)).sum(1))
         hidden += sum(scores[path] for path in of_hidden)
     ends = checkpoint.build_ends(flow.device, flow.dtype)

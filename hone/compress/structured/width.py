@@ -108,14 +108,14 @@ def _check(index: int, layer: LayerSpec, first: LayerSpec, given: list[str]) -> 
             f"width: layer {index} mixes with '{mixer.kind}', of which heads and channels cannot be removed",
             fix="use kind=depth",
         )
-    if feed_forward.kind not in ("swiglu", "geglu"):
+    if "intermediate_size" in given and feed_forward.kind not in ("swiglu", "geglu"):
         raise SpecError(
             f"width: layer {index} has feed-forward '{feed_forward.kind}', of which channels cannot be removed",
-            fix="use kind=depth",
+            fix="drop intermediate_size, or use kind=depth; kind=experts removes experts",
         )
     for name, mine, theirs in (
         ("num_heads", (mixer.num_heads, mixer.num_kv_heads), (first.mixer.num_heads, first.mixer.num_kv_heads)),
-        ("intermediate_size", feed_forward.intermediate_size, first.feed_forward.intermediate_size),
+        ("intermediate_size", *(getattr(one, "intermediate_size", None) for one in (feed_forward, first.feed_forward))),
     ):
         if name in given and mine != theirs:
             raise SpecError(f"width: layer {index} has another {name} than layer 0", fix=f"drop {name}")

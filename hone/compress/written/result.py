@@ -46,16 +46,17 @@ def quantization_config(
     if assigned.template is None:
         return None if kv_cache is None else to_json(Quantization((), ("lm_head",), kv_cache=kv_cache))
     ignored = [] if has_head(targets) else [HEAD]
-    left = (one for index, chosen in enumerate(targets) for one in linears(config, index) if one not in chosen)
+    paths = [{one.path for one in chosen} for chosen in targets]
+    left = (one for index, chosen in enumerate(paths) for one in linears(config, index) if one.path not in chosen)
     own = assigned.template.quantization([*ignored, *(name for linear in left for name, _ in linear.modules)])
     if own is not None:
         return own
     modules: dict[Scheme, list[str]] = {}
     multiplied: dict[int, list[str]] = {}
-    for index, chosen in enumerate(targets):
+    for index, chosen in enumerate(paths):
         for linear in linears(config, index):
             names = [name for name, _ in linear.modules]
-            if linear in chosen:
+            if linear.path in chosen:
                 scheme = assigned.scheme(index, linear)
                 modules.setdefault(scheme, []).extend(names)
                 size = hadamards.get(matrix_name(index, linear.path))

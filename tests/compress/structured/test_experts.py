@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hone.compress.calibration import Calibration, from_text
 from hone.compress.capture import Flow
 from hone.compress.stage import Compress
 from hone.compress.structured.cut import Cut, cut_model
-from hone.compress.structured.importance import expert_scores
+from hone.compress.structured.importance import expert_scores, width_scores
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
@@ -70,6 +71,31 @@ def test_what_stays_computes_as_if_the_others_were_never_chosen(experts_folder: 
     assert torch.equal(source.tensor("model.layers.0.mlp.experts.2.up_proj.weight"), third)
     one_layer = cut_model(Checkpoint(experts_folder), Cut((1,), experts=(stay[1],)))
     assert one_layer.build().layers[0].feed_forward.down.weight.shape[0] == 3
+
+
+@torch.no_grad()
+def test_a_hidden_channel_and_a_head_leave_a_model_with_experts(
+    experts_folder: Path, calibration_text: Path, compress
+) -> None:
+    whole, source = load(experts_folder), Checkpoint(experts_folder)
+    with torch.enable_grad():
+        step = {"kind": "width", "num_heads": 2, "hidden_size": 48}
+        made = load(compress(experts_folder, step, num_sequences=4, calibration_text=str(calibration_text)).folder)
+    samples = from_text(calibration_text, experts_folder, num_sequences=4, seq_len=32, seed=0)
+    scores = width_scores(source, Flow(samples, 8, "cpu", torch.float32), Run(quiet=True))
+    leaves = torch.ones(64, dtype=torch.bool)
+    leaves[scores.hidden.topk(48).indices] = False
+    for index, layer in enumerate(whole.layers):
+        group = int(scores.kv_heads[index].argmin())
+        layer.mixer.out.weight[:, 32 * group : 32 * (group + 1)] = 0
+        layer.mixer.out.weight[leaves] = 0
+        layer.feed_forward.down.weight[:, leaves] = 0
+    whole.embedding[:, leaves] = 0
+    for name, norm in whole.named_modules():
+        if name == "norm" or name.endswith(("mixer_norm", "forward_norm")):
+            norm.weight *= math.sqrt(48 / 64)  # the mean square is that of fewer channels
+            norm.eps *= 48 / 64
+    torch.testing.assert_close(made(TOKENS), whole(TOKENS), atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()
@@ -145,7 +171,7 @@ class _Biases:
 
 
 def planned(folder: Path, calibration_text: Path, **options) -> ModelConfig:
-    spec = Compress.read({"steps": [{"kind": "experts", **options}], "calibration_text": str(calibration_text)})
+    spec = Compress.read({"steps": [{"kind": "experts"} | options], "calibration_text": str(calibration_text)})
     return spec.plan({"model": CheckpointFacts.of(folder)}, describe()).facts.config
 
 
@@ -157,6 +183,9 @@ def test_what_cannot_be_cut_is_said(
     assert raised.value.fix == "keep at least 2"
     with pytest.raises(SpecError, match="no layer of the model has experts"):
         planned(tiny_llama, calibration_text)
+    with pytest.raises(SpecError, match="feed-forward 'top_experts', of which channels cannot be removed") as raised:
+        planned(experts_folder, calibration_text, kind="width", intermediate_size=16)
+    assert "kind=experts" in raised.value.fix
     with pytest.raises(SpecError, match="of layer 0 is 5, of 5"):
         planned(experts_folder, calibration_text, num_experts=5)
     assert planned(experts_folder, calibration_text).layers[1].feed_forward.num_experts == 3
