@@ -81,7 +81,7 @@ class Flow:
         linears that read it ('mixer_norm' to ['mixer.qkv']). Returns for every linear its statistics by name, over the
         batches of all ranks; linears that read one input share them. Those of an expert are of the tokens that its router sends to it.
         """
-        experts = {source for source in readers if getattr(source, "expert", None) is not None}
+        experts = [source for source in readers if getattr(source, "expert", None) is not None]
         gathered = {
             source: self._gather(layer, names[0], {*wanted, "tokens"} if source in experts else wanted)
             for source, names in readers.items()

@@ -20,8 +20,10 @@ from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.compress import shards, stream
 from hone.compress.stage import Compress
+from hone.model.feed_forwards import FEED_FORWARDS
 from tests.ranked import together
 
+FEED_FORWARDS.rows["top_experts"] = "tests.model.extensions.top_experts:TopExperts"  # in these processes alone
 LAYER = 1
 """The layer at which a rank is in trouble."""
 

@@ -21,6 +21,7 @@ from hone.compress.targets import linears, select
 from hone.model.hf import Checkpoint, load, save
 from hone.model.linear import ExpertLinears, Experts
 from hone.model.quantized.dense import dequantized
+from tests.compress.conftest import stopped_before
 from tests.model.extensions.routed_model import NUM_EXPERTS, UNUSED
 
 TOKENS = torch.arange(2 * 30).reshape(2, 30) * 7 % 250
@@ -85,6 +86,16 @@ def test_an_expert_without_tokens_is_compressed_as_without_calibration(experts_f
     row = rows[f"model.layers.0.feed_forward.gate_up.{UNUSED}"]
     assert row["tokens"] == 0 and row["error"] is None
     assert row["notes"] == ["an expert saw fewer than 16 calibration tokens: compressed as without calibration"]
+
+
+def test_an_interrupted_run_ends_with_the_same_bytes(experts_folder: Path, compress) -> None:
+    steps = [{"kind": "awq", "grid_size": 4}, {"kind": "gptq", "group_size": 32}]
+    whole = compress(experts_folder, *steps, name="whole").folder
+    with stopped_before(1):
+        compress(experts_folder, *steps, name="stopped")
+    again = compress(experts_folder, *steps, name="stopped").folder
+    for path in whole.glob("*.safetensors"):
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 @pytest.mark.parametrize("observer", ["min_max", "cross_entropy"])
