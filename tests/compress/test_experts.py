@@ -195,6 +195,14 @@ def test_what_cannot_be_done_to_experts_is_said_with_the_way_out(
     assert r"ignore=['lm_head', '\.experts\.']" in raised.value.fix
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "llama.cpp"])
+def test_engines_in_which_quantized_experts_were_not_tried_are_refused(
+    engine: str, experts_folder: Path, compress
+) -> None:
+    with pytest.raises(SpecError, match="quantized experts, which were not tried there"):
+        compress(experts_folder, {"kind": "rtn", "group_size": 32}, engine=engine)
+
+
 def test_a_router_is_compressed_only_where_it_is_named(experts_folder: Path) -> None:
     config = Checkpoint(experts_folder).config
     chosen = {one.path for one in select(config, [r"\.layers\."], ["lm_head"])[0]}

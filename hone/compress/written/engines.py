@@ -82,6 +82,12 @@ def _hone(written: Written) -> Iterable[tuple[str, str]]:
 def _whole(written: Written) -> Iterable[tuple[str, str]]:
     if written.low_rank in ("svd", "asvd"):
         yield f"factors in place of weights ({written.low_rank})", "use eora or loftq beside a quantizer"
+    expert = next((name for name, *_ in written.schemes if name.rpartition(".")[2].isdigit()), None)
+    if expert is not None:
+        yield (
+            f"quantized experts, which were not tried there ({expert})",
+            r"leave experts unchanged, ignore=['lm_head', '\.experts\.']",
+        )
 
 
 def _transformers(written: Written) -> Iterable[tuple[str, str]]:
