@@ -20,7 +20,10 @@ from hone.compress.statistics import LEAST_TOKENS
 from hone.compress.targets import linears, select
 from hone.model.hf import Checkpoint, load, save
 from hone.model.linear import ExpertLinears, Experts
+from hone.model.parallel.reading import LocalCheckpoint
 from hone.model.quantized.dense import dequantized
+from hone.parallel.group import Group
+from hone.parallel.place import Place
 from tests.compress.conftest import stopped_before
 from tests.model.extensions.routed_model import NUM_EXPERTS, UNUSED
 
@@ -165,6 +168,14 @@ def test_experts_are_stored_each_and_read_again(step: dict, experts_folder: Path
         warnings.simplefilter("ignore", RuntimeWarning)
         save(model, tmp_path / "again")
     assert torch.equal(load(tmp_path / "again")(TOKENS), logits)
+
+
+def test_a_pipeline_stage_reads_its_experts(experts_folder: Path, compress) -> None:
+    folder, place = compress(experts_folder, {"kind": "rtn", "group_size": 32}).folder, Place(stage=1, num_stages=2)
+    stage, whole = LocalCheckpoint(folder, place, Group(place)).build(), load(folder)
+    for name in ROWS:
+        own, wanted = (one.layers[-1].feed_forward.get_submodule(name) for one in (stage, whole))
+        assert torch.equal(own.dequantize(torch.float32), wanted.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer
 from hone.model.hf import Checkpoint
+from hone.model.linear import ExpertLinears
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 from hone.model.parallel.cut import Cut, Shapes, cuts, pieces_of, row_axis
 from hone.model.parallel.local import (
@@ -22,7 +23,7 @@ from hone.model.parallel.local import (
     vocabulary_rows,
 )
 from hone.model.quantized.kv_cache import rounding_paths
-from hone.model.weights.model import fused_linears
+from hone.model.weights.tensors import expert_modules
 from hone.parallel.group import Group, Pipe
 from hone.parallel.place import Place
 
@@ -63,9 +64,14 @@ class LocalCheckpoint(Checkpoint):
         whole, place = self.whole, self.place
         for path, linear in whole.linears(index).items():
             module = layer.get_submodule(path)
-            inner = module.inner if isinstance(module, SummedLinear) else module
-            each = cuts(linear, fused_linears(whole, index)[path], place.tensor_rank, place.tensor_size)
-            self._load_cuts(inner, f"layers.{index}.{path}", linear, each, device, dtype)
+            inner, name = module.inner if isinstance(module, SummedLinear) else module, f"layers.{index}.{path}"
+            parts = [(inner, name, linear, whole.modules(index, path))]
+            if isinstance(inner, ExpertLinears):
+                one, names = replace(linear, experts=None), expert_modules(whole, index, path)
+                parts = [(inner[expert], f"{name}.{expert}", one, own) for expert, own in enumerate(names)]
+            for part, name, spec, names in parts:
+                each = cuts(spec, names, place.tensor_rank, place.tensor_size)
+                self._load_cuts(part, name, spec, each, device, dtype)
         parameters = whole.parameters(index)
         for path, name in whole.singles(index).items():
             one = parameters[path]

@@ -192,10 +192,14 @@ class ModelSource:
                 add_rounding(layer, scheme)
 
     def _modules_of(self, name: str) -> list[str]:
-        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv') or embedding."""
+        """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv', 'layers.3.feed_forward.down.7' of one expert) or
+        embedding."""
         if not name.startswith("layers."):
             return [TABLES[name]]
         _, index, path = name.split(".", 2)
+        holder, _, expert = path.rpartition(".")
+        if expert.isdigit():
+            return list(expert_modules(self.config, int(index), holder)[int(expert)])
         return list(self.config.modules(int(index), path))
 
     def load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
