@@ -44,7 +44,7 @@ class LayerWeights:
     """Weights of layer `index` as transforms change them, and the statistics of its linears' inputs, which follow.
 
     `tensors` are the layer's checkpoint tensors (changed in place: those of norms, biases and dense linears); `statistics`
-    those of each linear that is compressed (`targets`, by path), empty without calibration; `quantizers` the step that stores each, by
+    those of each linear that is compressed (`targets`, by path), empty without calibration; `storing` the step that stores each, by
     path.
     Every rank of `mesh` has the same and makes the same changes.
     """
@@ -57,14 +57,14 @@ class LayerWeights:
         tensors: dict[str, Tensor],
         statistics: dict[str, dict[str, Tensor]],
         targets: frozenset[str],
-        quantizers: Mapping[str, Step | None],
+        storing: Mapping[str, Step | None],
         mesh: Mesh | None = None,
     ) -> None:
         config = checkpoint.config
         self.tensors = tensors
         self.statistics = statistics
         self.targets = targets
-        self.quantizers = quantizers
+        self.storing = storing
         self.mesh = mesh or Mesh()
         found = list(matrices(config, index))
         self.specs = {path: spec for path, spec, _ in found}

@@ -11,6 +11,7 @@ from hone.base.lazy import lazy
 from hone.base.plan import Facts
 from hone.base.run import Run
 from hone.compress.spec import CompressSpec
+from hone.feed.plain import local_files
 from hone.measure.machine import Machine
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 planning = lazy("hone.compress.planning")
 running = lazy("hone.compress.engine.running")
-texts = lazy("hone.feed.plain")
 
 
 class Compress(CompressSpec):
@@ -34,7 +34,7 @@ class Compress(CompressSpec):
 
     def files(self) -> dict[str, Path]:
         """The calibration texts: others at the same path change the fingerprint."""
-        return {} if self.calibration_text is None else texts.local_files(self.calibration_text, "calibration_text")
+        return {} if self.calibration_text is None else local_files(self.calibration_text, "calibration_text")
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.

@@ -125,7 +125,7 @@ def test_awq_takes_the_scale_with_the_least_output_error(family_folder) -> None:
     _, weights, run = opened(family_folder("llama"))
     x = run()[1]["feed_forward.gate_up"]
     plain = weights.weight("feed_forward.gate_up").clone()
-    quantizer = weights.quantizers["feed_forward.gate_up"]
+    quantizer = weights.storing["feed_forward.gate_up"]
 
     def lost(scales: torch.Tensor) -> float:
         rounded = quantizer.nearest(plain * scales) / scales

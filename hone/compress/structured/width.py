@@ -11,6 +11,7 @@ from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.compress.structured.base import Size, StructuredPruner, aligned, largest, size_of
 from hone.cost.compress import Passes
+from hone.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from hone.compress.capture import Flow
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hone.model.weights.model import ModelSource
 
 cuts = lazy("hone.compress.structured.cut")
-families = lazy("hone.model.families")
 importances = lazy("hone.compress.structured.importance")
 
 _SIZES = ("num_heads", "intermediate_size", "hidden_size")
@@ -51,7 +51,7 @@ class Width(StructuredPruner):
             raise SpecError("width names nothing to remove", fix=f"set one of {', '.join(_SIZES)}")
         for index, layer in enumerate(config.layers):
             _check(index, layer, config.layers[0], given)
-        if self.hidden_size is not None and families.FAMILIES[config.family].embedding_sqrt:
+        if self.hidden_size is not None and FAMILIES[config.family].embedding_sqrt:
             raise SpecError(
                 f"width: family {config.family} multiplies embeddings by the square root of hidden_size, which would change",
                 fix="remove heads, feed-forward channels or layers instead",

@@ -56,7 +56,7 @@ class AWQ(Transform):
 
         inputs = layer.per_channel(source, layer.inputs(readers, "absmean", torch.add))
         weights = {path: _some(layer.weight(path)) for path in readers}
-        group_sizes = {path: layer.quantizers[path].scheme(one.shape[1]).group_size for path, one in weights.items()}
+        group_sizes = {path: layer.storing[path].scheme(one.shape[1]).group_size for path, one in weights.items()}
         columns = torch.cat([_relative(weight, group_sizes[path]) for path, weight in weights.items()]).mean(0)
         sizes = layer.per_channel(source, columns).to(inputs)
         powers = []
@@ -72,7 +72,7 @@ class AWQ(Transform):
         for place in range(mesh.rank, len(powers), mesh.world_size):  # the ranks share the candidates
             wide = layer.per_feature(source, scales_of(*powers[place]))
             for path, weight in weights.items():
-                errors[place] += _error(weight, wide, layer.statistics[path]["hessian"], layer.quantizers[path])
+                errors[place] += _error(weight, wide, layer.statistics[path]["hessian"], layer.storing[path])
         return scales_of(*powers[int(mesh.sum(errors).nan_to_num(nan=torch.inf).argmin())])
 
 

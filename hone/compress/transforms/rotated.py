@@ -182,9 +182,9 @@ def _changes(config: ModelConfig, rotation: Turning, hadamards: dict[str, int]) 
             if module is None:
                 continue
             linear, weight = module.linear, len(tensor.shape) > 1
-            norm, folded, columns = f"{path.partition('.')[0]}_norm", None, []
-            if stream is not None and linear.reads == Norm(norm):
-                folded = NormWeight(norms[f"{norm}.weight"], config.norm_offset)
+            folded, columns = None, []
+            if stream is not None and isinstance(linear.reads, Norm) and linear.reads.of_stream:
+                folded = NormWeight(norms[f"{linear.reads.name}.weight"], config.norm_offset)
                 columns.append(stream)
             if values is not None and path == values.out:
                 columns.append(turn)
@@ -199,6 +199,8 @@ def _changes(config: ModelConfig, rotation: Turning, hadamards: dict[str, int]) 
                 yield tensor.name, Change(tensor.name, folded, tuple(columns), *rows)
             elif rows[0] is not None:
                 yield tensor.name, Change(tensor.name, None, (), *rows)
-        for block in ("mixer", "feed_forward") if stream is not None else ():
-            name = norms[f"{block}_norm.weight"]
+        reads = {
+            one.reads for one in config.linears(index).values() if isinstance(one.reads, Norm) and one.reads.of_stream
+        }
+        for name in sorted(norms[f"{one.name}.weight"] for one in reads) if stream is not None else ():
             yield name, Change(name, filled=1.0 - config.norm_offset)

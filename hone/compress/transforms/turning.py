@@ -122,7 +122,9 @@ def _check_stream(config: ModelConfig, index: int) -> None:
         )
     parameters = config.parameters(index)
     for path, linear in config.linears(index).items():
-        if not (linear.residual or isinstance(linear.reads, Norm)):
+        norm = linear.reads if isinstance(linear.reads, Norm) else None
+        known = norm is not None and f"{norm.name}.weight" in config.singles(index)
+        if not (linear.residual or known):
             raise SpecError(
                 f"r1: layer {index} reads '{linear.reads}' in {path}, which is not the norm of the residual stream",
                 fix="set r1=false",

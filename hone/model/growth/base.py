@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
@@ -11,13 +11,15 @@ from hone.base.table import Technique
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
+    from hone.model.growth.checkpoint import Recipe
     from hone.model.weights.model import ModelSource
 
 files = lazy("hone.model.growth.checkpoint")
 
 
 class Growth(Technique):
-    """Base of growths. Config and checks never import torch; tensors are made one at a time, as a checkpoint reads them."""
+    """Base of growths; a subclass writes `exact`, `grow` and `recipes`. Config and checks never import torch; tensors are made one
+    at a time, as a checkpoint reads them."""
 
     @property
     def exact(self) -> bool:
@@ -28,8 +30,8 @@ class Growth(Technique):
         """The config of the larger model. Raises SpecError when a model of `config` cannot be grown so."""
         raise NotImplementedError
 
-    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
-        """The larger model's tensors, each made of those of `source` when it is read; `seed` is that of random numbers."""
+    def recipes(self, config: ModelConfig, seed: int) -> Mapping[str, Recipe]:
+        """How each tensor of the larger model is made of those of a model of `config`; `seed` is that of random numbers."""
         raise NotImplementedError
 
 
@@ -59,7 +61,8 @@ def grown_checkpoint(source: ModelSource, growths: Sequence[Growth], seed: int =
         )
     source.empty()  # checks that its files have its tensors
     for number, growth in enumerate(growths):
-        source = growth.checkpoint(source, seed + number)
+        config = source.config
+        source = files.grown(source, growth.grow(config), growth.recipes(config, seed + number))
     return source
 
 

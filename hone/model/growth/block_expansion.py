@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy
+from hone.model.config import ModelConfig
 from hone.model.growth.base import Growth, must_grow, silencing
+from hone.model.growth.depth import deeper
 
 if TYPE_CHECKING:
-    from hone.model.config import ModelConfig
-    from hone.model.weights.model import ModelSource
-
-configs = lazy("hone.model.config")
-depth = lazy("hone.model.growth.depth")
+    from hone.model.growth.checkpoint import Recipe
 
 
 class BlockExpansion(Growth):
@@ -54,7 +52,7 @@ class BlockExpansion(Growth):
     def grow(self, config: ModelConfig) -> ModelConfig:
         order, silent = self._order(config)
         layers = [config.layers[index] for index in order]
-        large = configs.ModelConfig.read({**config.model_dump(mode="json"), "layers": layers})
+        large = ModelConfig.read({**config.model_dump(mode="json"), "layers": layers})
         for place in silent:
             silencing(large, place)
         places = [place for place in range(len(order)) if place not in silent]
@@ -72,5 +70,5 @@ class BlockExpansion(Growth):
                 )
         return large
 
-    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
-        return depth.deeper(source, self.grow(source.config), *self._order(source.config))
+    def recipes(self, config: ModelConfig, seed: int) -> Mapping[str, Recipe]:
+        return deeper(config, self.grow(config), *self._order(config))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hone.model.config import ModelConfig
 from hone.model.growth.base import silencing
-from hone.model.growth.checkpoint import Recipe, grown
-from hone.model.weights.model import ModelSource
-from hone.model.weights.source import WeightSource
 from hone.model.weights.tensors import end_tensors, layer_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hone.model.growth.checkpoint import Recipe
+    from hone.model.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Copied:
 
 
 def deeper(
-    source: ModelSource, config: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
-) -> ModelSource:
-    """The model of `config` whose layers are those of `source` at `order`; those at the places `silent` add zero."""
-    recipes: dict[str, Recipe] = {one.name: Copied(one.name) for one in end_tensors(config)}
+    small: ModelConfig, large: ModelConfig, order: Sequence[int], silent: frozenset[int] = frozenset()
+) -> dict[str, Recipe]:
+    """The tensors of `large`, whose layers are those of `small` at `order`; those at the places `silent` add zero."""
+    recipes: dict[str, Recipe] = {one.name: Copied(one.name) for one in end_tensors(large)}
     for place, index in enumerate(order):
-        recipes |= _layer(source.config, config, index, place, silent=place in silent)
-    return grown(source, config, recipes)
+        recipes |= _layer(small, large, index, place, silent=place in silent)
+    return recipes
 
 
 def _layer(small: ModelConfig, large: ModelConfig, index: int, place: int, *, silent: bool) -> dict[str, Recipe]:

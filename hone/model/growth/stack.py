@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from hone.base.lazy import lazy
+from hone.model.config import ModelConfig
 from hone.model.growth.base import Growth, must_grow
+from hone.model.growth.depth import deeper
 
 if TYPE_CHECKING:
-    from hone.model.config import ModelConfig
-    from hone.model.weights.model import ModelSource
-
-configs = lazy("hone.model.config")
-depth = lazy("hone.model.growth.depth")
+    from hone.model.growth.checkpoint import Recipe
 
 
 class Stack(Growth):
@@ -44,7 +42,7 @@ class Stack(Growth):
     def grow(self, config: ModelConfig) -> ModelConfig:
         layers = [config.layers[index] for index in self._order(config)]
         # Validated again: a layer that reuses the keys of an earlier one may stand at another place.
-        return configs.ModelConfig.read({**config.model_dump(mode="json"), "layers": layers})
+        return ModelConfig.read({**config.model_dump(mode="json"), "layers": layers})
 
-    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
-        return depth.deeper(source, self.grow(source.config), self._order(source.config))
+    def recipes(self, config: ModelConfig, seed: int) -> Mapping[str, Recipe]:
+        return deeper(config, self.grow(config), self._order(config))

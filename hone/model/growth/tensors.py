@@ -9,20 +9,18 @@ from torch import Tensor
 
 from hone.model.config import ModelConfig
 from hone.model.decoder import draw_initial
-from hone.model.growth.checkpoint import Recipe, grown
+from hone.model.growth.checkpoint import Recipe
 from hone.model.growth.layout import Layout, Made, Side, Widening
-from hone.model.weights.model import ModelSource
 from hone.model.weights.source import WeightSource
 
 
-def wider(source: ModelSource, config: ModelConfig, how: Widening, seed: int) -> ModelSource:
-    """The model of `config`, as `how` makes it of `source`."""
-    layout = Layout(source.config, config, how, seed)
+def wider(small: ModelConfig, large: ModelConfig, how: Widening, seed: int) -> dict[str, Recipe]:
+    """The tensors of `large`, as `how` makes them of those of `small`."""
+    layout = Layout(small, large, how, seed)
     made = layout.ends()
-    for index in range(config.num_layers):
+    for index in range(large.num_layers):
         made |= layout.layer(index)
-    recipes: dict[str, Recipe] = {name: Wider(one, f"{seed}/growth/{name}", how.noise) for name, one in made.items()}
-    return grown(source, config, recipes)
+    return {name: Wider(one, f"{seed}/growth/{name}", how.noise) for name, one in made.items()}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,16 +11,15 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.lazy import lazy
+from hone.model.config import LayerSpec, ModelConfig
+from hone.model.families import FAMILIES
 from hone.model.growth.axis import NEW, Axis, Integers
 from hone.model.growth.base import Growth
+from hone.model.growth.layout import Layout
 
 if TYPE_CHECKING:
-    from hone.model.config import LayerSpec, ModelConfig
-    from hone.model.weights.model import ModelSource
+    from hone.model.growth.checkpoint import Recipe
 
-configs = lazy("hone.model.config")
-families = lazy("hone.model.families")
-layouts = lazy("hone.model.growth.layout")
 tensors = lazy("hone.model.growth.tensors")
 
 _SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
@@ -87,13 +87,13 @@ class Width(Growth):
             "layers": [one.model_dump(mode="json") for one in layers],
             "hidden_size": self._more("hidden_size", config.hidden_size),
         }
-        if families.FAMILIES[config.family].embedding_sqrt:
+        if FAMILIES[config.family].embedding_sqrt:
             values["embedding_multiplier"] = values["hidden_size"] ** 0.5
-        large = configs.ModelConfig.read({**config.model_dump(mode="json"), **values})
+        large = ModelConfig.read({**config.model_dump(mode="json"), **values})
         if large == config:
             raise SpecError(f"{self.kind}: the sizes are those that the smaller model has", fix="give larger ones")
         self._divides(config, large)
-        layouts.Layout(config, large, self, 0).check()
+        Layout(config, large, self, 0).check()
         return large
 
     def _divides(self, config: ModelConfig, large: ModelConfig) -> None:
@@ -157,8 +157,8 @@ class Width(Growth):
             )
         return many
 
-    def checkpoint(self, source: ModelSource, seed: int) -> ModelSource:
-        return tensors.wider(source, self.grow(source.config), self, seed)
+    def recipes(self, config: ModelConfig, seed: int) -> Mapping[str, Recipe]:
+        return tensors.wider(config, self.grow(config), self, seed)
 
 
 def generator(seed: int, key: str) -> np.random.Generator:
