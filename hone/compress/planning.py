@@ -17,7 +17,7 @@ from hone.compress.allocations.planning import assigned, seconds
 from hone.compress.sizes import entries, shard_sizes, untied
 from hone.compress.spec import CompressSpec
 from hone.compress.statistics import PAIRED, STATISTICS
-from hone.compress.step import Step, Targets, storing
+from hone.compress.step import Step, Targets, giving, storing
 from hone.compress.structured import chain
 from hone.compress.targets import EMBEDDED, HEAD, Linear, has_head, matrix_name, select
 from hone.compress.targets import embedding as embedding_of
@@ -297,7 +297,7 @@ def written_by(spec: CompressSpec, config: ModelConfig, targets: Targets, embedd
         config,
         tuple((name, scheme, columns) for name, scheme, columns in schemes if scheme is not None),
         spec.cache and spec.cache.cache_scheme,
-        next((step.kind for step in spec.layer_steps if step.gives & {"weights:low_rank", "weights:corrected"}), None),
+        *(step and step.kind for step in (giving(f"weights:{what}", spec.steps) for what in ("low_rank", "corrected"))),
         bool(hadamards_of(spec, config, targets)),
     )
 

@@ -43,12 +43,14 @@ class Refused(SpecError):
 
 class Written(NamedTuple):
     """What a compression writes: the scheme of each quantized matrix by its name with the matrix's input features, the scheme
-    of the KV cache, the steps of low rank, and whether inputs are multiplied by Hadamard matrices."""
+    of the KV cache, the steps that leave factors in place of weights and an adapter beside them, and whether inputs are multiplied
+    by Hadamard matrices."""
 
     config: ModelConfig
     schemes: tuple[tuple[str, Scheme, int], ...]
     cache: CacheScheme | None = None
-    low_rank: str | None = None
+    factored: str | None = None
+    adapter: str | None = None
     hadamards: bool = False
 
 
@@ -80,8 +82,8 @@ def _hone(written: Written) -> Iterable[tuple[str, str]]:
 
 
 def _whole(written: Written) -> Iterable[tuple[str, str]]:
-    if written.low_rank in ("svd", "asvd"):
-        yield f"factors in place of weights ({written.low_rank})", "use eora or loftq beside a quantizer"
+    if written.factored is not None:
+        yield f"factors in place of weights ({written.factored})", "use eora or loftq beside a quantizer"
     expert = next((name for name, *_ in written.schemes if name.rpartition(".")[2].isdigit()), None)
     if expert is not None:
         yield (
@@ -148,8 +150,8 @@ def _packed(scheme: Scheme, rounding: str, what: str) -> Iterable[tuple[str, str
 def _llama(written: Written) -> Iterable[tuple[str, str]]:
     yield from _whole(written)
     architectures.hyperparameters(written.config, "this model")
-    if written.low_rank is not None:
-        yield f"adapters ({written.low_rank})", "merge it into the weights before the export"
+    if written.adapter is not None:
+        yield f"adapters ({written.adapter})", "merge it into the weights before the export"
     if written.hadamards:
         yield "inputs that are multiplied by Hadamard matrices", "use rotation with r4=false"
     if written.cache is not None:
