@@ -1,4 +1,4 @@
-"""A new quantizer is one file and one line in the table: three-bit integers, 8-bit floats."""
+"""A new quantizer is one file and one line in the table: three-bit integers, 8-bit floats, with rounded inputs or without."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hone.compress import QUANTIZERS, STEPS
 from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.packed_int import PackedInt
+from hone.model.quantized.rounded_inputs import RoundedInputs
 from tests.compress.test_export import transformers_logits
 
 
@@ -115,6 +116,33 @@ def test_an_8_bit_float_quantizer_is_one_file_and_one_table_line(
     assert before.keys() == after.keys()
     assert all(tensor.dtype == after[name].dtype for name, tensor in before.items())
     assert all(torch.equal(tensor.double(), after[name].double()) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("activations", ["fp8_token", "fp8_tensor"])
+def test_it_rounds_inputs_too_where_its_scheme_has_them(
+    activations: str,
+    tiny_llama: Path,
+    compress,
+    tmp_path: Path,
+    calibration_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheme names the rounding; option, statistics, scales from calibration and the module come from the base."""
+    code = FP8.replace('number="e4m3")', 'number="e4m3", activations=self.rounding)')
+    (tmp_path / "someones_w8a8.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "someones_w8a8", raising=False)
+    monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "w8a8": "someones_w8a8:FP8"})
+    step = {"kind": "w8a8", "activations": activations}
+    made = compress(tiny_llama, step, calibration_text=str(calibration_text))
+    assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
+    layers = [module for module in load(made.folder).modules() if isinstance(module, RoundedInputs)]
+    assert len(layers) == 8 and {module.rounding.dynamic for module in layers} == {activations == "fp8_token"}
+    assert all(float(module.input_scale) > 0 for module in layers if activations == "fp8_tensor")
+    tokens = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, whole = load(made.folder)(tokens), load(tiny_llama)(tokens)
+    assert 0 < (ours - whole).norm() < 0.2 * whole.norm()
 
 
 @pytest.mark.parametrize(("block", "fits"), [((32, 32), True), ((24, 32), False)])
