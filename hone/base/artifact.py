@@ -29,7 +29,6 @@ from hone.base.identity import (
     foreign_fingerprint,
     identify,
     present,
-    same,
 )
 from hone.base.lazy import resolve
 from hone.base.partial import BEGUN, PULL, PUSH, STATE, need_local, partial_of, publish, release, resume, sweep, take
@@ -419,7 +418,7 @@ def _stand_outside(out: Path, parents: dict[str, Artifact]) -> None:
 def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | None = None) -> Artifact | None:
     """The artifact in `out` if it is whole and of this identity; None when there is none; raises on drift.
 
-    `kind` is today's class of its spec, with which the spec of an earlier version of hone is read.
+    `kind` is the class of its spec, which tells circumstances from what drifted.
     """
     if not out.exists():
         return None
@@ -431,7 +430,7 @@ def _finished(out: Path, identity: dict[str, Any], run: Run, kind: type[Spec] | 
     there = Artifact.read(out)
     if run.redo:
         return None
-    if same(there.manifest, identity, kind):
+    if there.manifest["fingerprint"] == identity["fingerprint"]:
         sweep(out)  # its process may have been killed right after the rename
         there.need_unchanged()
         return there

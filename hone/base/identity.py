@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hone.base.durable import sha256
 from hone.base.errors import DriftError, SpecError
-from hone.base.spec import EARLIER, Spec, fingerprint
+from hone.base.spec import Spec, fingerprint
 
 NO_CONTENT = ("log/", "training_state/")
 """Folders of an artifact that are kept but not content: they may differ between two runs of one spec, and may be deleted."""
@@ -48,17 +48,9 @@ def identify(
     return {**row, "fingerprint": fingerprint(_made_from(row, spec.identity())), "machine": machine}
 
 
-def same(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None) -> bool:
-    """Whether two manifests have the same identity: equal fingerprints, or equal after reading an earlier hone's `before` as `kind`."""
-    if before["fingerprint"] == now["fingerprint"]:
-        return True
-    spec = _today(before, kind)
-    return spec is not None and fingerprint(_made_from(before, spec)) == now["fingerprint"]
-
-
 def drift(before: dict[str, Any], now: dict[str, Any], kind: type[Spec] | None = None) -> str:
     """The first input in which two manifests differ. `kind`: the spec class of `now`."""
-    specs = [_today(one, kind) or one["spec"] for one in (before, now)]
+    specs = [_identity_of(one, kind) or one["spec"] for one in (before, now)]
     return difference(*(_made_from(one, spec) for one, spec in zip((before, now), specs, strict=True)))
 
 
@@ -67,7 +59,7 @@ def read_both(
 ) -> tuple[Spec, Spec] | tuple[None, None]:
     """The specs of two manifests that differ in nothing else, as `kind`; (None, None) when they do or cannot be read."""
     try:
-        specs = None if kind is None else [kind.read(one["spec"], EARLIER) for one in (before, now)]
+        specs = None if kind is None else [kind.read(one["spec"]) for one in (before, now)]
     except SpecError:
         return None, None
     if specs is None or difference(*(_made_from(one, {}) for one in (before, now))):
@@ -79,26 +71,16 @@ def drifted(out: Path, before: dict[str, Any], now: dict[str, Any], kind: type[S
     """The error for the finished artifact `out`, whose manifest is `before`, when `now` is to be made there."""
     finished, spec = read_both(before, now, kind)
     on = spec.after(finished, out) if finished is not None and spec is not None else ""
-    earlier = by_earlier(before, kind)
-    keep = f"use it as it is by giving {out} as an input" if earlier else "keep it and give the new one another name"
     return DriftError(
-        f"{out} was made from another spec: {drift(before, now, kind)}{earlier}",
-        fix=f"{on}{keep}, or make it again with --redo={out.name}",
+        f"{out} was made from another spec: {drift(before, now, kind)}",
+        fix=f"{on}keep it and give the new one another name, or make it again with --redo={out.name}",
     )
 
 
-def by_earlier(before: dict[str, Any], kind: type[Spec] | None) -> str:
-    """A clause for a manifest of an earlier version of hone, with other fields or defaults; '' for one of this version."""
-    spec = _today(before, kind)
-    if kind is None or (spec is not None and fingerprint(_made_from(before, spec)) == before["fingerprint"]):
-        return ""
-    return f"; it was made by an earlier version of hone, whose {before['kind']} stage had other options or defaults"
-
-
-def _today(manifest: dict[str, Any], kind: type[Spec] | None) -> dict[str, Any] | None:
-    """The identity of a manifest's spec, read as today's `kind`; None when it cannot be read."""
+def _identity_of(manifest: dict[str, Any], kind: type[Spec] | None) -> dict[str, Any] | None:
+    """The identity of a manifest's spec, read as `kind`; None when it cannot be read."""
     try:
-        return None if kind is None else kind.read(manifest["spec"], EARLIER).identity()
+        return None if kind is None else kind.read(manifest["spec"]).identity()
     except SpecError:
         return None
 

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import yaml
 from pydantic import (
@@ -24,9 +24,6 @@ from pydantic import (
 )
 
 from hone.base.errors import HoneError, SpecError, did_you_mean
-
-EARLIER = {"earlier": True}
-"""Context of `Spec.read` for specs written by earlier versions of hone."""
 
 _WORDS = {"null": None, "none": None, "true": True, "false": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -49,30 +46,9 @@ class Quiet:
 
 
 class Spec(BaseModel):
-    """The description of a computation. Frozen; unknown fields are errors; every field has a description, its help text.
-
-    `renamed` maps earlier names of fields to today's (dotted inside a nested spec; None: removed), so that specs of earlier versions
-    are readable, and an error for an earlier name gives today's.
-    """
+    """The description of a computation. Frozen; unknown fields are errors; every field has a description, its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-    renamed: ClassVar[dict[str, str | None]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_named_today(cls, values: Any, info: ValidationInfo) -> Any:
-        """With the context EARLIER, renames fields of earlier versions to today's names."""
-        if not isinstance(values, dict) or info.context != EARLIER:
-            return values
-        found: dict[str, Any] = {}
-        for old, value in values.items():
-            name = cls.renamed.get(old, old)
-            outer, _, inner = (name or "").partition(".")
-            if inner:
-                found.setdefault(outer, {})[inner] = value
-            elif name is not None:
-                found[name] = value
-        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -104,18 +80,15 @@ class Spec(BaseModel):
         return dumped  # type: ignore[no-any-return]
 
     @classmethod
-    def read(cls, values: Any, context: dict[str, bool] | None = None) -> Self:
-        """A spec from a mapping. Raises SpecError with the field, its value and the nearest known name.
-
-        With `context` EARLIER, the mapping may be of an earlier version of hone (see `renamed`).
-        """
+    def read(cls, values: Any) -> Self:
+        """A spec from a mapping. Raises SpecError with the field, its value and the nearest known name."""
         if not isinstance(values, dict):
             raise SpecError(
                 f"{cls.__name__} must be a mapping of fields, got {values!r}",
                 fix=f"write its fields as `name: value`: {', '.join(cls.model_fields)}",
             )
         try:
-            return cls.model_validate(values, context=context)
+            return cls.model_validate(values)
         except ValidationError as error:
             raise _first_mistake(cls, error) from None
 
@@ -153,9 +126,6 @@ class Spec(BaseModel):
         """
         values = self.model_dump(mode="json")
         for path, text in changes.items():
-            first = path.partition(".")[0]
-            if first in self.renamed:
-                raise _renamed(type(self), path, self.renamed[first])
             set_dotted(values, path, parse_scalar(text), where=type(self).__name__)
         return type(self).read(values)
 
@@ -210,14 +180,9 @@ def _first_mistake(cls: type[BaseModel], error: ValidationError) -> HoneError:
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
         here = _model_at(cls, detail["loc"][:-1])
-        if name in here.renamed:
-            return _renamed(cls, path, here.renamed[name])
         known = list(here.model_fields)
-        return _of_field(
-            path,
-            f"{cls.__name__} has no field '{path}'",
-            f"{did_you_mean(name, known)}known fields: {', '.join(known)}",
-        )
+        meant = f"did you mean '{inner}'? " if (inner := _nested(here, name)) else did_you_mean(name, known)
+        return _of_field(path, f"{cls.__name__} has no field '{path}'", f"{meant}known fields: {', '.join(known)}")
     if detail["type"] == "missing":
         return SpecError(f"{cls.__name__} needs the field '{path}'", fix=f"add {path}: VALUE")
     message = detail["msg"].removeprefix("Value error, ")
@@ -257,12 +222,6 @@ def in_file(error: SpecError, file: Path, elsewhere: Iterable[str] = ()) -> Spec
     return _of_field(error.field, f"{file}, {where}: {error.what}", error.fix)
 
 
-def _renamed(cls: type[BaseModel], path: str, now: str | None) -> SpecError:
-    """The error for an earlier name of a field that is called `now` today (None: removed)."""
-    fix = f"it is called '{now}' now" if now else "leave it out: it is no longer needed"
-    return _of_field(path, f"{cls.__name__} has no field '{path}'", fix)
-
-
 def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:
     """The model class found by following `location` from `cls`, as far as the annotations say."""
     for part in location:
@@ -274,6 +233,13 @@ def _model_at(cls: type[BaseModel], location: tuple) -> type[BaseModel]:
             break
         cls = inner
     return cls
+
+
+def _nested(cls: type[BaseModel], name: str) -> str:
+    """'engine.dtype' for the field `name` of one spec inside `cls`; '' when none or several have it."""
+    inner = {outer: _model_of(field.annotation) for outer, field in cls.model_fields.items()}
+    found = [f"{outer}.{name}" for outer, model in inner.items() if model is not None and name in model.model_fields]
+    return found[0] if len(found) == 1 else ""
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

@@ -170,10 +170,10 @@ class Table:
         bases = [one for one in shared if one not in classes and issubclass(one, Technique) and one is not Technique]
         return bases[-1] if bases else Technique if Technique in shared else shared[0]
 
-    def read(self, value: Any, context: dict[str, bool] | None = None) -> Technique:
+    def read(self, value: Any) -> Technique:
         """A technique from its name, from a mapping with `kind` and options, or from an instance (returned unchanged).
 
-        `context` as for `Spec.read`. Raises SpecError when the kind is missing or unknown, or an option is wrong.
+        Raises SpecError when the kind is missing or unknown, or an option is wrong.
         """
         if isinstance(value, Technique):
             return value if value.kind else value.model_copy(update={"kind": self.name_of(type(value))})
@@ -183,7 +183,7 @@ class Table:
             raise SpecError(
                 f"a {self.slot} needs a 'kind', got {value!r}", fix=f"write kind: NAME, one of: {', '.join(self.rows)}"
             )
-        return self[value["kind"]].read(value, context)
+        return self[value["kind"]].read(value)
 
     def name_of(self, cls: type[Technique]) -> str:
         """The name of `cls` in this table."""
@@ -213,7 +213,7 @@ class Choice:
         if isinstance(value, dict) and self.default and not value.get("kind"):
             value = {**value, "kind": self.default}
         try:
-            return self.table.read(value, info.context)
+            return self.table.read(value)
         except SpecError as error:
             error.field = error.field or info.field_name or ""
             raise

@@ -99,7 +99,6 @@ class Decoder(nn.Module):
         self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
         self.maker: Maker | None = None
         """Makes the weights of the parts that are on the meta device; None: it has its weights."""
-        self.register_load_state_dict_pre_hook(_old_names)
 
     @property
     def embedding(self) -> nn.Parameter:
@@ -279,9 +278,3 @@ def draw_initial(target: Tensor, name: str, initial: Initial) -> None:
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """`value` as a tensor of `dtype` holds it."""
     return torch.tensor(value, dtype=dtype).item()
-
-
-def _old_names(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Reads the embedding of older state dicts, in which it was a parameter of the decoder itself."""
-    if f"{prefix}embedding" in tensors:
-        tensors[f"{prefix}embed_tokens.weight"] = tensors.pop(f"{prefix}embedding")

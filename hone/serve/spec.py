@@ -5,7 +5,7 @@ Fields have vLLM's names where vLLM has the field.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,15 +20,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 class EngineSpec(Spec):
     """Dtypes, sizes and policies of an `Engine`. Empty sizes are derived from the device."""
-
-    renamed: ClassVar[dict[str, str | None]] = {
-        "page_size": "block_size",
-        "cache_bytes": "kv_cache_memory_bytes",
-        "memory_fraction": "gpu_memory_utilization",
-        "max_rows": "max_num_seqs",
-        "token_budget": "max_num_batched_tokens",
-        "prefix_cache": "enable_prefix_caching",
-    }
 
     dtype: Dtype = Field("auto", description="Number format of the weights; auto keeps the folder's.")
     load_format: Literal["auto", "dummy"] = Field(

@@ -45,13 +45,10 @@ class SavedTensors:
             pieces = json.loads(metadata.get(_PIECES, "{}"))
             cuts = {name: Cut.read(values) for name, values in json.loads(metadata.get(_CUTS, "{}")).items()}
             for key in file.keys():  # noqa: SIM118
-                # In older checkpoints the embedding was no module, and its weight was named "embedding".
-                old = key.removesuffix(".embedding")
                 start, stop = pieces.get(key, (0, math.prod(file.get_slice(key).get_shape())))
-                label = key if old == key else f"{old}.embed_tokens.weight"
-                cut = cuts.get(key, cuts.get(key.partition(".")[2]))  # older ones have the weights' names
-                parts = self._parts if cut is None else self._cuts.setdefault(label, {})
-                parts.setdefault(label if cut is None else cut, []).append((start, stop, file, key))  # type: ignore[attr-defined]
+                cut = cuts.get(key)
+                parts = self._parts if cut is None else self._cuts.setdefault(key, {})
+                parts.setdefault(key if cut is None else cut, []).append((start, stop, file, key))  # type: ignore[attr-defined]
 
     @property
     def labels(self) -> list[str]:
@@ -135,9 +132,9 @@ def opened(folder: Path) -> tuple[SavedTensors, dict[str, Any]]:
     from safetensors import SafetensorError
 
     try:
-        numbers = unsealed((folder / "numbers.json").read_text("utf8"), _FILES)
-        count = numbers.pop(_FILES, None)
-        for rank in range(count or 0):
+        numbers = unsealed((folder / "numbers.json").read_text("utf8"))
+        count = numbers.pop(_FILES)
+        for rank in range(count):
             if not (folder / _name(rank, count)).exists():
                 raise FileNotFoundError(f"{_name(rank, count)} is missing")
         return SavedTensors(folder), numbers
@@ -155,9 +152,8 @@ def verified(folder: Path, mesh: Mesh) -> tuple[SavedTensors, dict[str, Any]]:
     said = ""
     try:
         opened(folder)  # says of a file that is cut off that it is
-        required = _FILES in unsealed((folder / "numbers.json").read_text("utf8"), _FILES)
         files = sorted(folder.glob(f"{_TENSORS}*.safetensors"))[mesh.rank :: mesh.world_size]
-        said = next(filter(None, (damage_of(file, required=required) for file in files)), "")
+        said = next(filter(None, (damage_of(file) for file in files)), "")
     except ArtifactError as error:
         said = error.what.partition(_DAMAGED)[2]
     said = next(filter(None, mesh.gather(said)), "")

@@ -77,19 +77,6 @@ class Train(Prolonged):
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     every_rank: ClassVar[bool] = True
-    renamed: ClassVar[dict[str, str | None]] = {
-        "accumulation": "gradient_accumulation_steps",
-        "checkpoint_every": "checkpoint.interval",
-        "checkpoint_keep": "checkpoint.keep_latest_k",
-        "clip": "max_grad_norm",
-        "data_parallel": "parallelism.data_parallel",
-        "eval_every": "validation.interval",
-        "eval_rows": "validation.sequences",
-        "eval_sequences": "validation.sequences",
-        "remat": "activation_checkpointing",
-        "time_budget_s": "early_stopping.max_time_s",
-    }
-
     model: Shape = Field(
         default_factory=Shape, description="Sizes of a new model; not used with a 'model' parent or init: teacher."
     )

@@ -1,19 +1,17 @@
-"""Identity: circumstances are no part of it, earlier names are understood, and what drifted is named."""
+"""Identity: circumstances are no part of it, and what drifted is named."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import pytest
 from pydantic import Field
 
-from hone.base.artifact import Artifact, Draft, start
+from hone.base.artifact import Artifact, start
 from hone.base.errors import DriftError, SpecError
 from hone.base.figure import Figure
 from hone.base.run import Run
-from hone.base.spec import EARLIER, Circumstance, Spec, fingerprint
+from hone.base.spec import Circumstance, Spec
 from hone.base.table import Choice, Table, Technique
 
 QUIET = Run(quiet=True)
@@ -21,8 +19,6 @@ QUIET = Run(quiet=True)
 
 class Speed(Technique):
     """How fast. It has no paper."""
-
-    renamed: ClassVar = {"quickness": "rate"}
 
     rate: int = Field(1, description="Rate.")
     threads: Annotated[int, Circumstance()] = Field(1, description="Threads.")
@@ -32,32 +28,16 @@ SPEEDS = Table("speed", {"speed": f"{__name__}:Speed"})
 
 
 class Inner(Spec):
-    renamed: ClassVar = {"colour": "color"}
-
     color: str = Field("red", description="Color.")
     cache: Annotated[bool, Circumstance()] = Field(True, description="Whether results are kept.")
 
 
 class Job(Spec):
-    renamed: ClassVar = {"remat": "activation_checkpointing", "gone": None}
-
     steps: int = Field(3, description="Steps.")
     activation_checkpointing: str = Field("none", description="What is computed twice.")
     compile: Annotated[bool, Circumstance()] = Field(False, description="Whether it is compiled.")
     inner: Inner = Field(Inner(), description="More.")
     speeds: tuple[Annotated[Technique, Choice(SPEEDS)], ...] = Field((), description="Speeds.")
-
-
-def earlier(folder: Path, spec: dict) -> Artifact:
-    """An artifact as an earlier hone wrote it: its fingerprint is of all fields, under the names they had."""
-    made = start(folder, kind="job", spec=Job(), run=QUIET)
-    assert isinstance(made, Draft)
-    made = made.commit()
-    manifest = json.loads((folder / "hone.json").read_text())
-    manifest["spec"] = spec
-    manifest["fingerprint"] = fingerprint({"kind": "job", "spec": spec, "parents": {}})
-    (folder / "hone.json").write_text(json.dumps(manifest))
-    return Artifact.read(folder)
 
 
 def test_circumstances_are_no_part_of_the_identity_at_any_depth():
@@ -82,48 +62,17 @@ def test_an_interrupted_stage_resumes_in_other_circumstances(tmp_path):
     assert start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET).resumed
 
 
-def test_what_an_earlier_hone_made_from_the_same_is_the_same(tmp_path):
-    before = {"steps": 3, "remat": "all", "gone": 7, "compile": True, "inner": {"colour": "red", "cache": True}}
-    before["speeds"] = [{"kind": "speed", "quickness": 4, "threads": 2}]
-    made = earlier(tmp_path / "job-a", before)
-    wanted = Job(activation_checkpointing="all", speeds=({"kind": "speed", "rate": 4},))
-    found = start(tmp_path / "job-a", kind="job", spec=wanted, run=QUIET)
-    assert isinstance(found, Artifact) and found.fingerprint == made.fingerprint
-    child = start(tmp_path / "job-b", kind="job", spec=Job(), parents={"job": found}, run=QUIET)
-    assert child._identity["parents"][0]["fingerprint"] == made.fingerprint
-
-
-def test_drift_from_an_earlier_hone_names_what_differs_and_no_circumstance(tmp_path):
-    earlier(tmp_path / "job-a", {"compile": True, "steps": 9, "remat": "none", "gone": 7})
-    with pytest.raises(
-        DriftError, match=r"made from another spec: spec\.steps was 9, is 3; it was made by an earlier version of hone"
-    ):
-        start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
-    start(tmp_path / "job-b", kind="job", spec=Job(steps=9), run=QUIET).commit()
-    with pytest.raises(DriftError, match=r"spec\.steps was 9, is 3\n"):
+def test_drift_names_the_field_and_no_circumstance(tmp_path):
+    start(tmp_path / "job-b", kind="job", spec=Job(steps=9, compile=True), run=QUIET).commit()
+    with pytest.raises(DriftError, match=r"spec\.steps was 9, is 3\n") as caught:
         start(tmp_path / "job-b", kind="job", spec=Job(), run=QUIET)
+    assert "another name" in caught.value.fix and "--redo=job-b" in caught.value.fix
 
 
-def test_what_an_earlier_hone_could_and_this_one_cannot_is_said(tmp_path):
-    earlier(tmp_path / "job-a", {"steps": 3, "wings": 2})
-    with pytest.raises(
-        DriftError, match=r"wings was 2.*it was made by an earlier version of hone, whose job stage had other options"
-    ) as caught:
-        start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
-    assert "as an input" in caught.value.fix and "--redo=job-a" in caught.value.fix
-
-
-def test_an_earlier_name_is_an_error_that_says_todays():
-    with pytest.raises(SpecError, match="Job has no field 'remat'") as caught:
-        Job.read({"remat": "all"})
-    assert caught.value.fix == "it is called 'activation_checkpointing' now"
-    with pytest.raises(SpecError, match="no field 'gone'") as caught:
-        Job.read({"gone": 1})
-    assert caught.value.fix == "leave it out: it is no longer needed"
-    with pytest.raises(SpecError, match=r"no field 'inner\.colour'") as caught:
-        Job.read({"inner": {"colour": "blue"}})
-    assert caught.value.fix == "it is called 'color' now"
-    assert Job.read({"remat": "all", "inner": {"colour": "blue"}}, EARLIER).inner.color == "blue"
+def test_a_field_of_a_nested_spec_is_found_by_its_name():
+    with pytest.raises(SpecError, match="Job has no field 'color'") as caught:
+        Job.read({"color": "blue"})
+    assert caught.value.fix.startswith("did you mean 'inner.color'? known fields: steps")
 
 
 class Meter:

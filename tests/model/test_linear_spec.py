@@ -250,13 +250,3 @@ def test_a_family_is_a_row() -> None:
 def test_the_declarations_need_no_torch() -> None:
     code = "import sys, hone.model.linear_spec, hone.model.families; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_state_dict_from_before_the_embedding_was_a_module() -> None:
-    model, other = model_of("attention"), model_of("attention")
-    old = {name.replace("embed_tokens.weight", "embedding"): value for name, value in model.state_dict().items()}
-    assert "embedding" in old
-    with torch.no_grad():
-        other.embedding.zero_()
-    other.load_state_dict(old)
-    assert torch.equal(other.embedding, model.embedding)

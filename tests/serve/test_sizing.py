@@ -38,30 +38,11 @@ def test_free_memory_is_used_up_to_what_max_num_seqs_can_fill():
     assert cache_pages(part, 10_000, CPU, 10**6, weights=free // 2) == pytest.approx(pages / 2, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("page_size", "block_size"),
-        ("max_rows", "max_num_seqs"),
-        ("token_budget", "max_num_batched_tokens"),
-        ("prefix_cache", "enable_prefix_caching"),
-        ("cache_bytes", "kv_cache_memory_bytes"),
-        ("memory_fraction", "gpu_memory_utilization"),
-    ],
-)
-def test_earlier_field_names_are_errors_that_name_todays(old, new):
-    with pytest.raises(SpecError, match=f"engine.{old}") as caught:
-        ServerSpec.from_overrides({f"engine.{old}": "1"})
-    assert f"'{new}'" in caught.value.fix
-
-
 def test_formats_and_draft_model_belong_to_the_engine():
     for name in ("draft", "dtype"):
         with pytest.raises(SpecError) as caught:
             ServerSpec.from_overrides({name: "x"})
         assert f"'engine.{name}'" in caught.value.fix
-    with pytest.raises(SpecError, match="has no field 'max_rows'"):
-        ServerSpec.read({"engine": {"drafter": {"kind": "prompt_lookup", "max_rows": 3}}})
 
 
 def machine(device: str = "cpu", cores: int = 2, gpu_bytes: int = 0) -> Machine:

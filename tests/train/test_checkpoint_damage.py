@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from hone.base.errors import ArtifactError
 from hone.base.ranks import Mesh
 from hone.train.checkpoint import Checkpoints, opened, verified
-from hone.train.faults.checksums import CRC, damage_of, sealed, unsealed
 from tests.ranked import together
 
 TENSORS = {
@@ -66,17 +64,6 @@ def test_the_tensor_is_named_and_the_checkpoint_before_is_used(kept):
         f"the checkpoint {file.parent} is damaged: tensors.safetensors: the bytes of weight.a are not those that were "
         "written; it is passed over"
     ]
-
-
-def test_checkpoints_of_earlier_versions_are_read(kept):
-    from safetensors.torch import save_file
-
-    newest = kept / "step-00000002"
-    save_file(TENSORS, newest / "tensors.safetensors", metadata={"format": "pt"})
-    (newest / "numbers.json").write_text(json.dumps(NUMBERS | {"done": 2}))
-    _, numbers = Checkpoints(kept).newest()
-    assert numbers["done"] == 2 and damage_of(newest / "tensors.safetensors", required=False) == ""
-    assert unsealed(sealed({"a": 1.5}), "a") == {"a": 1.5} and CRC in json.loads(sealed({}))
 
 
 def saved_on_ranks(folder: str) -> None:

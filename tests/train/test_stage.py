@@ -227,10 +227,7 @@ def test_a_half_depth_student(trained, data_folder, tmp_path):
         ({"tokens": 1000}, "not both"),
         ({"activation_checkpointing": "most"}, "unknown activation_checkpointing 'most'"),
         ({"optimiser": {}}, "did you mean 'optimizer'"),
-        ({"accumulation": 2}, "it is called 'gradient_accumulation_steps' now"),
-        ({"clip": 1.0}, "it is called 'max_grad_norm' now"),
-        ({"eval_rows": 8}, "it is called 'validation.sequences' now"),
-        ({"remat": "sqrt"}, "it is called 'activation_checkpointing' now"),
+        ({"sequences": 8}, "did you mean 'validation.sequences'"),
         ({"precision": "fp4"}, "precision"),
     ],
 )
@@ -238,13 +235,6 @@ def test_mistakes_are_said(change, message, data_folder, tmp_path):
     with pytest.raises(SpecError) as caught:
         Train.read({**SPEC, **change}).make(tmp_path / "train-x", {"data": Artifact.read(data_folder)}, QUIET)
     assert message in str(caught.value)
-
-
-def test_an_option_with_a_former_name_is_told_the_new_one():
-    with pytest.raises(SpecError, match="it is called 'activation_checkpointing' now"):
-        Train.read(SPEC).override({"remat.n": "2"})
-    with pytest.raises(SpecError, match="it is called 'max_grad_norm' now"):
-        Train.from_overrides({"clip": "1"})
 
 
 def test_a_model_that_knows_too_few_tokens(trained, tmp_path):
@@ -329,23 +319,6 @@ def test_every_optimizer_makes_the_same_bytes_after_a_kill(optimizer, data_folde
     whole = Train.read(spec).make(tmp_path / "train-whole", {"data": Artifact.read(data_folder)}, QUIET)
     assert content_after_kills(spec, data_folder, tmp_path / "train-killed", [8]) == whole.content
     assert whole.techniques[-1]["slot"] == "optimizer"
-
-
-def test_a_training_of_an_earlier_hone_is_not_made_again(trained, data_folder, tmp_path):
-    """Its manifest has the former names, no kind of optimizer, and circumstances in its fingerprint."""
-    shutil.copytree(trained.folder, tmp_path / trained.folder.name)
-    path = tmp_path / trained.folder.name / "hone.json"
-    manifest = json.loads(path.read_text())
-    former = {now: old for old, now in Train.renamed.items()}
-    spec = {former.get(name, name): value for name, value in manifest["spec"].items()}
-    spec["optimizer"] = {name: value for name, value in spec["optimizer"].items() if name != "kind"}
-    checkpoint = spec.pop("checkpoint")
-    spec |= {"checkpoint_every": checkpoint["interval"], "checkpoint_keep": checkpoint["keep_latest_k"]}
-    spec["time_budget_s"] = None
-    path.write_text(json.dumps({**manifest, "spec": spec, "fingerprint": "0123456789abcdef"}))
-    before = path.read_bytes()
-    made = Train.read(SPEC).make(path.parent, {"data": Artifact.read(data_folder)}, QUIET)
-    assert path.read_bytes() == before and made.fingerprint == "0123456789abcdef"
 
 
 def test_options_of_an_optimizer_without_its_kind_are_adamws():

@@ -44,12 +44,6 @@ class ProcessesSpec(Spec):
 class ServerSpec(Spec):
     """How a model folder is served over HTTP."""
 
-    renamed: ClassVar[dict[str, str | None]] = {
-        "draft": "engine.draft",
-        "dtype": "engine.dtype",
-        "gpu_memory": "engine.gpu_memory",
-    }
-
     model_config = ConfigDict(coerce_numbers_to_str=True)  # --api_key=1234 is a text too
     without_effect: ClassVar[tuple[str, ...]] = ("engine.max_waiting",)
     """Fields of the engine that mean nothing in a server."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field
 
@@ -43,8 +43,6 @@ class DraftSetting:
 
 class Drafter(Technique):
     """Base of the slot: the number of tokens to guess ahead, and the most sequences for which to guess."""
-
-    renamed: ClassVar[dict[str, str | None]] = {"max_rows": "max_num_seqs"}
 
     num_tokens: int = Field(4, ge=1, le=32, description="Tokens guessed ahead.")
     max_num_seqs: int = Field(

@@ -12,7 +12,6 @@ from hone.base.artifact import MANIFEST
 from hone.base.errors import SpecError
 from hone.base.figure import human_bytes
 from hone.base.identity import changed_file
-from hone.base.spec import EARLIER
 from hone.feed.order.base import Curriculum
 from hone.model.facts import TRAINING_STATE, CheckpointFacts, Position, Trained
 from hone.train.schedules.base import Schedule, span
@@ -172,8 +171,8 @@ def start_of(spec: Training, data: Sequence[str], model: CheckpointFacts | None)
     wants_state = spec.checkpoint.load in ("optimizer", "schedule")
     at = trained.kept if wants_state else trained.ended
     before, why, notes = None, "it does not say where it ended", []
-    with suppress(SpecError):  # a spec of another version of hone
-        before = type(spec).read(trained.spec, EARLIER)
+    with suppress(SpecError):  # made with techniques that are not installed here, say
+        before = type(spec).read(trained.spec)
     if before is not None and at is not None:
         why = why_not_on(spec, before, trained, data)
     if at is None or why:
@@ -208,7 +207,7 @@ def need_state(spec: Training, model: CheckpointFacts | None) -> None:
         raise SpecError(f"{wanted} needs a model to go on from", fix=f"give --from.model=FOLDER, {fix}")
     if trained is None:
         raise SpecError(f"{wanted}: {model.where} is not the model of a training by hone", fix=fix.removeprefix("or "))
-    before = type(spec).read(trained.spec, EARLIER)
+    before = type(spec).read(trained.spec)
     if not before.checkpoint.keep.optimizer:
         raise SpecError(
             f"{wanted}: {model.where} kept no state of its optimizer",

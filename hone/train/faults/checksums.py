@@ -31,19 +31,14 @@ def with_checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     return {**metadata, CRC: json.dumps({**found, _REST: _of_object({"format": "pt", **metadata})})}
 
 
-def damage_of(path: Path, *, required: bool = True) -> str:
-    """What is wrong with the tensors of a safetensors file, as its header says; '': nothing.
-
-    A file without checksums, which are not `required`, is of an earlier version.
-    """
+def damage_of(path: Path) -> str:
+    """What is wrong with the tensors of a safetensors file, as its header says; '': nothing."""
     from safetensors import SafetensorError, safe_open
 
     try:
         file = safe_open(path, framework="pt")
         metadata = dict(file.metadata() or {})
         said = json.loads(metadata.pop(CRC, "null"))
-        if said is None and not required:
-            return ""
         names = list(file.keys())
         if said is None or {*said} != {*names, _REST} or said[_REST] != _of_object(metadata):
             return f"{path.name}: its header is not the one that was written"
@@ -61,15 +56,12 @@ def sealed(values: Mapping[str, Any]) -> str:
     return json.dumps({**values, CRC: _of_object(values)})
 
 
-def unsealed(text: str, key: str) -> dict[str, Any]:
-    """The object that `sealed` got, which had the entry `key`; without both it is one of an earlier version, which had no checksum.
-
-    Raises ValueError when it is another text.
-    """
+def unsealed(text: str) -> dict[str, Any]:
+    """The object that `sealed` got. Raises ValueError when it is another text."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("it is no object")
-    if (CRC in values or key in values) and values.pop(CRC, None) != _of_object(values):
+    if values.pop(CRC, None) != _of_object(values):
         raise ValueError("its text is not the one that was written")
     return values
 
