@@ -15,11 +15,9 @@ import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -35,13 +33,6 @@ class Circumstance:
     A technique that does change it (`exact` is False) is part of it nevertheless.
 
     `compile: Annotated[bool, Circumstance()] = Field(False, description="...")`
-    """
-
-
-class Quiet:
-    """Marks a field that no print contains while it has its default: a field can be added and earlier identities stay.
-
-    `scale: Annotated[float | None, Quiet()] = Field(None, description="...")`
     """
 
 
@@ -70,14 +61,6 @@ class Spec(BaseModel):
         if isinstance(value, bool) and _is_number(cls.model_fields[str(field.field_name)].annotation):
             raise ValueError("this needs a number")
         return value
-
-    @model_serializer(mode="wrap")
-    def _without_quiet_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        dumped = handler(self)
-        for name, field in type(self).model_fields.items():
-            if any(isinstance(one, Quiet) for one in field.metadata) and getattr(self, name) == field.default:
-                dumped.pop(name, None)
-        return dumped  # type: ignore[no-any-return]
 
     @classmethod
     def read(cls, values: Any) -> Self:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.errors import did_you_mean
-from hone.base.spec import Quiet
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, IDENTIFIERS, SCORERS
@@ -77,7 +76,7 @@ class Settings(Stage):
         validate_default=True,
         description="Deduplications in order.",
     )
-    annotations: Annotated[tuple[Annotated[Technique, Choice(ANNOTATIONS)], ...], Quiet()] = Field(
+    annotations: tuple[Annotated[Technique, Choice(ANNOTATIONS)], ...] = Field(
         (),
         description="What a language model behind an endpoint says about, or makes of, the documents left, in order.",
     )
@@ -90,9 +89,7 @@ class Settings(Stage):
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of documents held out, chosen by hash.")
     tokenizer: Tokenizer = Field(Tokenizer(), description="The tokenizer to train or to reuse.")
     packing: PackingSpec = Field(PackingSpec(), description="How tokens are packed into sequences: stream or best_fit.")
-    export: Annotated[Exports, Quiet()] = Field(
-        Exports(), description="Other forms of the result: dropped, jsonl, hugging_face."
-    )
+    export: Exports = Field(Exports(), description="Other forms of the result: dropped, jsonl, hugging_face.")
     num_samples: int = Field(3, ge=0, description="Dropped documents to show per reason.")
 
     @field_validator("encoding")

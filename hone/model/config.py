@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet, Spec
+from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.cost.dims import LayerDims, ModelDims
 from hone.model.adapters import ADAPTERS
@@ -26,7 +26,7 @@ class LayerSpec(Spec):
 
     mixer: Annotated[Technique, Choice(MIXERS)] = Field(description="How tokens attend to each other.")
     feed_forward: Annotated[Technique, Choice(FEED_FORWARDS)] = Field(description="Computed for each token alone.")
-    norms: Annotated[Literal["pre", "post", "both"], Quiet()] = Field(
+    norms: Literal["pre", "post", "both"] = Field(
         "pre", description="Norms before mixer and feed-forward, after them (inside the residual), or both."
     )
 
@@ -72,18 +72,18 @@ class ModelConfig(Spec):
     bos_token_id: int | None = Field(None, description="Token a sequence begins with, if any.")
     eos_token_ids: tuple[int, ...] = Field((), description="Tokens that end a sequence.")
 
-    norm_offset: Annotated[float, Quiet()] = Field(
+    norm_offset: float = Field(
         0.0,
         description="Added to the weights of all RMS norms before they multiply: 1 where checkpoints store them less 1.",
     )
-    embedding_multiplier: Annotated[float, Quiet()] = Field(
+    embedding_multiplier: float = Field(
         1.0, gt=0, description="Embeddings are multiplied by it, rounded to their number format."
     )
-    residual_multiplier: Annotated[float, Quiet()] = Field(
+    residual_multiplier: float = Field(
         1.0, gt=0, description="Outputs of mixers and feed-forwards are multiplied by it before they are added."
     )
-    logits_scaling: Annotated[float, Quiet()] = Field(1.0, gt=0, description="Logits are divided by it.")
-    logits_softcap: Annotated[float | None, Quiet()] = Field(
+    logits_scaling: float = Field(1.0, gt=0, description="Logits are divided by it.")
+    logits_softcap: float | None = Field(
         None, gt=0, description="Cap of the logits: softcap * tanh(logit / softcap); empty for none."
     )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet, Spec
+from hone.base.spec import Spec
 
 
 class Rope(Spec):
@@ -28,24 +28,22 @@ class Rope(Spec):
         4.0, gt=0, description="llama3: wavelengths shorter than old context / this are kept."
     )
     original_max_seq_len: int = Field(8192, gt=0, description="Context length before the extension.")
-    attention_factor: Annotated[float, Quiet()] = Field(
+    attention_factor: float = Field(
         1.0, gt=0, description="yarn, longrope: rotated queries and keys are multiplied by it."
     )
-    beta_fast: Annotated[float, Quiet()] = Field(
+    beta_fast: float = Field(
         32.0, gt=0, description="yarn: wavelengths with more turns than this in the old context are kept."
     )
-    beta_slow: Annotated[float, Quiet()] = Field(
+    beta_slow: float = Field(
         1.0, gt=0, description="yarn: wavelengths with fewer turns than this in the old context are scaled."
     )
-    truncate: Annotated[bool, Quiet()] = Field(
+    truncate: bool = Field(
         True, description="yarn: whether the ramp between the two begins and ends at whole channels."
     )
-    short_factor: Annotated[tuple[float, ...], Quiet()] = Field(
+    short_factor: tuple[float, ...] = Field(
         (), description="longrope: divisor of each frequency in sequences up to the old context."
     )
-    long_factor: Annotated[tuple[float, ...], Quiet()] = Field(
-        (), description="longrope: divisor of each frequency in longer sequences."
-    )
+    long_factor: tuple[float, ...] = Field((), description="longrope: divisor of each frequency in longer sequences.")
 
     @model_validator(mode="after")
     def _factors_are_there(self) -> Rope:

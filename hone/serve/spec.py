@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.figure import byte_count
-from hone.base.spec import Quiet, Spec
+from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.serve import DRAFTERS, EVICTIONS, KV_POLICIES
 from hone.serve.kv_policies.policy import check_combination
@@ -57,22 +57,22 @@ class EngineSpec(Spec):
         None, gt=0, le=1, description="Part of a GPU's memory for weights, activations and cache together (0.9); on a CPU the "
         "part of the free memory for the cache (0.3). The cache takes at most what max_num_seqs longest sequences fill."
     )  # fmt: skip
-    gpu_memory: Annotated[str | None, Quiet()] = Field(
+    gpu_memory: str | None = Field(
         None, description="Most memory of the GPU for weights, activations and cache together (20GiB, 20GB, 80%, bytes): layers that "
         "do not fit stay in pinned host memory and are copied in every step. Empty: all layers stay on the device."
     )  # fmt: skip
     enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt prefixes.")
-    eviction: Annotated[Annotated[Technique, Choice(EVICTIONS)] | None, Quiet()] = Field(
+    eviction: Annotated[Technique, Choice(EVICTIONS)] | None = Field(
         None, description="Which cached pages are given out first when no other is free; empty is lru."
     )
-    kv_policy: Annotated[Annotated[Technique, Choice(KV_POLICIES)] | None, Quiet()] = Field(
+    kv_policy: Annotated[Technique, Choice(KV_POLICIES)] | None = Field(
         None, description="Which of a sequence's own keys and values stay; empty is full."
     )
     batching: Literal["continuous", "dynamic", "static"] = Field(
         "continuous",
         description="Static, dynamic: no request joins a running batch; dynamic waits up to max_delay_s to fill it.",
     )
-    max_delay_s: Annotated[float, Quiet()] = Field(
+    max_delay_s: float = Field(
         0.05,
         ge=0,
         description="Seconds that dynamic batching waits for more requests, from the oldest one's arrival on.",

@@ -15,7 +15,7 @@ from hone.base.errors import SpecError
 from hone.base.figure import human_seconds
 from hone.base.ranks import Mesh
 from hone.base.run import Run
-from hone.base.spec import Circumstance, Quiet, Spec
+from hone.base.spec import Circumstance, Spec
 from hone.train.continuation.keep import Keep
 from hone.train.continuation.start import Load
 from hone.train.faults.checks import Checks
@@ -38,10 +38,10 @@ class Checkpointing(Spec):
         description="async: a step waits for a copy of the state in the host's memory, which a thread then writes.",
     )
     keep: Keep = Field(Keep(), description="What stays in the finished folder.")
-    export_dtype: Annotated[ExportDtype | None, Quiet()] = Field(
+    export_dtype: ExportDtype | None = Field(
         None, description="Dtype of the finished weights, rounded from the float32 masters; empty: that of precision."
     )
-    check: Annotated[Checks, Circumstance(), Quiet()] = Field(
+    check: Annotated[Checks, Circumstance()] = Field(
         Checks(), description="Checks for devices that compute wrong numbers without an error."
     )
     load: Load = Field(

@@ -13,7 +13,7 @@ from hone.base.artifact import Artifact, Draft
 from hone.base.figure import Estimate
 from hone.base.plan import Facts, facts_of, need
 from hone.base.run import Run
-from hone.base.spec import Circumstance, Quiet
+from hone.base.spec import Circumstance
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
@@ -125,9 +125,7 @@ class Train(Prolonged):
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
-    early_stopping: Annotated[EarlyStopping, Quiet()] = Field(
-        EarlyStopping(), description="An end before the last step."
-    )
+    early_stopping: EarlyStopping = Field(EarlyStopping(), description="An end before the last step.")
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
         Checkpointing(), description="Checkpoints, what stays of them, and what is read of the model."
     )

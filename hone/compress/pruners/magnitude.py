@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hone.base.spec import Quiet
 from hone.compress.pruners.base import Pruner
 from hone.cost.compress import Work
 
@@ -27,7 +26,7 @@ class Magnitude(Pruner):
 
     paper: ClassVar[str] = "arXiv:1506.02626"
 
-    scope: Annotated[Literal["matrix", "row", "global"], Quiet()] = Field(
+    scope: Literal["matrix", "row", "global"] = Field(
         "matrix", description="Weights that share one threshold: a matrix, a row of it, or all matrices of the model."
     )
 

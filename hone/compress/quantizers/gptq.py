@@ -9,12 +9,11 @@ fitted to the weights that a sweep without rounding leaves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet
 from hone.compress.pruners.base import NofM, Sparse
 from hone.compress.quantizers.integer import IntegerQuantizer
 from hone.cost.compress import Work, sweep_work
@@ -36,10 +35,10 @@ class GPTQ(IntegerQuantizer, Sparse):
         True,
         description="Columns of large inputs first; groups are static (by position), so the file format is unchanged.",
     )
-    sparsity: Annotated[float, Quiet()] = Field(
+    sparsity: float = Field(
         0.0, ge=0.0, lt=1.0, description="Fraction of weights that become zero in the same sweep, as by sparsegpt."
     )
-    pattern: Annotated[NofM, Quiet()] = Field(
+    pattern: NofM = Field(
         "none", description="N:M: of every M neighbouring weights of a row N stay; set sparsity=0.5 too."
     )
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet
 from hone.compress.quantizers import rules as ruled
 from hone.compress.quantizers.base import Quantizer
 from hone.cost.compress import Work
@@ -52,7 +51,7 @@ class IntegerQuantizer(Quantizer):
         description="Storage format: compressed-tensors' two (auto: int-quantized for 8 bits with one scale per row where inputs are "
         "rounded too, else pack-quantized), GPTQModel's two, AutoAWQ's GEMM (4 bits).",
     )
-    rules: Annotated[tuple[ruled.Rule, ...], Quiet()] = Field(
+    rules: tuple[ruled.Rule, ...] = Field(
         (),
         description="Bits and group_size of some matrices, as [{match: 're:.*down_proj', bits: 8}]: the first rule whose pattern "
         "matches a name holds, the others have the quantizer's.",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from hone.base.errors import MissingExtra
 from hone.base.lazy import resolve
-from hone.base.spec import Quiet
 from hone.base.table import Technique
 
 if TYPE_CHECKING:
@@ -63,19 +62,19 @@ class Joined(Dedup):
     that differ in at most `most_bits` bits. Tasks compare the keys, in rounds.
     """
 
-    keep: Annotated[Literal["lowest_id", "first", "longest", "newest", "highest", "lowest", "source"], Quiet()] = Field(
+    keep: Literal["lowest_id", "first", "longest", "newest", "highest", "lowest", "source"] = Field(
         "lowest_id",
         description="The copy of a group that stays: that with the lowest id (a hash: no preference), the first read, the longest, "
         "the newest by the date in `column`, that with the highest or lowest value in `column`, or of the first of `sources`. "
         "Of equal ones that with the lowest id.",
     )
-    column: Annotated[str, Quiet()] = Field(
+    column: str = Field(
         "", description="For newest, highest and lowest: a signal, a scorer's column, or one of metadata_fields."
     )
-    sources: Annotated[tuple[str, ...], Quiet()] = Field(
+    sources: tuple[str, ...] = Field(
         (), description="For keep = source: sources (top folders), the preferred one first; others are last."
     )
-    against: Annotated[tuple[str, ...], Quiet()] = Field(
+    against: tuple[str, ...] = Field(
         (), description="Folders of finished data artifacts: documents that are duplicates of one in there are dropped."
     )
 

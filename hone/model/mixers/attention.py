@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet
 from hone.cost.cache import LayerCache, keys_and_values
 from hone.cost.dims import Attending, Widths, attention_widths
 from hone.model.block import Block, Placement
@@ -90,16 +89,14 @@ class Attention(GroupedHeads):
     qkv_bias: bool = Field(False, description="Biases on queries, keys and values.")
     out_bias: bool = Field(False, description="A bias on the output projection.")
     qk_norm: bool = Field(False, description="RMS norm of each query and key head before the rotation.")
-    qk_norm_over: Annotated[Literal["head", "projection"], Quiet()] = Field(
+    qk_norm_over: Literal["head", "projection"] = Field(
         "head", description="What qk_norm norms: each head, or all query heads (and all key heads) as one vector."
     )
-    rotary_dim: Annotated[int | None, Quiet()] = Field(
+    rotary_dim: int | None = Field(
         None, ge=0, description="Channels of a head that are rotated, the first ones; empty for all, 0 for none (NoPE)."
     )
-    scale: Annotated[float | None, Quiet()] = Field(
-        None, gt=0, description="Scale of the scores; head_dim ** -0.5 when empty."
-    )
-    softcap: Annotated[float | None, Quiet()] = Field(
+    scale: float | None = Field(None, gt=0, description="Scale of the scores; head_dim ** -0.5 when empty.")
+    softcap: float | None = Field(
         None, gt=0, description="Cap of the scores: softcap * tanh(score / softcap); empty for none."
     )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from hone.base.spec import Quiet
 from hone.base.table import Technique
 from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost
@@ -122,11 +121,11 @@ class Optimizer(Technique):
     lr: float = Field(1e-3, gt=0, description="Peak learning rate; the schedule scales it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices (vectors such as norms have none).")
 
-    skip_step: Annotated[SkipStep | None, Quiet()] = Field(
+    skip_step: SkipStep | None = Field(
         None, description="Skip steps whose loss or gradient norm is an outlier; true: with the defaults; empty: none."
     )
 
-    rewind: Annotated[Rewind | None, Quiet()] = Field(
+    rewind: Rewind | None = Field(
         None,
         description="Go back to a checkpoint before such a step, and leave out the batches since; true: with the defaults; empty: no.",
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet
 from hone.train.pipeline.base import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Interleaved(_Chunked):
     paper: ClassVar[str] = "arXiv:2104.04473"
     function: ClassVar[str] = "hone.parallel.pipeline.schedules.interleaved:interleaved"
 
-    contiguous: Annotated[int | None, Quiet()] = Field(
+    contiguous: int | None = Field(
         None,
         ge=1,
         description="Micro-batches in a row through a stage before the rank's next one; empty: as many as ranks. More hide transfers, and hold more.",
@@ -75,7 +74,7 @@ class BreadthFirst(_Chunked):
 class _ZeroBubble(PipelineSchedule):
     """A schedule whose ranks end their passes at different times."""
 
-    post_validation: Annotated[bool, Quiet()] = Field(
+    post_validation: bool = Field(
         False,
         description="Update before the global norm is known, and take that back, to the bit, where it is clipped.",
     )
