@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hone.parallel import peer_copies
 from hone.parallel.overlap import gathered_linear, scattered_linear
 from hone.parallel.peer_copies import GATHER, SUM, PeerCopies
 
@@ -214,6 +217,47 @@ def test_a_rank_that_is_told_of_an_error_ends_its_own_waits():
         assert list(dict(every.parts())) == [1, 0]
 
     on_threads(2, work)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_gpu_ends_its_own_waits_and_those_for_it_alone(index, monkeypatch):
+    """Where `GpuMemory.release` writes, with the driver's writes made at once on a CPU's memory."""
+    size, capacity, last = 3, 256, 7
+    memory = peer_copies.GpuMemory.__new__(peer_copies.GpuMemory)
+    memory.__dict__ |= {"_index": index, "_size": size, "_capacity": capacity, "_last": last, "_every": []}
+    memory.__dict__ |= {"_stream": "copies", "_free": "free", "_number": torch.zeros(1, dtype=torch.int32)}
+    written: list[Any] = []
+
+    def write(what: str, stream: Any, at: Tensor, value: int) -> None:
+        assert what == "Write"
+        written.append(stream)
+        at.fill_(value)
+
+    monkeypatch.setattr(peer_copies, "_stream_value", write)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    memory.release()
+    assert not written, "no room was made, so that nobody waits"
+    each = torch.zeros(size, memory._flags_at + 2 * size * 4, dtype=torch.uint8)
+    memory._every = list(each)
+    memory.release()
+    rooms, flags = (
+        each[:, : memory._flags_at],
+        each[:, memory._flags_at :].contiguous().view(torch.int32).view(size, 2, size),
+    )
+    assert not rooms.any()
+    for owner in range(size):
+        for source in range(size):
+            ends = owner != source and index in (owner, source)
+            assert (flags[owner, :, source] == (last + peer_copies._LATER if ends else 0)).all(), (owner, source)
+    assert written == ["free"] * 4 + ["copies"], "its own waits end at once, the others' after its copies"
+    # As the driver compares: by the sign of the difference in 32 bits, with any number that is in use.
+    assert all(0 < last + peer_copies._LATER - number < 2**31 for number in range(last + 3))
+
+    def failing(*_: Any) -> None:
+        raise AssertionError("cuStreamWriteValue32 returned 700")
+
+    monkeypatch.setattr(peer_copies, "_stream_value", failing)
+    memory.release()  # the error of the GPU is shown by what failed first
 
 
 def test_a_call_must_be_used_before_the_next_one_of_its_kind():
