@@ -21,6 +21,7 @@ from hone.train.estimates import cut as cuts
 from hone.train.estimates.cut import cut
 from hone.train.estimates.figures import growth_bytes, step_seconds
 from hone.train.estimates.sizes import Work
+from hone.train.mask import masked
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.cost import layer_seconds
@@ -131,6 +132,8 @@ def test_a_heavy_head_and_many_layers():
     assert step_seconds(found, machine).value < 0.93 * step_seconds(work, machine).value
     assert found.pipeline is not None and found.pipeline.cut_by == "the simulated seconds of a step"
     assert cut(found, machine) is found, "its own cut is the best"
+    held = cut(work, machine, zeros=True)
+    assert held.pipeline == found.pipeline and held.update == masked(found.update, work.model)
     eight = h200().model_copy(update={"num_ranks": 4})
     many = work_of("interleaved", eight, 32, 8)  # more cuts than are tried
     climbed = cut(many, eight)

@@ -87,12 +87,12 @@ class _Simulated:
     def __init__(self, work: Work, pipeline: Pipelined, machine: Machine) -> None:
         self.work, self.pipeline, self.machine = work, pipeline, machine
         self.options = play_options(work, machine)
-        kinds: dict[tuple, int] = {}
+        kinds, each = [], []
         count, again = work.model.num_layers, work.recomputed
-        each = [
-            kinds.setdefault((layer, again.count(index)), len(kinds))
-            for index, layer in enumerate(pipeline.dims.layers)
-        ]
+        for index, layer in enumerate(pipeline.dims.layers):
+            kind = layer, again.count(index)
+            kinds += [] if kind in kinds else [kind]
+            each.append(kinds.index(kind))
         self.before = np.zeros((count + 1, len(kinds) + 2), np.int64)
         """Of the layers before each one: how many of each kind, and whether the first and the last are among them."""
         for index, kind in enumerate(each):
@@ -110,8 +110,7 @@ class _Simulated:
         for key, place in zip(keys, firsts, strict=True):
             if key not in self.passes:
                 row, stage = divmod(int(place), content.shape[1])
-                layers = range(cuts[row, stage], cuts[row, stage + 1])
-                self.passes[key] = self.pipeline.passes_s(layers, self.machine, **self.options)
+                self.passes[key] = self.pipeline.passes_s(_ranges(cuts[row])[stage], self.machine, **self.options)
         stages = np.array([self.passes[key] for key in keys])[places].reshape(*content.shape[:2], 3)
         forward, inputs, weights = np.ascontiguousarray(stages.transpose(2, 1, 0))
         sent = self.pipeline.sent_s(self.machine, self.work.micro_batch_tokens, dtype)
