@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.errors import SpecError
-from hone.base.spec import Quiet, Spec
+from hone.base.spec import Spec
 from hone.base.table import Technique
 from hone.model.config import FamilyName, LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
@@ -37,7 +37,7 @@ class Shape(Spec):
         "A size that a mixer leaves out is the model's.",
     )
 
-    feed_forward: Annotated[tuple[str | dict[str, Any], ...], Quiet()] = Field(
+    feed_forward: tuple[str | dict[str, Any], ...] = Field(
         (),
         description="The layers' feed-forwards, as mixers has it: names or {kind: NAME, options}, repeated over the layers; empty: "
         "the family's dense one. One without intermediate_size has the model's.",
