@@ -19,7 +19,7 @@ from hone.text.signals.counts import COUNTS, WORD_COUNTS
 from hone.text.signals.languages import languages
 from hone.text.signals.repeats import Table, capacity_for, diversity, duplicates, empty_table, ngrams
 from hone.text.signals.scan import Scratch, empty_scratch, scan
-from hone.text.signals.words import ATS, BARE_HASH, DIGITS, FLAGS, Alphabet, Words, empty_words
+from hone.text.signals.words import ATS, DIGITS, Alphabet, Words, empty_words
 from hone.text.units import unit_table
 
 _ROOM_WORDS = 1 << 15
@@ -38,7 +38,7 @@ def phrase_hash(words: Words, ids: np.ndarray, first: int, end: int) -> int:
     """Hash of the bare forms of words first..end of a document; never 0."""
     hashed = np.uint64(7)
     for index in range(first, end):
-        hashed = fold(hashed, words.others[ids[index], BARE_HASH])
+        hashed = fold(hashed, words.others[ids[index]].bare_hash)
     return max(mix(hashed), np.uint64(1))
 
 
@@ -47,7 +47,7 @@ def toxic_words(words: Words, ids: np.ndarray, num_words: int, phrases: np.ndarr
     """The number of words at which a phrase begins whose hash is in the table `phrases`."""
     hits = 0
     for place in range(num_words):
-        if words.records[ids[place], FLAGS] & np.uint64(_TOXIC_FIRST):
+        if words.records[ids[place]].flags & np.uint64(_TOXIC_FIRST):
             for size in range(1, min(longest, num_words - place) + 1):
                 key = phrase_hash(words, ids, place, place + size)
                 if phrases[find(phrases, key)] == key:
@@ -63,9 +63,9 @@ def stop_words(
     """How many different stop words of the language with this number a document has, at most len(seen); `seen` is scratch."""
     count = 0
     for place in range(num_words):
-        if words.records[ids[place], FLAGS] & np.uint64(_STOP) == np.uint64(0):
+        if words.records[ids[place]].flags & np.uint64(_STOP) == np.uint64(0):
             continue
-        number = place_of(words.others[ids[place], BARE_HASH], alphabet.stops)
+        number = place_of(words.others[ids[place]].bare_hash, alphabet.stops)
         known = alphabet.stops_of[number, language] == 0
         for index in range(count):
             known |= seen[index] == number
@@ -146,7 +146,7 @@ def phrase_hashes(data: np.ndarray, offsets: np.ndarray, alphabet: Alphabet) -> 
         words, scratch = empty_words(capacity_for(num_bytes), num_bytes), empty_scratch(num_bytes)
         scan(data, offsets[index], offsets[index + 1], words, nothing, alphabet, scratch, total)
         if total.words:
-            firsts[index] = words.others[scratch.ids[0], BARE_HASH]
+            firsts[index] = words.others[scratch.ids[0]].bare_hash
             wholes[index] = phrase_hash(words, scratch.ids, s.ZERO, total.words)
             longest = max(longest, total.words)
     return firsts, wholes, longest

@@ -14,19 +14,15 @@ from hone.text.signals.counts import LINE
 from hone.text.signals.words import (
     CAPITALS,
     CHARS,
-    FLAGS,
     FORM_SHIFT,
-    HIGH,
-    LOW,
     NUM_COUNTS,
     SENTENCES,
-    WIDE_ROW,
     Alphabet,
     Words,
     add_word,
     is_full,
     look_up,
-)  # fmt: skip
+)
 from hone.text.tables import flag
 from hone.text.units import next_unspaced, part_words
 
@@ -234,10 +230,10 @@ def take_rare(
     `before` and `second` are flags of the words before it; `adjacent` and `second_adjacent`: a single plain space precedes
     this word, and the one before.
     """
-    bits = np.int64(words.records[number, FLAGS])
-    chars = np.int64(words.records[number, LOW] & np.uint64(255))
+    bits = np.int64(words.records[number].flags)
+    chars = np.int64(words.records[number].low & np.uint64(255))
     if bits & _WIDE:
-        row = np.int64(words.others[number, WIDE_ROW])
+        row = np.int64(words.others[number].wide_row)
         chars = np.int64(words.wide[row, CHARS])
         for index in range(NUM_COUNTS):
             total.word_counts[index] += words.wide[row, index]
@@ -299,7 +295,8 @@ def take_words(
                 sentences -= 1
                 total.word_counts[SENTENCES] -= 1
         gap = edges[2 * index + 1]
-        flags, low, high = words.records[number, FLAGS], words.records[number, LOW], words.records[number, HIGH]
+        record = words.records[number]
+        flags, low, high = record.flags, record.low, record.high
         bits = np.int64(flags)
         even_low += low & _LANES
         odd_low += low >> np.uint64(8) & _LANES

@@ -36,11 +36,11 @@ _URL_LETTERS, _WWW_LETTERS = (np.uint64(sum(1 << ord(char) % 64 for char in set(
 _DOT, _ELLIPSIS_MARK, _HASH, _OPEN, _CLOSE, _BRACE, _AT = (ord(char) for char in ".…#(){@")
 
 
-KEY, FLAGS, LOW, HIGH = range(4)
-"""Indices in a word's record of four uint64: hash of the raw word; bits of tables.FLAGS, the number of its bare form above
-them; its counts as bytes, CHARS to UPPERS and ALNUMS to ATS."""
-BARE_HASH, WIDE_ROW = range(2)
-"""Indices in a word's rarely used record: hash of its bare form, its row of wide counts."""
+WORD = np.dtype([(name, np.uint64) for name in ("key", "flags", "low", "high")])
+"""A word: hash of the raw word; bits of tables.FLAGS, the number of its bare form above them; its counts as bytes, CHARS to UPPERS and
+ALNUMS to ATS."""
+FORM = np.dtype([("bare_hash", np.uint64), ("wide_row", np.uint64)])
+"""What is rarely used of a word: hash of its bare form, its row of wide counts."""
 FORM_SHIFT = len(tables.FLAGS)
 MOST_SMALL = 255
 _NUMBER_BITS, _NUMBER = np.uint64(28), np.uint64((1 << 28) - 1)
@@ -51,8 +51,8 @@ class Words(NamedTuple):
     """Every distinct word so far, by open addressing.
 
     `slots` uint32 [power of two] holds, if not 0, the number of a word + 1 and above it bits 32 and up of its hash.
-    Frequent words come first and so have low numbers, which keeps their records close together. `records` uint64 [words, 4],
-    two to a cache line, and `others` uint64 [words, 2] are described above. Counts above 255 are in `wide` int32
+    Frequent words come first and so have low numbers, which keeps their records close together. `records` WORD [words] are
+    two to a cache line; `others` FORM [words]. Counts above 255 are in `wide` int32
     [rows, NUM_COUNTS]. `bare_slots` uint64 is the table of bare forms: number + 1 (lowest 28 bits) and the top of the
     hash. `used` int64 [3]: words, bare forms, wide rows.
     """
@@ -91,8 +91,8 @@ def empty_words(capacity: int, num_bytes: int) -> Words:
     slots = 2 * capacity
     return Words(
         np.zeros(slots, np.uint32),
-        np.zeros((capacity, 4), np.uint64),
-        np.zeros((capacity, 2), np.uint64),
+        np.zeros(capacity, WORD),
+        np.zeros(capacity, FORM),
         np.zeros((num_bytes // MOST_SMALL + 16, NUM_COUNTS), np.int32),
         np.zeros(slots, np.uint64),
         np.zeros(3, np.int64),
@@ -120,7 +120,7 @@ def look_up(slots: np.ndarray, records: np.ndarray, key: int) -> tuple[int, int]
         entry = np.uint64(slots[slot])
         if (entry ^ key >> _TAG_BITS) & ~mask & np.uint64(0xFFFFFFFF) == np.uint64(0):
             number = np.int64(entry & mask) - 1
-            if records[number, KEY] == key:
+            if records[number].key == key:
                 return np.int64(slot), number
         slot = (slot + np.uint64(1)) & mask
     return np.int64(slot), np.int64(-1)
@@ -285,7 +285,7 @@ def is_quantity(lower: np.ndarray, num_chars: int, classes: np.ndarray) -> bool:
 
 @functools.cache
 def ascii_sums() -> np.ndarray:
-    """uint64 [128, 2]: what each ASCII character adds to the counts of a word, as bytes of LOW and HIGH.
+    """uint64 [128, 2]: what each ASCII character adds to the counts of a word, as bytes of `low` and `high`.
 
     LETTERED counts letters here; ellipses and counts that depend on the whole word are not in it.
     """
@@ -310,8 +310,8 @@ def count_of(low: int, high: int, place: int) -> int:
 def plain_counts(
     data: np.ndarray, start: int, end: int, alphabet: Alphabet, lower: np.ndarray
 ) -> tuple[int, int, int, int]:
-    """(LOW, HIGH, letters as in Alphabet.letters, classes of any character) of an ASCII word without two dots in a row, and
-    the word in lower case in `lower`. LOW is 0 for any other word and for a long one."""
+    """(low, high, letters as in Alphabet.letters, classes of any character) of an ASCII word without two dots in a row, and
+    the word in lower case in `lower`. `low` is 0 for any other word and for a long one."""
     low = high = letters = np.uint64(0)
     kinds, before = 0, 0
     if end - start > MOST_SMALL:
@@ -427,7 +427,7 @@ def add_word(
         vowels = 0
     urls = number_of_urls(lower, num_chars, letters)
     form = number_of_form(hashed, words)
-    words.others[number, BARE_HASH] = hashed
+    words.others[number].bare_hash = hashed
     if len(toxic) and place_of(hashed, toxic) >= 0:
         bits |= _TOXIC
     # A bitmap by the lowest bits of the hash rejects nearly all words without a search.
@@ -438,12 +438,13 @@ def add_word(
         row[SENTENCES] += ends_sentence
         row[SYLLABLES], row[URLS], row[URL_CHARS] = vowels, urls, num_chars if urls else 0
         bits |= _WIDE
-        words.others[number, WIDE_ROW] = words.used[2]
+        words.others[number].wide_row = words.used[2]
         words.used[2] += 1
     else:
         low += np.uint64(ends_sentence) << np.uint64(8 * SENTENCES)
         high += np.uint64(vowels) << np.uint64(8 * (SYLLABLES - 8)) | np.uint64(urls) << np.uint64(8 * (URLS - 8))
         high += np.uint64(num_chars if urls else 0) << np.uint64(8 * (URL_CHARS - 8))
-    words.records[number, KEY], words.records[number, LOW], words.records[number, HIGH] = key, low, high
-    words.records[number, FLAGS] = np.uint64(bits) | np.uint64(form) << np.uint64(FORM_SHIFT)
+    record = words.records[number]
+    record.key, record.low, record.high = key, low, high
+    record.flags = np.uint64(bits) | np.uint64(form) << np.uint64(FORM_SHIFT)
     return number
