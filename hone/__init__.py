@@ -65,9 +65,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        from hone.base.errors import without_models
+        from hone.base.errors import without_extra
 
-        raise (without_models(error) or error) from None
+        raise (without_extra(error) or error) from None
 
 
 def __dir__() -> list[str]:

@@ -24,9 +24,8 @@ import numpy as np
 from benchmarks.data.personal import Made, generated
 from benchmarks.data.signals import natural
 from hone.data import FILTERS
-from hone.data.edits.c4_lines import C4Lines
 from hone.data.edits.mask import Mask
-from hone.data.edits.refinedweb_lines import RefinedWebLines
+from hone.data.edits.page_lines import C4Lines, RefinedWebLines
 from hone.data.signals import signals_of
 from hone.text.batch import Texts
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus, english, other
-from hone.data.identifiers.own import Own
+from hone.data.identifiers import Own
 from hone.data.signals import signals_of
 from hone.text.batch import Texts
 from hone.text.normalize import normalize

@@ -24,7 +24,7 @@ from benchmarks.data.corpus import corpus
 from benchmarks.data.pages import gold
 from hone.data.readers.documents import Batch, Document, Options, settle
 from hone.data.readers.encodings import decode_page
-from hone.data.readers.extractor import Extractor
+from hone.data.readers.pages import Extractor
 from hone.data.readers.read import read_batches, read_file
 from hone.feed.files.listing import File
 

@@ -22,7 +22,8 @@ import tokenizers
 
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import grown
-from hone.data.tokens.tokenizer import Encoder, Tokenizer, load, train
+from hone.data.tokens.spec import Tokenizer
+from hone.data.tokens.tokenizer import Encoder, load, train
 from hone.feed.packing import best_fit_index
 
 _QWEN2 = (

@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data.pages import plain_calls
-from hone.data.readers.careful import Careful
 from hone.data.readers.encodings import decode_page
-from hone.data.readers.extractor import page_text
-from hone.data.readers.fast import Fast
+from hone.data.readers.pages import Careful, Fast, page_text
 
 LOST = 0.3
 """A page with a smaller F1 is lost."""

@@ -86,6 +86,14 @@ class MissingExtra(HoneError):
 
 MODEL_PACKAGES = ("torch", "tensorboard", "scipy")
 """Packages that every stage but data needs: the extra 'models'."""
+DATA_PACKAGES = ("pyarrow", "numba")
+"""Packages that the data stage needs: the extra 'data'."""
+
+
+def without_extra(error: ModuleNotFoundError) -> MissingExtra | None:
+    """The error to show instead of `error` when a package of the extras 'models' or 'data' is what is missing."""
+    package = (error.name or "").partition(".")[0]
+    return MissingExtra.of("this", package, "data") if package in DATA_PACKAGES else without_models(error)
 
 
 def without_models(error: ModuleNotFoundError) -> MissingExtra | None:

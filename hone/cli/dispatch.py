@@ -42,7 +42,7 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted, 143 by SIGTERM."""
     from hone.base.durable import NO_SPACE
-    from hone.base.errors import HoneError, without_models
+    from hone.base.errors import HoneError, without_extra
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except HoneError as error:
         return _complain(error.what, error.fix, error)
     except ModuleNotFoundError as error:
-        missing = without_models(error)
+        missing = without_extra(error)
         if missing is None:
             raise
         return _complain(missing.what, missing.fix, missing)

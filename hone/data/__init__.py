@@ -5,34 +5,34 @@ from hone.base.table import Table
 EXTRACTORS = Table(
     "extractor",
     {
-        "fast": "hone.data.readers.fast:Fast",
-        "careful": "hone.data.readers.careful:Careful",
+        "fast": "hone.data.readers.pages:Fast",
+        "careful": "hone.data.readers.pages:Careful",
     },
 )
 
 IDENTIFIERS = Table(
     "identifier",
     {
-        "hone": "hone.data.identifiers.own:Own",
-        "cld2": "hone.data.identifiers.cld2:CLD2",
-        "fasttext": "hone.data.identifiers.fasttext:FastText",
+        "hone": "hone.data.identifiers:Own",
+        "cld2": "hone.data.identifiers:CLD2",
+        "fasttext": "hone.data.identifiers:FastText",
     },
 )
 
 FILTERS = Table(
     "filter",
     {
-        "length": "hone.data.filters.length:Length",
-        "language": "hone.data.filters.language:Language",
-        "gopher_quality": "hone.data.filters.gopher_quality:GopherQuality",
-        "gopher_repetition": "hone.data.filters.gopher_repetition:GopherRepetition",
-        "c4": "hone.data.filters.c4:C4",
-        "fineweb": "hone.data.filters.fineweb:FineWeb",
-        "refinedweb": "hone.data.filters.refinedweb:RefinedWeb",
-        "pii": "hone.data.filters.pii:PII",
-        "toxicity": "hone.data.filters.toxicity:Toxicity",
-        "url": "hone.data.filters.url:URL",
-        "expression": "hone.data.filters.expression:Custom",
+        "length": "hone.data.filters.documents:Length",
+        "language": "hone.data.filters.documents:Language",
+        "gopher_quality": "hone.data.filters.gopher:GopherQuality",
+        "gopher_repetition": "hone.data.filters.gopher:GopherRepetition",
+        "c4": "hone.data.filters.web:C4",
+        "fineweb": "hone.data.filters.web:FineWeb",
+        "refinedweb": "hone.data.filters.web:RefinedWeb",
+        "pii": "hone.data.filters.documents:PII",
+        "toxicity": "hone.data.filters.documents:Toxicity",
+        "url": "hone.data.filters.web:URL",
+        "expression": "hone.data.filters.documents:Custom",
     },
 )
 
@@ -60,16 +60,16 @@ DEDUPS = Table(
 ANNOTATIONS = Table(
     "annotation",
     {
-        "llm_columns": "hone.data.llm.columns:LLMColumns",
-        "llm_rephrase": "hone.data.llm.rephrase:LLMRephrase",
+        "llm_columns": "hone.data.llm.techniques:LLMColumns",
+        "llm_rephrase": "hone.data.llm.techniques:LLMRephrase",
     },
 )
 
 EDITS = Table(
     "edit",
     {
-        "c4_lines": "hone.data.edits.c4_lines:C4Lines",
-        "refinedweb_lines": "hone.data.edits.refinedweb_lines:RefinedWebLines",
+        "c4_lines": "hone.data.edits.page_lines:C4Lines",
+        "refinedweb_lines": "hone.data.edits.page_lines:RefinedWebLines",
         "mask": "hone.data.edits.mask:Mask",
         "lines": "hone.data.edits.lines:Lines",
         "substrings": "hone.data.edits.substrings:Substrings",

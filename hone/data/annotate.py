@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from hone.data.corpus import BATCH_BYTES, schema
-from hone.data.identifiers.base import Opened as Identified
+from hone.data.identifiers import Opened as Identified
 from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_batches, read_file

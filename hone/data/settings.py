@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.errors import did_you_mean
+from hone.base.spec import Spec
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, IDENTIFIERS, SCORERS
-from hone.data.exports.spec import Exports
 from hone.data.signals import DOCUMENT, SIGNALS
-from hone.data.tokens.tokenizer import Tokenizer
+from hone.data.tokens.spec import Tokenizer
 from hone.feed.files.kinds import NAMES
 from hone.feed.packing import PackingSpec
 
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 
 _LATER = ("split", "dropped_by", "reason", "cluster", "cluster_size")
 """Columns that the stage adds to its own tables at the end."""
+
+
+class Exports(Spec):
+    """What is written beside the usual output."""
+
+    dropped: bool = Field(
+        False,
+        description="dropped/*.jsonl.zst: every dropped document as it was read, with the step, the reason, the rule and its values.",
+    )
+    jsonl: bool = Field(False, description="jsonl/*.jsonl.zst: the kept documents with all columns.")
+    hugging_face: bool = Field(
+        False, description="hugging_face/: the kept documents as a folder for datasets.load_dataset, with a card."
+    )
 
 
 class Settings(Stage):

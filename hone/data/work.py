@@ -18,8 +18,8 @@ from hone.data.dedup.groups import Named
 from hone.data.executors.task import Function, Task
 from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter
-from hone.data.identifiers.base import LanguageIdentification
-from hone.data.identifiers.base import Opened as Identified
+from hone.data.identifiers import LanguageIdentification
+from hone.data.identifiers import Opened as Identified
 from hone.data.readers.documents import Options
 from hone.data.results import write_kept, write_signals
 from hone.data.settings import Settings

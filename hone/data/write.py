@@ -15,7 +15,7 @@ from hone.data.chain import Chain
 from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.task import Function, Task, need_known
-from hone.data.exports.write import LINES, export
+from hone.data.exports import LINES, export
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
 from hone.data.work import column_tasks, encode, encode_tasks, write, write_columns, write_tasks

@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from hone.base.errors import ArtifactError, MissingExtra
-from hone.base.lazy import lazy
 from hone.base.spec import Spec
-
-np = lazy("numpy")
 
 
 class PackingSpec(Spec):

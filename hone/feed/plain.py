@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import SpecError
-from hone.base.lazy import lazy, resolve
+from hone.base.lazy import resolve
 from hone.feed import ROWS
 from hone.feed.chat import FIELDS, ROLES
+from hone.feed.files import listing, sniff, streams
 from hone.feed.files.kinds import COMPRESSIONS, UNKNOWN, kind_of
 from hone.feed.files.remote import is_remote
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from hone.feed.files.listing import File
     from hone.model.tokenizer import Tokenizer
 
-listing = lazy("hone.feed.files.listing")
-sniff = lazy("hone.feed.files.sniff")
-streams = lazy("hone.feed.files.streams")
 
 _PLAIN = ("text", "code", "tex", UNKNOWN)
 """Formats that are text as they stand."""

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import IDENTIFIERS
-from hone.data.identifiers.base import code_of
+from hone.data.identifiers import code_of
 from hone.data.stage import Data
 from hone.text.batch import Texts
 from hone.text.langid.identify import Identifier

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
 from hone.data import FILTERS
-from hone.data.identifiers.own import Own
+from hone.data.identifiers import Own
 from hone.data.stage import Data
 from hone.text.batch import Texts
 from hone.text.langid.identify import Identifier

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hone.base.errors import ArtifactError, FitError, SpecError
 from hone.base.run import Run
 from hone.data.stage import Data
-from hone.data.tokens.megatron import write_index
+from hone.data.tokens.pack import write_index
 from hone.feed.load import IGNORE, PackedTokens
 from hone.feed.order.base import sequence_means
 from hone.feed.packing import PackingIndex, PackingSpec, best_fit_index

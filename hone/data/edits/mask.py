@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from hone.base.errors import MissingExtra
 from hone.base.spec import Spec
-from hone.data.edits.by_shard import ByShard, Spans
+from hone.data.edits.base import ByShard, Spans
 from hone.text.batch import Texts
 
 Kind = Literal["phone", "ssn", "card", "ip", "iban", "email", "secret"]

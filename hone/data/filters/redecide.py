@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast
 
 import numpy as np
+from pyarrow import parquet
 from pydantic import Field
 
 from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import human_bytes
-from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.data import FILTERS
@@ -21,8 +21,6 @@ from hone.data.corpus import Columns
 from hone.data.filters.base import Filter
 from hone.data.filters.decide import decide
 from hone.data.results import DROPPED, added, filter_row
-
-parquet = lazy("pyarrow.parquet")
 
 _AT_ONCE = 100_000
 

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
-from hone.base.lazy import lazy
 from hone.data.corpus import Corpus, Part, digest
 from hone.data.executors.task import Task, finished, perform
 from hone.data.expression import evaluate
-from hone.data.llm.base import Asked, Asking, need_few
-from hone.data.llm.columns import LLMColumns
-from hone.data.llm.journal import Answer
-
-pa = lazy("pyarrow")
-parquet = lazy("pyarrow.parquet")
+from hone.data.llm.base import Answer, Asked, Asking, need_few
+from hone.data.llm.techniques import LLMColumns
 
 
 class Applied(NamedTuple):
@@ -134,7 +131,7 @@ def rewrite(
     folder: Path, spec: Any, part: Part, values: dict[int, dict[str, Any]], chosen: np.ndarray
 ) -> dict[str, Any]:
     """A task: writes a shard with the columns or the texts of the answers `values` (by number in the shard), and which were answered."""
-    types = spec.types()
+    types = {name: pa.type_for_alias(kind) for name, kind in spec.types().items()}
     replaces = not isinstance(spec, LLMColumns)
     answered = np.zeros(len(chosen), bool)
     num_asked = done = 0

@@ -13,6 +13,7 @@ from hone.base.durable import sha256, write_atomic
 from hone.base.errors import ArtifactError, MissingExtra, SpecError
 from hone.data.quality.seeds import Examples, Known, Seeded
 from hone.data.tokens import tokenizer as tokenizers
+from hone.data.tokens.spec import Tokenizer
 from hone.text.batch import Texts
 
 _WEIGHTS, _TOKENIZER, _ABOUT = "model.safetensors", "tokenizer.json", "about.json"
@@ -96,7 +97,7 @@ class Neural(Seeded):
         (place / _ABOUT).unlink(missing_ok=True)
         learn = np.flatnonzero(~examples.held)
         texts = [examples.texts[number] for number in learn]
-        vocabulary = tokenizers.Tokenizer(vocab_size=self.vocab_size, max_train_bytes=2 * self.max_bytes)
+        vocabulary = Tokenizer(vocab_size=self.vocab_size, max_train_bytes=2 * self.max_bytes)
         tokenizers.train(vocabulary, texts, place)
         tokens = tokenizers.load(place)
         sizes = encoder.Sizes(tokens.vocab_size, self.log_pairs, self.hidden_size, self.num_layers, self.max_tokens)

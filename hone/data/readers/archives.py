@@ -11,8 +11,7 @@ from typing import IO, Any
 from hone.base.errors import HoneError, MissingExtra
 from hone.data.readers.documents import Fault, Noted, Options, RawText, poisoned
 from hone.data.readers.encodings import decode_plain
-from hone.data.readers.extractor import Extractor, page_text
-from hone.data.readers.fast import Fast
+from hone.data.readers.pages import Extractor, Fast, page_text
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
 from hone.feed.files.streams import Unreadable, decompressor, head, open_raw, open_stream, zstandard

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hone.base.errors import HoneError, MissingExtra
 from hone.feed.files.listing import File
@@ -13,6 +16,9 @@ from hone.text.batch import Texts
 from hone.text.normalize import is_piled, normalize
 
 SAMPLE_CHARS = 400
+BLOCK_BYTES = 16 << 20
+"""About the bytes of text in a batch."""
+MAX_ROW_BYTES = 64 << 20
 MAX_REPLACED = 0.01
 """A text with a larger share of U+FFFD, which replaces bytes that could not be decoded, was read in the wrong encoding."""
 MAX_NULS = 0.001
@@ -30,7 +36,7 @@ _CUT_QUOTE = re.compile("\u00e2\u20ac(?![\u0080-\uffff])")
 
 class Document(NamedTuple):
     """One text. `id` is a hash of the file's name and the document's number in it (of a table's row: its place); `kind` is 'prose', 'code',
-    or 'row' for a table's row, of which its signals tell which of the two it is (text/code.py).
+    or 'row' for a table's row, of which its signals tell which of the two it is (hone/text/signals/code.py).
 
     Documents of one `family` (uint64) must be in one split: a module's docstrings are also in its source. `url` is where
     the text was found, if known; `metadata` is JSON of the other requested fields, or ''.
@@ -87,6 +93,18 @@ class Batch(NamedTuple):
         return [Document(*row) for row in zip(self.ids, self.texts.strings(), *rest)]
 
 
+class Rows(NamedTuple):
+    """Texts of a file's rows, unchecked. `urls` and `metadata` are None when not requested or absent.
+
+    `places` int64 [n] is the position of each text in the file: the first byte of its line, or the number of its row.
+    """
+
+    texts: Texts
+    urls: list[str] | None
+    metadata: list[str] | None
+    places: np.ndarray
+
+
 class Options(NamedTuple):
     """Reading options.
 
@@ -129,6 +147,12 @@ class Fault(NamedTuple):
         return Broken(
             self.reason, source, shown, len(shown.encode("utf8")) if self.num_bytes is None else self.num_bytes
         )
+
+
+def described(fields: dict[str, Any]) -> str:
+    """The fields that have a value, as JSON; '' when there are none."""
+    there = {name: value for name, value in fields.items() if value not in (None, "")}
+    return json.dumps(there, sort_keys=True, ensure_ascii=True, default=str) if there else ""
 
 
 def poisoned(error: BaseException) -> bool:

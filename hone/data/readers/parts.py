@@ -14,10 +14,9 @@ from itertools import pairwise
 
 from hone.base.errors import HoneError
 from hone.data.readers.documents import Options, poisoned
-from hone.data.readers.formats.arrow import num_batches
 from hone.data.readers.formats.containers import member_bytes
-from hone.data.readers.formats.json_values import is_lines
-from hone.data.readers.rows import row_group_bytes
+from hone.data.readers.json_rows import is_lines
+from hone.data.readers.tables import num_batches, row_group_bytes
 from hone.feed.files.listing import File
 from hone.feed.files.sniff import marked
 from hone.feed.files.streams import Unreadable, open_raw

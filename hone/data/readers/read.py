@@ -7,14 +7,15 @@ import io
 import json
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hone.base.lazy import resolve
 from hone.base.store import unreachable
-from hone.data.readers.archives import read_archive
 from hone.data.readers.docstrings import prose_of
 from hone.data.readers.documents import (
+    BLOCK_BYTES,
     NUL_REMOVED,
     SAMPLE_CHARS,
     Batch,
@@ -24,6 +25,7 @@ from hone.data.readers.documents import (
     Noted,
     Options,
     RawText,
+    Rows,
     family_of,
     group_of,
     identify,
@@ -32,22 +34,8 @@ from hone.data.readers.documents import (
     settle,
 )
 from hone.data.readers.encodings import decode_text
-from hone.data.readers.extractor import page_text
-from hone.data.readers.fast import Fast
-from hone.data.readers.formats.arrow import read_arrow
-from hone.data.readers.formats.containers import document_in, read_container
-from hone.data.readers.formats.csv_rows import read_csv
-from hone.data.readers.formats.epub import read_epub
-from hone.data.readers.formats.json_values import read_json
-from hone.data.readers.formats.mail import read_eml, read_mbox
-from hone.data.readers.formats.notebook import read_notebook
-from hone.data.readers.formats.office import read_docx, read_odt
-from hone.data.readers.formats.pdf import read_pdf
-from hone.data.readers.formats.tex import read_tex
-from hone.data.readers.formats.xml import read_xml
-from hone.data.readers.rows import BLOCK_BYTES, Rows, read_jsonl, read_parquet
-from hone.data.readers.texts import END_OF_TEXT as END_OF_TEXT  # imported from here by others
-from hone.data.readers.texts import read_text
+from hone.data.readers.formats.containers import document_in
+from hone.data.readers.pages import Fast, page_text
 from hone.feed.files.code import fault_of, language_of
 from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.feed.files.listing import File
@@ -137,7 +125,7 @@ def _size(item: Document | Batch | Broken | Noted) -> int:
 def _numbered(file: File, options: Options) -> Iterator[Document | Batch | Broken | Noted]:
     """Documents with their ids. A text that is set aside counts too, so that the others keep their numbers."""
     number = 0
-    for item in _READERS[file.format](file, options):
+    for item in resolve(_READERS[file.format])(file, options):
         if isinstance(item, Fault):
             yield item.broken(file.name)
             number += item.numbered
@@ -243,26 +231,27 @@ def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
     yield known or Noted("(no ending)")
 
 
-_READERS: dict[str, Callable[[File, Options], Iterator[RawText | Rows | File | Fault | Noted]]] = {
-    "text": read_text,
-    "code": _read_code,
-    "python": _read_python,
-    "html": _read_html,
-    "jsonl": read_jsonl,
-    "json": read_json,
-    "csv": read_csv,
-    "parquet": read_parquet,
-    "arrow": read_arrow,
-    "warc": read_archive,
-    "pdf": read_pdf,
-    "docx": read_docx,
-    "odt": read_odt,
-    "epub": read_epub,
-    "xml": read_xml,
-    "ipynb": read_notebook,
-    "tex": read_tex,
-    "eml": read_eml,
-    "mbox": read_mbox,
-    **dict.fromkeys(CONTAINERS, lambda file, options: read_container(file)),
-    UNKNOWN: _read_unknown,
+_READERS = {
+    "text": "hone.data.readers.texts:read_text",
+    "code": "hone.data.readers.read:_read_code",
+    "python": "hone.data.readers.read:_read_python",
+    "html": "hone.data.readers.read:_read_html",
+    "jsonl": "hone.data.readers.json_rows:read_jsonl",
+    "json": "hone.data.readers.json_rows:read_json",
+    "csv": "hone.data.readers.formats.csv_rows:read_csv",
+    "parquet": "hone.data.readers.tables:read_parquet",
+    "arrow": "hone.data.readers.tables:read_arrow",
+    "warc": "hone.data.readers.archives:read_archive",
+    "pdf": "hone.data.readers.formats.pdf:read_pdf",
+    "docx": "hone.data.readers.formats.office:read_docx",
+    "odt": "hone.data.readers.formats.office:read_odt",
+    "epub": "hone.data.readers.formats.office:read_epub",
+    "xml": "hone.data.readers.formats.xml:read_xml",
+    "ipynb": "hone.data.readers.formats.markup:read_notebook",
+    "tex": "hone.data.readers.formats.markup:read_tex",
+    "eml": "hone.data.readers.formats.mail:read_eml",
+    "mbox": "hone.data.readers.formats.mail:read_mbox",
+    **dict.fromkeys(CONTAINERS, "hone.data.readers.formats.containers:read_container"),
+    UNKNOWN: "hone.data.readers.read:_read_unknown",
 }
+"""The reader of each format, imported on use: (file, options) to an iterator of RawText, Rows, File, Fault and Noted."""

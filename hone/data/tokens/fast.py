@@ -15,10 +15,8 @@ import sys
 import unicodedata
 from typing import Any, NamedTuple
 
-from hone.base.lazy import lazy
-
-np = lazy("numpy")
-tokenizers = lazy("tokenizers")
+import numpy as np
+import tokenizers
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

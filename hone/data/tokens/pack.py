@@ -1,20 +1,41 @@
-"""Pack: writes the token ids of documents, concatenated, to memory-mappable files with the documents' starts."""
+"""Pack: writes the token ids of documents, concatenated, to memory-mappable files with the documents' starts, and Megatron-LM's index."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from hone.base.durable import write_atomic
+from hone.base.errors import FitError
 from hone.data.corpus import Corpus, publish
-from hone.data.tokens.megatron import write_index
 from hone.data.tokens.tokenizer import Encoder
 from hone.feed.packing import PackingSpec, best_fit_index
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_CODES = {"uint16": 8, "uint32": 4}  # ids are below 2^31: uint32 and Megatron's int32 are the same bytes
+
+
+def write_index(path: Path, starts: np.ndarray, dtype: np.dtype) -> None:
+    """Writes the index of documents that begin at `starts` (int64 [num_documents + 1]), each one sequence, to `path`.
+
+    Raises FitError when a document has more tokens than the format can store.
+    """
+    lengths = np.diff(starts)
+    if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+        raise FitError(
+            f"a document of {lengths.max()} tokens is longer than Megatron's index can store",
+            fix="set max_document_chars lower, or packing.megatron: false",
+        )
+    head = _MAGIC + struct.pack("<QBQQ", 1, _CODES[dtype.name], len(lengths), len(starts))
+    parts = [lengths.astype("<i4"), (starts[:-1] * dtype.itemsize).astype("<i8"), np.arange(len(starts), dtype="<i8")]
+    write_atomic(path, head + b"".join(part.tobytes() for part in parts))
+
 
 SPLITS = ("train", "val")
 _BATCH_CHARS = 1 << 18

@@ -9,17 +9,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
+import numpy as np
+import tokenizers
 
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.lazy import lazy
-from hone.base.spec import Spec
-from hone.data.readers.read import END_OF_TEXT
+from hone.data.readers.texts import END_OF_TEXT
 from hone.data.tokens.fast import FastBPE, build
-
-np = lazy("numpy")
-tokenizers = lazy("tokenizers")
+from hone.data.tokens.spec import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")
@@ -27,19 +24,6 @@ _PIECE_CHARS = 1 << 18
 _TRAIN_PIECE_CHARS = 100_000
 _ENDLESS_WORD = re.compile(r"\S{200}")
 _NO_LIMIT = 1 << 30
-
-
-class Tokenizer(Spec):
-    """The tokenizer's source and training."""
-
-    path: str | None = Field(None, description="Folder with a tokenizer.json to reuse; none: train one.")
-    vocab_size: int = Field(
-        4096, ge=257, description="Size of the vocabulary to train, including 256 bytes and the end-of-text token."
-    )
-    max_train_bytes: int = Field(
-        50_000_000, gt=0, description="Most bytes of text to train on; of more, documents are sampled."
-    )
-    max_token_chars: int = Field(32, gt=0, description="Longest token in bytes.")
 
 
 class Encoder(NamedTuple):

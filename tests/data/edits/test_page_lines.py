@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hone.base.errors import SpecError
 from hone.data import EDITS, FILTERS
-from hone.data.edits.c4_lines import C4Lines
-from hone.data.edits.refinedweb_lines import RefinedWebLines
+from hone.data.edits.page_lines import C4Lines, RefinedWebLines
 from tests.data.edits.memory import Memory
 from tests.data.test_filters import PROSE, columns_of
 

@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from hone.base.errors import FitError, HoneError, SpecError
 from hone.base.run import Run
-from hone.data.llm.columns import LLMColumns, last_object
-from hone.data.llm.journal import Answer, Journal
+from hone.data.llm.base import Answer, Journal
+from hone.data.llm.techniques import LLMColumns, last_object
 from hone.data.stage import Data
 from tests.data.stories import story
 

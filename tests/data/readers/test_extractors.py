@@ -7,10 +7,8 @@ import pytest
 from benchmarks.data.pages import gold, score
 from hone.base.errors import MissingExtra, SpecError
 from hone.data import EXTRACTORS
-from hone.data.readers.careful import Careful
 from hone.data.readers.encodings import decode_page, decode_text
-from hone.data.readers.extractor import page_text
-from hone.data.readers.fast import Fast, tidied
+from hone.data.readers.pages import Careful, Fast, page_text, tidied
 from hone.feed.files.streams import Unreadable
 
 

@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from hone.base.run import Run
+from hone.data.readers import json_rows
 from hone.data.readers import parts as parts_module
-from hone.data.readers import rows
 from hone.data.readers.documents import Broken, Document, Options
 from hone.data.readers.parts import parts
 from hone.data.readers.read import read_file
@@ -78,8 +78,8 @@ def test_a_line_belongs_to_the_part_that_its_first_byte_lies_in(tmp_path, monkey
 
 
 def test_a_row_that_is_too_long_is_set_aside_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 5000)
-    monkeypatch.setattr(rows, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 5000)
+    monkeypatch.setattr(json_rows, "BLOCK_BYTES", 4096)
     good = json.dumps({"text": "a row that is fine"}) + "\n"
     path = tmp_path / "rows.jsonl"
     long = json.dumps({"text": "y" * 3_000_000}) + "\n"

@@ -12,7 +12,7 @@ import pytest
 
 from hone.base.errors import SpecError
 from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.extractor import Extractor
+from hone.data.readers.pages import Extractor
 from hone.data.readers.read import read_file
 from hone.feed.files.listing import File, list_source
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from hone.data.readers import rows
+from hone.data.readers import json_rows
 from hone.data.readers.documents import Batch, Broken, Document, Fault, Noted, Options, settle
 from hone.data.readers.read import read_batches, read_file
 from hone.data.readers.sound import settle_batch
@@ -252,11 +252,11 @@ def test_jsonl_round_trip(tmp_path_factory, strings, ascii_only, block):
         json.dumps({"n": n, "text": text, "url": f"u{n}"}, ensure_ascii=ascii_only) for n, text in enumerate(strings)
     ]
     path.write_bytes("".join(line + "\n" for line in lines).encode("utf8", "surrogatepass"))
-    before, rows.BLOCK_BYTES = rows.BLOCK_BYTES, block
+    before, json_rows.BLOCK_BYTES = json_rows.BLOCK_BYTES, block
     try:
         found = items(path)
     finally:
-        rows.BLOCK_BYTES = before
+        json_rows.BLOCK_BYTES = before
     good = [(expected(text)[1], f"u{n}") for n, text in enumerate(strings) if not expected(text)[0]]
     documents = [item for item in found if isinstance(item, Document)]
     assert [(item.text, item.url) for item in documents] == good
@@ -377,7 +377,7 @@ def test_a_parquet_file_that_lies_about_its_size(tmp_path, monkeypatch):
     parquet.write_table(
         pa.table({"text": ["same old text" * 100] * 9000}), path, use_dictionary=False, compression="zstd"
     )
-    monkeypatch.setattr(rows, "_FREE_TABLE_BYTES", 1 << 20)
+    monkeypatch.setattr("hone.data.readers.tables._FREE_TABLE_BYTES", 1 << 20)
     assert reasons(path) == ["expands_too_much"]
 
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Core
 
 from hone.data.tokens import fast
 from hone.data.tokens.fast import build
-from hone.data.tokens.tokenizer import Tokenizer, load, train
+from hone.data.tokens.spec import Tokenizer
+from hone.data.tokens.tokenizer import load, train
 
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.data.tokens.tokenizer import Tokenizer, load, take, train
+from hone.data.tokens.spec import Tokenizer
+from hone.data.tokens.tokenizer import load, take, train
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # the sum of x and {i}, naïve\n" * 3 for i in range(60)]
 

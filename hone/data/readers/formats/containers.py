@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from hone.data.readers.documents import Fault, Noted
+from hone.data.readers.documents import Fault, Noted, Options
 from hone.feed.files.kinds import CONTAINERS, ending_of, kind_of
 from hone.feed.files.listing import File
 from hone.feed.files.streams import FREE_BYTES, MAX_EXPANSION, Unreadable, open_raw, open_stream
@@ -27,7 +27,7 @@ _DOCUMENTS = {"word/document.xml": "docx"}
 _MIMETYPES = {b"application/epub+zip": "epub", b"application/vnd.oasis.opendocument.text": "odt"}
 
 
-def read_container(file: File) -> Iterator[File | Fault | Noted]:
+def read_container(file: File, options: Options) -> Iterator[File | Fault | Noted]:
     """The members of a zip or tar file as files to read, in their order; members of other kinds are noted.
 
     A member's name is NAME_OF_THE_CONTAINER/NAME_IN_IT. Each must be read before the next is requested. Of a truncated tar the

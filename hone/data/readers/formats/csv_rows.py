@@ -9,9 +9,8 @@ from typing import IO
 
 import numpy as np
 
-from hone.data.readers.documents import SAMPLE_CHARS, Fault, Options
+from hone.data.readers.documents import BLOCK_BYTES, MAX_ROW_BYTES, SAMPLE_CHARS, Fault, Options, Rows, described
 from hone.data.readers.encodings import decode_text, decoder_of
-from hone.data.readers.rows import BLOCK_BYTES, MAX_ROW_BYTES, Rows, described
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Salvage, Unreadable, open_stream
 from hone.text.batch import Texts

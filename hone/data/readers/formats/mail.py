@@ -10,8 +10,7 @@ from typing import IO
 
 from hone.data.readers.documents import Fault, Noted, Options, RawText, poisoned
 from hone.data.readers.encodings import decode_plain
-from hone.data.readers.extractor import page_text
-from hone.data.readers.fast import Fast
+from hone.data.readers.pages import Fast, page_text
 from hone.feed.files.kinds import ending_of
 from hone.feed.files.listing import File
 from hone.feed.files.streams import Salvage, Unreadable, open_stream, read_whole

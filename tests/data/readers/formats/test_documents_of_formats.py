@@ -135,7 +135,7 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a
 
 @pytest.mark.parametrize("name", ["a.docx", "a.odt", "a.epub"])
 def test_garbage_and_bombs(tmp_path, name, monkeypatch):
-    from hone.data.readers.formats import containers, epub, office
+    from hone.data.readers.formats import containers, office
 
     inner = {"a.docx": "word/document.xml", "a.odt": "content.xml", "a.epub": "META-INF/container.xml"}[name]
     path = tmp_path / name
@@ -145,7 +145,7 @@ def test_garbage_and_bombs(tmp_path, name, monkeypatch):
     assert reasons(put(path, zipped({inner: f"{BOMB}<a>&b;</a>"}))) == ["entities_declared"]
     assert reasons(put(path, zipped({inner: "<a>" * 100_000}))) == ["nested_too_deeply"]
     monkeypatch.setattr(office, "MAX_PART_BYTES", 1 << 20)
-    monkeypatch.setattr(epub, "MAX_CHAPTER_BYTES", 1 << 20)
+    monkeypatch.setattr(office, "MAX_CHAPTER_BYTES", 1 << 20)
     assert reasons(put(path, zipped({inner: b"<a>" + b" " * (8 << 20)}))) == ["too_large"]
     monkeypatch.setattr(containers, "FREE_BYTES", 1 << 16)
     assert reasons(put(path, zipped({inner: b"<a>" + b" " * (1 << 19)}))) == ["expands_too_much"]

@@ -10,7 +10,7 @@ from email.message import EmailMessage
 import pytest
 
 from hone.data.readers.documents import Document
-from hone.data.readers.formats.tex import body
+from hone.data.readers.formats.markup import body
 from hone.data.readers.formats.wikitext import cleaned
 from tests.data.readers.formats.written import items, noted, put, reasons, texts
 

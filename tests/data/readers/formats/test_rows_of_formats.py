@@ -68,9 +68,9 @@ def test_a_bomb_ends(tmp_path, ending, monkeypatch):
 )
 @pytest.mark.parametrize("step", [7, 1 << 20])
 def test_json_in_every_shape(tmp_path, content, step, monkeypatch):
-    from hone.data.readers.formats import json_values
+    from hone.data.readers import json_rows
 
-    monkeypatch.setattr(json_values, "_STEP", step)
+    monkeypatch.setattr(json_rows, "_STEP", step)
     path = put(tmp_path / "a.json", content)
     assert texts(path) == WANTED and reasons(path) == []
     assert len({item.id for item in items(path)}) == len(ROWS)

@@ -1,4 +1,4 @@
-"""Columns from a language model: a structured answer about every document, each field a column."""
+"""What a language model adds: columns from a structured answer about every document, or another version of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hone.base.lazy import lazy
 from hone.data.expression import parse
-from hone.data.llm.base import Asking
-from hone.data.llm.journal import Answer
-
-pa = lazy("pyarrow")
+from hone.data.llm.base import Answer, Asking
 
 _KINDS = {"number": "number", "integer": "integer", "boolean": "boolean", "text": "string"}
 
@@ -74,9 +70,9 @@ class LLMColumns(Asking):
     def request(self, document: dict[str, Any]) -> dict[str, Any]:
         return super().request({**document, "text": document["text"][: self.max_chars]})
 
-    def types(self) -> dict[str, Any]:
-        """Arrow type of each column."""
-        return {name: pa.string() if kind == "text" else pa.float64() for name, kind in self.fields.items()}
+    def types(self) -> dict[str, str]:
+        """Arrow type of each column, by name."""
+        return {name: "string" if kind == "text" else "float64" for name, kind in self.fields.items()}
 
     def values_of(self, answer: Answer) -> dict[str, Any] | None:
         """The columns' values in an answer, the last JSON object in it; None when a field is missing or of another kind."""
@@ -121,3 +117,36 @@ def last_object(text: str) -> dict[str, Any] | None:
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_THOUGHT = "</think>"
+
+
+class LLMRephrase(Asking):
+    """Replaces documents by a language model's version, for example in the style of an encyclopedia. Maini et al. 2024, arXiv:2401.16380.
+
+    Longer documents than `max_chars` and those without a usable answer keep their text; the column `rephrased` tells which is
+    which. All other columns describe the document as it was read.
+    """
+
+    paper: ClassVar[str] = "arXiv:2401.16380"
+    columns: ClassVar[tuple[str, ...]] = ("rephrased",)
+    keep: ClassVar[str] = ""
+    reason: ClassVar[str] = ""
+    answer_tokens: int = Field(2048, ge=1, description="Most tokens of an answer.")
+    max_chars: int = Field(6000, ge=100, description="Longest document, in bytes, that is rephrased.")
+    min_share: float = Field(
+        0.2, ge=0, description="Least length of an answer as a share of the document's; a shorter one is not used."
+    )
+
+    def asks(self, size: int) -> bool:
+        return size <= self.max_chars
+
+    def types(self) -> dict[str, str]:
+        """Arrow type of each column, by name."""
+        return {"rephrased": "bool"}
+
+    def values_of(self, answer: Answer) -> dict[str, Any] | None:
+        """{'text'} of an answer, without reasoning; None when it is refused or empty."""
+        text = answer.text.rpartition(_THOUGHT)[2].strip()
+        return None if answer.refused or not text else {"text": text}

@@ -1,1 +1,0 @@
-"""Exports: the result in other forms: dropped documents in full, JSONL, a Hugging Face data set."""
