@@ -40,7 +40,7 @@ class Shape(Spec):
     feed_forward: tuple[str | dict[str, Any], ...] = Field(
         (),
         description="The layers' feed-forwards, as mixers has it: names or {kind: NAME, options}, repeated over the layers; empty: "
-        "the family's dense one. One without intermediate_size has the model's.",
+        "the family's. One without intermediate_size has the model's.",
     )
 
     @field_validator("mixers")
@@ -116,7 +116,8 @@ class Shape(Spec):
     def _layer_feed_forwards(self) -> list[Technique]:
         """One feed-forward for each layer: those of `feed_forward` in turn, else the family's."""
         family = FAMILIES[self.family]
-        pattern = self.feed_forward or (ACTIVATIONS[family.defaults.get(family.activation, "silu")],)
+        usual = ACTIVATIONS[family.defaults.get(family.activation, "silu")] if family.experts is None else "moe"
+        pattern = self.feed_forward or (usual,)
         options = [{"kind": entry} if isinstance(entry, str) else entry for entry in pattern]
         read = [FEED_FORWARDS.read({"intermediate_size": self.intermediate_size, **entry}) for entry in options]
         return [read[index % len(read)] for index in range(self.num_layers)]

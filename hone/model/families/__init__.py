@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.model.families.base import Family
+from hone.model.families.experts_json import Experts
 
 _POST_NORMS = {
     "mixer_post_norm": "post_attention_layernorm",
@@ -134,6 +135,61 @@ FAMILIES: dict[str, Family] = {
         local_theta="rope_local_base_freq",
         only={**_CAUSAL, "attn_logit_softcapping": (None,)},
         names=_POST_NORMS,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+        window="all",
+        experts=Experts("num_local_experts", normalize=True),
+        names={
+            "feed_forward.router": "block_sparse_moe.gate",
+            "feed_forward.gate": "block_sparse_moe.w1",
+            "feed_forward.up": "block_sparse_moe.w3",
+            "feed_forward.down": "block_sparse_moe.w2",
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 128,
+            "router_aux_loss_coef": 0.001,
+        },
+        attention_bias=True,
+        qk_norm=True,
+        experts=Experts("num_experts", "moe_intermediate_size", dense_layers=True),
+        only={"use_sliding_window": (False, None)},
+        names={"feed_forward.router": "mlp.gate"},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 64,
+            "router_aux_loss_coef": 0.01,
+            "pad_token_id": 1,
+        },
+        attention_bias=True,
+        qk_norm=True,
+        mixer={"qk_norm_over": "projection"},
+        experts=Experts("num_experts"),
+        only={"clip_qkv": (None,)},
+        names={"feed_forward.router": "mlp.gate"},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

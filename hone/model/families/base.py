@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.model.families.experts_json import Experts
 from hone.model.linear_spec import LinearSpec
 
 NAMES: Mapping[str, str] = {
@@ -72,6 +73,8 @@ class Family:
     """Whether config.json's no_rope_layers says which layers have rotary positions (1) and which none (0)."""
     rope_scalings: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
     """Scalings of rotary positions that its class in transformers knows."""
+    experts: Experts | None = None
+    """How config.json describes its experts; None: its feed-forwards are dense."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of config.json that hone runs with these values alone, null among them."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class Family:
         Experts follow one another: 'model.layers.0.mlp.experts.3.gate_proj'.
         """
         prefix, (block, _, name) = f"model.layers.{layer}", path.partition(".")
-        if path in self.names and name not in linear.parts:
+        if path in self.names and name not in linear.parts and linear.experts is None:
             return {f"{prefix}.{self.names[path]}": linear.out_features}
         found = {}
         for part, rows in linear.parts.items():

@@ -9,6 +9,7 @@ from hone.base.identity import difference
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
 from hone.model.families.base import Family
+from hone.model.families.experts_json import read_experts, write_experts
 from hone.model.families.rope_json import both_forms, positive, read_rope, write_rope_scaling
 
 OWN = "hone"
@@ -71,6 +72,9 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
         "intermediate_size": read["intermediate_size"],
         "bias": bool(read.get("mlp_bias", False)) and family.mlp_bias,
     }
+    feed_forwards = [feed_forward] * read["num_hidden_layers"]
+    if family.experts is not None:
+        feed_forwards = read_experts(read, family.experts, feed_forward, where)
     rotated = _rotated_layers(read, family, where)
     windows = _windows(read, family, rotated, where)
     ropes = {windowed: read_rope(read, family, where, windowed) for windowed in {one is not None for one in windows}}
@@ -88,10 +92,10 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
                         "window": window,
                         **({} if turned else {"rotary_dim": 0}),
                     },
-                    "feed_forward": feed_forward,
+                    "feed_forward": fed,
                     **family.layer,
                 }
-                for window, turned in zip(windows, rotated, strict=True)
+                for window, turned, fed in zip(windows, rotated, feed_forwards, strict=True)
             ],
             "norm_eps": read["rms_norm_eps"],
             "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
@@ -115,7 +119,10 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
                 f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
                 fix="save it with hone.save, which has a format of its own for such stacks, or use attention alone",
             )
-        if layer.feed_forward.kind not in ACTIVATIONS.values():
+        if layer.feed_forward.kind not in (
+            *ACTIVATIONS.values(),
+            *(["moe"] if FAMILIES[config.family].experts else []),
+        ):
             raise SpecError(
                 f"layer {index} has feed-forward '{layer.feed_forward.kind}', which no transformers class of family "
                 f"{config.family} has",
@@ -126,13 +133,14 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     whole = next((layer.mixer for layer in config.layers if layer.mixer.window is None), mixer)
     local = next((layer.mixer for layer in config.layers if layer.mixer.window is not None), None)
     rope = whole.rope if family.local_theta else mixer.rope
-    activation = next(name for name, kind in ACTIVATIONS.items() if kind == first.feed_forward.kind)
+    dense = next((layer.feed_forward for layer in config.layers if layer.feed_forward.kind != "moe"), None)
+    activation = next(name for name, kind in ACTIVATIONS.items() if dense is None or kind == dense.kind)
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": first.feed_forward.intermediate_size,
+        "intermediate_size": (dense or first.feed_forward).intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
@@ -158,6 +166,8 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         values["attention_bias"] = mixer.out_bias
     if family.mlp_bias:
         values["mlp_bias"] = first.feed_forward.bias
+    if family.experts is not None:
+        values |= write_experts(config, family.experts)
     for name, ours in family.numbers.items():
         into, _, field = ours.rpartition(".")
         values[name] = getattr(mixer if into else config, field)

@@ -1,0 +1,105 @@
+"""Translation between the fields of config.json that describe experts and those of `MoE`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import SpecError
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
+
+TRAINING = "hone_experts"
+"""The field with what only a training in hone reads: losses, capacities and jitter that the family has no field for."""
+_TRAINING_FIELDS = ("capacity_factor", "token_drop_policy", "jitter", "balance")
+_LOSS = "router_aux_loss_coef"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a family's config.json says what its experts are."""
+
+    count: str
+    """The field with their number; `num_experts` and `num_local_experts` are read whichever is there."""
+    width: str = "intermediate_size"
+    """The field with the width of one."""
+    normalize: bool | None = None
+    """Whether the weights of the chosen sum to 1; None: as norm_topk_prob says."""
+    dense_layers: bool = False
+    """Whether decoder_sparse_step and mlp_only_layers say which layers are dense."""
+
+
+def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Each layer's feed-forward, with `dense` where it has no experts. Raises SpecError naming the field that is wrong."""
+    count = _whole(values, "num_local_experts" if values.get("num_experts") is None else "num_experts", where)
+    moe = {
+        "kind": "moe",
+        "intermediate_size": _whole(values, family.width, where),
+        "experts": count,
+        "router": {
+            "kind": "softmax",
+            "top_k": _whole(values, "num_experts_per_tok", where),
+            "normalize": bool(values.get("norm_topk_prob", False)) if family.normalize is None else family.normalize,
+        },
+    }
+    weight, jitter = values.get(_LOSS), values.get("router_jitter_noise")
+    moe["balance"] = [{"kind": "aux_loss", "weight": weight}] if weight else []
+    moe["jitter"] = jitter or 0.0
+    own = values.get(TRAINING) or {}
+    if not isinstance(own, dict) or not own.keys() <= set(_TRAINING_FIELDS):
+        raise SpecError(
+            f"{where}: {TRAINING} is {own!r}", fix=f"give it fields of {', '.join(_TRAINING_FIELDS)} or remove it"
+        )
+    return [{**moe, **own} if has else dense for has in _with_experts(values, family, where)]
+
+
+def write_experts(config: ModelConfig, family: Experts) -> dict[str, Any]:
+    """The fields of config.json for the first layer with experts; {} for a model without any. Raises SpecError for a router's bias."""
+    layers = [layer.feed_forward for layer in config.layers]
+    moe = next((one for one in layers if one.kind == "moe"), None)
+    if moe is not None and moe.bias:
+        raise SpecError(
+            f"no class of family {config.family} has a router's bias (balance 'bias')",
+            fix="save it with hone.save, which has a format of its own for such stacks, or balance by aux_loss",
+        )
+    if moe is None or moe.router.kind != "softmax":
+        return {}
+    losses = [one.weight for one in moe.balance if one.kind == "aux_loss"]
+    values = {
+        family.count: moe.experts,
+        family.width: moe.intermediate_size,
+        "num_experts_per_tok": moe.router.top_k,
+        _LOSS: losses[0] if losses else 0.0,
+        "output_router_logits": False,
+    }
+    if family.normalize is None:
+        values["norm_topk_prob"] = moe.router.normalize
+    if family.dense_layers:
+        values["decoder_sparse_step"] = 1
+        values["mlp_only_layers"] = [index for index, one in enumerate(layers) if one.kind != "moe"]
+    dumped = moe.model_dump(mode="json")
+    own = {name: dumped[name] for name in _TRAINING_FIELDS if name != "balance" and dumped[name] != type(moe).model_fields[name].default}  # fmt: skip
+    if [one.kind for one in moe.balance] not in ([], ["aux_loss"]):
+        own["balance"] = dumped["balance"]
+    return {**values, TRAINING: own} if own else values
+
+
+def _with_experts(values: dict[str, Any], family: Experts, where: str) -> list[bool]:
+    """Whether each layer has experts."""
+    count = values["num_hidden_layers"]
+    if not family.dense_layers:
+        return [True] * count
+    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise SpecError(f"{where}: decoder_sparse_step is {step!r}", fix="set it to a whole number above 0")
+    if not isinstance(dense, list):
+        raise SpecError(f"{where}: mlp_only_layers is {dense!r}", fix="give it a list of layers")
+    return [index not in dense and (index + 1) % step == 0 for index in range(count)]
+
+
+def _whole(values: dict[str, Any], name: str, where: str) -> int:
+    found = values.get(name)
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= 65_536:
+        raise SpecError(f"{where}: {name} is {found!r}", fix=f"set {name} to a whole number above 0")
+    return found
