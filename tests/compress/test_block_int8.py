@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
+from hone.exports.api import export
 from tests.compress.test_export_loaders import SIZES, tensors_of
 
 
@@ -56,6 +58,14 @@ def test_a_folder_has_8_bits_and_a_scale_a_block_as_planned(family_folder, compr
     weights = sum(one.numel() for name, one in stored.items() if name.endswith(".weight"))
     bits = 8 * sum(one.numel() * one.itemsize for one in stored.values())
     assert bits == weights * (8 + 16 / 4096)
+
+
+def test_llama_cpp_gets_the_codes_as_they_are(family_folder, compress, tmp_path: Path) -> None:
+    """Blocks of 32 columns or more hold whole blocks of q8_0, with the scale of their rows."""
+    step = {"kind": "block_int8", "scale_dtype": "float16"}
+    made = compress(family_folder("llama", **SIZES), step, engine="llama.cpp")
+    out = export(made.folder, tmp_path / "model.gguf")
+    assert any("14 matrices keep the codes of the folder, without loss" in note for note in out.notes)
 
 
 @pytest.mark.parametrize(
