@@ -116,7 +116,11 @@ class Shape(Spec):
     def _layer_feed_forwards(self) -> list[Technique]:
         """One feed-forward for each layer: those of `feed_forward` in turn, else the family's."""
         family = FAMILIES[self.family]
-        usual = ACTIVATIONS[family.defaults.get(family.activation, "silu")] if family.experts is None else "moe"
+        usual = (
+            ACTIVATIONS[family.defaults.get(family.activation, "silu")]
+            if family.experts is None
+            else family.experts.usual
+        )
         pattern = self.feed_forward or (usual,)
         options = [{"kind": entry} if isinstance(entry, str) else entry for entry in pattern]
         read = [FEED_FORWARDS.read({"intermediate_size": self.intermediate_size, **entry}) for entry in options]

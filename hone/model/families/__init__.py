@@ -174,6 +174,32 @@ FAMILIES: dict[str, Family] = {
         only={"use_sliding_window": (False, None)},
         names={"feed_forward.router": "mlp.gate"},
     ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 60,
+            "router_aux_loss_coef": 0.001,
+        },
+        qkv_bias=True,
+        experts=Experts(
+            "num_experts", "moe_intermediate_size", dense_layers=True, shared="shared_expert_intermediate_size"
+        ),
+        only={"use_sliding_window": (False, None), "qkv_bias": (True, None)},
+        names={
+            "feed_forward.router": "mlp.gate",
+            "feed_forward.shared_gate": "mlp.shared_expert.gate_proj",
+            "feed_forward.shared_up": "mlp.shared_expert.up_proj",
+            "feed_forward.shared_down": "mlp.shared_expert.down_proj",
+            "feed_forward.shared_weight": "mlp.shared_expert_gate",
+        },
+    ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         {

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.base.errors import SpecError
-
-if TYPE_CHECKING:
-    from hone.model.config import ModelConfig
 
 TRAINING = "hone_experts"
 """The field with what only a training in hone reads: losses, capacities and jitter that the family has no field for."""
@@ -28,6 +25,13 @@ class Experts:
     """Whether the weights of the chosen sum to 1; None: as norm_topk_prob says."""
     dense_layers: bool = False
     """Whether decoder_sparse_step and mlp_only_layers say which layers are dense."""
+    shared: str = ""
+    """The field with the width of all shared experts together, whose result a gate multiplies; empty: there are none."""
+
+    @property
+    def usual(self) -> dict[str, Any]:
+        """The feed-forward of a model of the family that says nothing else."""
+        return {"kind": "moe", **({"shared_experts": 1, "shared_gate": True} if self.shared else {})}
 
 
 def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -43,6 +47,14 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
             "normalize": bool(values.get("norm_topk_prob", False)) if family.normalize is None else family.normalize,
         },
     }
+    if family.shared:
+        width = _whole(values, family.shared, where)
+        if width % moe["intermediate_size"]:
+            raise SpecError(
+                f"{where}: {family.shared} is {width}, no multiple of {family.width} {moe['intermediate_size']}",
+                fix="hone runs shared experts of the width of the others",
+            )
+        moe |= {"shared_experts": width // moe["intermediate_size"], "shared_gate": True}
     weight, jitter = values.get(_LOSS), values.get("router_jitter_noise")
     moe["balance"] = [{"kind": "aux_loss", "weight": weight}] if weight else []
     moe["jitter"] = jitter or 0.0
@@ -54,8 +66,8 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
     return [{**moe, **own} if has else dense for has in _with_experts(values, family, where)]
 
 
-def write_experts(config: ModelConfig, family: Experts) -> dict[str, Any]:
-    """The fields of config.json for the first layer with experts; {} for a model without any. Raises SpecError for a router's bias."""
+def write_experts(config: Any, family: Experts) -> dict[str, Any]:
+    """The fields of config.json that a `ModelConfig` has for its first layer with experts; {} for a model without any. Raises SpecError for a router's bias."""
     layers = [layer.feed_forward for layer in config.layers]
     moe = next((one for one in layers if one.kind == "moe"), None)
     if moe is not None and moe.bias:
@@ -75,6 +87,8 @@ def write_experts(config: ModelConfig, family: Experts) -> dict[str, Any]:
     }
     if family.normalize is None:
         values["norm_topk_prob"] = moe.router.normalize
+    if family.shared:
+        values[family.shared] = moe.shared_experts * moe.intermediate_size or moe.intermediate_size
     if family.dense_layers:
         values["decoder_sparse_step"] = 1
         values["mlp_only_layers"] = [index for index, one in enumerate(layers) if one.kind != "moe"]

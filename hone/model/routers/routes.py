@@ -50,7 +50,7 @@ class ByToken:
             first = self.scores.detach().amax(-1).argsort(descending=True, stable=True)
             flat = self.ids[first].T.reshape(-1)
         order = flat.argsort(stable=True)
-        starts = torch.bincount(flat, minlength=self.num_experts + 1).cumsum(0).roll(1)
+        starts = counts_of(flat, self.num_experts + 1).cumsum(0).roll(1)
         starts[0] = 0
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device) - starts[flat[order]]
@@ -64,7 +64,7 @@ class ByToken:
     def loads(self) -> Tensor:
         """Tokens that ask for each expert, before any are left out: int64 [E]."""
         asked = self.ids if self.asked is None else self.asked
-        return torch.bincount(asked.reshape(-1), minlength=self.num_experts + 1)[: self.num_experts]
+        return counts_of(asked.reshape(-1), self.num_experts + 1)[: self.num_experts]
 
     @property
     def dropped(self) -> Tensor:
@@ -99,7 +99,7 @@ class ByExpert:
     @property
     def dropped(self) -> Tensor:
         """Tokens that no expert chose: an int64 scalar."""
-        chosen = torch.bincount(self.tokens.flatten(), minlength=len(self.scores))
+        chosen = counts_of(self.tokens.flatten(), len(self.scores))
         return (chosen == 0).sum()
 
 
@@ -139,3 +139,8 @@ class BySlot:
 
 
 Routes = ByToken | ByExpert | BySlot
+
+
+def counts_of(numbers: Tensor, size: int) -> Tensor:
+    """How often each of 0 ... size - 1 is in `numbers` [n]: int64 [size]. Not torch.bincount, which waits for a GPU."""
+    return numbers.new_zeros(size, dtype=torch.int64).scatter_add_(0, numbers, torch.ones_like(numbers))

@@ -30,6 +30,13 @@ QWEN3 = {
     "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
 }  # fmt: skip
+QWEN2 = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu",
+    "max_position_embeddings": 64, "max_window_layers": 28, "moe_intermediate_size": 24, "norm_topk_prob": False,
+    "num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 48, "sliding_window": 32768, "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}  # fmt: skip
 OLMOE = {
     "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "hidden_act": "silu",
     "max_position_embeddings": 64, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 4,
@@ -41,6 +48,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "mixtral-window": {**MIXTRAL, "sliding_window": 9},
     "qwen3-moe": QWEN3,
     "qwen3-moe-dense-layers": {**QWEN3, "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    "qwen2-moe": QWEN2,
     "olmoe": OLMOE,
 }
 
@@ -108,6 +116,14 @@ def test_a_router_that_the_family_does_not_have_is_no_folder_of_it(router: Any) 
     shape = Shape(family="qwen3_moe", hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=2, feed_forward=(entry,))
     with pytest.raises(SpecError, match="cannot express this model"):
         to_hf(shape.config(60))
+
+
+def test_shared_experts_have_the_width_of_the_others() -> None:
+    assert from_hf({**QWEN2, **SMALL}).layers[0].feed_forward.shared_experts == 2
+    with pytest.raises(
+        SpecError, match="shared_expert_intermediate_size is 50, no multiple of moe_intermediate_size 24"
+    ):
+        from_hf({**QWEN2, **SMALL, "shared_expert_intermediate_size": 50})
 
 
 @pytest.mark.parametrize(
