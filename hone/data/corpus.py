@@ -147,7 +147,13 @@ class Part(NamedTuple):
     number: int
     shard: Path
     first: int
+    rows: int
     cuts: Cuts
+
+    @property
+    def here(self) -> slice:
+        """Its documents among those of the whole corpus."""
+        return slice(self.first, self.first + self.rows)
 
     def identity(self) -> list[Any]:
         """What identifies the texts of this part: the inputs of a task that reads them."""
@@ -179,7 +185,10 @@ class Corpus:
 
     def parts(self) -> list[Part]:
         """All shards, each to be processed by any worker."""
-        return [Part(number, shard, first, cuts) for (number, shard, first, _), cuts in zip(self.spans(), self.cuts)]
+        return [
+            Part(number, shard, first, end - first, cuts)
+            for (number, shard, first, end), cuts in zip(self.spans(), self.cuts)
+        ]
 
     def cut(self, cuts: Sequence[Cuts]) -> None:
         """Leaves `cuts` (one per shard, as byte offsets in the current texts) out of the texts from here on and changes 'bytes'."""

@@ -77,9 +77,7 @@ def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: 
             filters = tuple(chain.spec.filters)
             said = [technique.model_dump(mode="json") for technique in filters]
             identity = [part.identity(), digest(gone), chain.causes, said, near and digest(*near)]
-            bare = Part(
-                part.number, part.shard, part.first, Corpus([part.shard]).cuts[0]
-            )  # the texts as they were read
+            bare = part._replace(cuts=Corpus([part.shard]).cuts[0])  # the texts as they were read
             arguments = {
                 "part": bare,
                 "dropped_by": gone,

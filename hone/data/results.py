@@ -169,8 +169,8 @@ def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndar
     ]
 
 
-def write_kept(part: Part, splits: Mapping[str, np.ndarray], clusters: Named | None, out: Path) -> int:
-    """Writes the kept documents of one shard with all columns and their split to the Parquet file `out`; returns their number.
+def write_kept(folder: Path, part: Part, splits: Mapping[str, np.ndarray], clusters: Named | None) -> dict[str, Any]:
+    """A task: writes the kept documents of one shard with all columns and their split to a Parquet file.
 
     `splits` maps each split to a bool mask of the shard's documents; `clusters` are those of the shard's documents.
     """
@@ -180,7 +180,7 @@ def write_kept(part: Part, splits: Mapping[str, np.ndarray], clusters: Named | N
         names[chosen] = split
     with parquet.ParquetFile(part.shard) as source:
         schema = with_more(source.schema_arrow, clusters)
-        with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
+        with parquet.ParquetWriter(folder / f"{part.number:05d}.parquet", schema, compression="zstd") as writer:
             done = 0
             for batch in source.iter_batches(batch_size=512):
                 here = slice(done, done + len(batch))
@@ -190,7 +190,7 @@ def write_kept(part: Part, splits: Mapping[str, np.ndarray], clusters: Named | N
                     table = clusters.added(table, table.num_columns, here)
                 writer.write_table(table.filter(pa.array(kept[here])))
                 done += len(batch)
-    return int(kept.sum())
+    return {"rows": int(kept.sum())}
 
 
 def with_more(schema: Any, clusters: Named | None) -> Any:
@@ -203,9 +203,9 @@ def with_more(schema: Any, clusters: Named | None) -> Any:
 
 
 def write_signals(
-    part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], clusters: Named | None, out: Path
-) -> int:
-    """Writes all columns except the text of every document of one shard to the Parquet file `out`, with what dropped it; returns their number.
+    folder: Path, part: Part, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], clusters: Named | None
+) -> dict[str, Any]:
+    """A task: writes all columns except the text of every document of one shard to a Parquet file, with what dropped it.
 
     `dropped_by` (uint16 [the shard's documents]) is 1 + the index in `causes` of the (step, reason), 0 for kept ones, whose
     `dropped_by` and `reason` are null. Columns have the values before any cut, also 'bytes'.
@@ -216,7 +216,7 @@ def write_signals(
         kinds = [(name, pa.string()) for name in DROPPED]
         kinds += zip(COLUMNS, (pa.string(), pa.int32())) if clusters is not None else []
         schema = pa.schema([source.schema_arrow.field(name) for name in names] + kinds)
-        with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
+        with parquet.ParquetWriter(folder / f"{part.number:05d}.parquet", schema, compression="zstd") as writer:
             done = 0
             for group in range(source.num_row_groups):
                 table = source.read_row_group(group, columns=names)
@@ -228,7 +228,7 @@ def write_signals(
                 if clusters is not None:
                     table = clusters.added(table, table.num_columns, here)
                 writer.write_table(table)
-    return done
+    return {"rows": done}
 
 
 def _without_cuts(table: Any, cuts: Cuts, first: int) -> Any:

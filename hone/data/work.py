@@ -21,7 +21,6 @@ from hone.data.filters.base import Filter
 from hone.data.identifiers import LanguageIdentification
 from hone.data.identifiers import Opened as Identified
 from hone.data.readers.documents import Options
-from hone.data.results import write_kept, write_signals
 from hone.data.settings import Settings
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
@@ -200,8 +199,8 @@ def prepare(folder: Path, technique: Preparing, part: Part, chosen: np.ndarray) 
 
 def _by_document(part: Part, here: np.ndarray) -> np.ndarray:
     """`here` (bool, the shard's documents) at their indices in the whole corpus, up to the shard's end."""
-    everyone = np.zeros(part.first + len(here), bool)  # untouched pages take no memory
-    everyone[part.first :] = here
+    everyone = np.zeros(part.here.stop, bool)  # untouched pages take no memory
+    everyone[part.here] = here
     return everyone
 
 
@@ -214,10 +213,10 @@ def prepare_tasks(technique: Technique, corpus: Corpus, kept: np.ndarray, state:
         Task(
             f"shard-{part.number:05d}",
             state,
-            {"technique": technique, "part": part, "chosen": chosen[part.first : part.first + size]},
-            [technique.model_dump(mode="json"), part.identity(), digest(chosen[part.first : part.first + size])],
+            {"technique": technique, "part": part, "chosen": chosen[part.here]},
+            [technique.model_dump(mode="json"), part.identity(), digest(chosen[part.here])],
         )
-        for part, size in zip(corpus.parts(), corpus.sizes)
+        for part in corpus.parts()
     ]
 
 
@@ -248,57 +247,35 @@ def encode_tasks(corpus: Corpus, splits: dict[str, np.ndarray], tokenizer: Path,
     made = []
     which = sha256(tokenizer / FILES[0])
     reads = tuple(tokenizer / name for name in (*FILES, *OPTIONAL_FILES))
-    for part, size in zip(corpus.parts(), corpus.sizes):
-        chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
+    for part in corpus.parts():
+        chosen = {split: members[part.here] for split, members in splits.items()}
         identity = [which, part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
         arguments = {"part": part, "chosen": chosen, "tokenizer": tokenizer, "which": which}
         made.append(Task(f"tokens-{part.number:05d}", state, arguments, identity, reads))
     return made
 
 
-def write(folder: Path, part: Part, chosen: dict[str, np.ndarray], clusters: Named | None) -> dict[str, Any]:
-    """Writes the kept documents of one shard as a table; `chosen` as for `encode`."""
-    return {"rows": write_kept(part, chosen, clusters, folder / f"{part.number:05d}.parquet")}
-
-
 def write_tasks(corpus: Corpus, splits: dict[str, np.ndarray], clusters: Named | None, state: Path) -> list[Task]:
-    """The tasks of writing the kept documents of each shard that has any; `clusters` are those of the whole corpus."""
+    """The tasks of `write_kept` for each shard that has kept documents; `clusters` are those of the whole corpus."""
     made = []
-    for part, size in zip(corpus.parts(), corpus.sizes):
-        chosen = {split: members[part.first : part.first + size] for split, members in splits.items()}
+    for part in corpus.parts():
+        chosen = {split: members[part.here] for split, members in splits.items()}
         if any(here.any() for here in chosen.values()):
-            near = _clusters_of(clusters, part.first, size)
+            near = clusters and clusters.at(part.here)
             identity = [part.identity(), [[split, digest(here)] for split, here in chosen.items()]]
-            arguments = {"part": part, "chosen": chosen, "clusters": near}
+            arguments = {"part": part, "splits": chosen, "clusters": near}
             made.append(Task(f"{part.number:05d}", state, arguments, [*identity, near and digest(*near)]))
     return made
 
 
-def _clusters_of(clusters: Named | None, first: int, size: int) -> Named | None:
-    """The clusters of the documents of a shard."""
-    return clusters and Named(*(column[first : first + size] for column in clusters))
-
-
-def write_columns(
-    folder: Path, part: Part, dropped_by: np.ndarray, causes: tuple[tuple[str, str], ...], clusters: Named | None
-) -> dict[str, Any]:
-    """Writes the columns of all documents of one shard, and what dropped each; arguments as for `write_signals`."""
-    return {"rows": write_signals(part, dropped_by, causes, clusters, folder / f"{part.number:05d}.parquet")}
-
-
 def column_tasks(
-    corpus: Corpus,
-    dropped_by: np.ndarray,
-    causes: Sequence[tuple[str, str]],
-    clusters: Named | None,
-    state: Path,
+    corpus: Corpus, dropped_by: np.ndarray, causes: Sequence[tuple[str, str]], clusters: Named | None, state: Path
 ) -> list[Task]:
-    """The tasks of writing the columns of each shard that has documents; `dropped_by` (uint16) is that of the whole corpus."""
+    """The tasks of `write_signals` for each shard that has documents; `dropped_by` (uint16) is that of the whole corpus."""
     made = []
-    for part, size in zip(corpus.parts(), corpus.sizes):
-        if size:
-            here = dropped_by[part.first : part.first + size]
-            near = _clusters_of(clusters, part.first, size)
+    for part in corpus.parts():
+        if part.rows:
+            here, near = dropped_by[part.here], clusters and clusters.at(part.here)
             identity = [part.identity(), digest(here), causes, near and digest(*near)]
             arguments = {"part": part, "dropped_by": here, "causes": tuple(causes), "clusters": near}
             made.append(Task(f"{part.number:05d}", state, arguments, identity))

@@ -16,9 +16,10 @@ from hone.data.corpus import Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.task import Function, Task, need_known
 from hone.data.exports import LINES, export
+from hone.data.results import write_kept, write_signals
 from hone.data.tokens import tokenizer as tokenizers
 from hone.data.tokens.pack import pack
-from hone.data.work import column_tasks, encode, encode_tasks, write, write_columns, write_tasks
+from hone.data.work import column_tasks, encode, encode_tasks, write_tasks
 from hone.feed.packing import PackingSpec
 
 
@@ -81,9 +82,9 @@ def write_tables(
     def write_folder(name: str, function: Function, plan: Callable[[Path], list[Task]]) -> None:
         _write(name, function, plan, place, run, pool)
 
-    write_folder("documents", write, lambda state: write_tasks(corpus, splits, clusters, state))
+    write_folder("documents", write_kept, lambda state: write_tasks(corpus, splits, clusters, state))
     write_folder(
-        "signals", write_columns, lambda state: column_tasks(corpus, chain.dropped_by, chain.causes, clusters, state)
+        "signals", write_signals, lambda state: column_tasks(corpus, chain.dropped_by, chain.causes, clusters, state)
     )
     export(chain.spec.export, corpus, splits, chain, place.folder, write_folder)
 

@@ -213,6 +213,10 @@ class Named(NamedTuple):
     ids: np.ndarray
     sizes: np.ndarray
 
+    def at(self, here: slice) -> Named:
+        """Those of the documents in `here`."""
+        return Named(self.ids[here], self.sizes[here])
+
     def added(self, table: Any, place: int, here: slice) -> Any:
         """`table` with the columns of the documents in `here`, from column `place` on; null where not compared."""
         compared = self.sizes[here] > 0
