@@ -28,9 +28,9 @@ from pyarrow import feather
 
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus
-from hone.data.readers.documents import Batch, Options, settle
-from hone.data.readers.read import read_batches
 from hone.feed.files.listing import list_source
+from hone.readers.documents import Batch, Options, settle
+from hone.readers.read import read_batches
 
 _ROUNDS = 3
 _PDFMINER = """

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data.clock import best_of
-from hone.data.readers.encodings import decode_page
-from hone.data.readers.pages import Careful, Fast, page_text
+from hone.readers.encodings import decode_page
+from hone.readers.pages import Careful, Fast, page_text
 
 # The call of FineWeb's pipeline, with the trafilatura of the other interpreter.
 _PEER = """

@@ -22,11 +22,11 @@ from pyarrow import parquet
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus
 from benchmarks.data.pages import gold
-from hone.data.readers.documents import Batch, Document, Options, settle
-from hone.data.readers.encodings import decode_page
-from hone.data.readers.pages import Extractor
-from hone.data.readers.read import read_batches, read_file
 from hone.feed.files.listing import File
+from hone.readers.documents import Batch, Document, Options, settle
+from hone.readers.encodings import decode_page
+from hone.readers.pages import Extractor
+from hone.readers.read import read_batches, read_file
 
 _ROUNDS = 3
 _PEERS = {

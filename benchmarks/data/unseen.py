@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data.pages import plain_calls
-from hone.data.readers.encodings import decode_page
-from hone.data.readers.pages import Careful, Fast, page_text
+from hone.readers.encodings import decode_page
+from hone.readers.pages import Careful, Fast, page_text
 
 LOST = 0.3
 """A page with a smaller F1 is lost."""

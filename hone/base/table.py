@@ -22,7 +22,7 @@ TABLES: tuple[str, ...] = (
     "hone.model.balance:BALANCES",
     "hone.model.growth:GROWTHS",
     "hone.model.adapters:ADAPTERS",
-    "hone.data:EXTRACTORS",
+    "hone.readers:EXTRACTORS",
     "hone.data:IDENTIFIERS",
     "hone.data:FILTERS",
     "hone.data:DEDUPS",

@@ -2,14 +2,6 @@
 
 from hone.base.table import Table
 
-EXTRACTORS = Table(
-    "extractor",
-    {
-        "fast": "hone.data.readers.pages:Fast",
-        "careful": "hone.data.readers.pages:Careful",
-    },
-)
-
 IDENTIFIERS = Table(
     "identifier",
     {

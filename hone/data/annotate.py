@@ -14,11 +14,11 @@ import pyarrow.parquet as parquet
 
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.identifiers import Opened as Identified
-from hone.data.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
-from hone.data.readers.parts import parts
-from hone.data.readers.read import read_batches, read_file
 from hone.data.signals import signals_of
 from hone.feed.files.listing import File
+from hone.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
+from hone.readers.parts import parts
+from hone.readers.read import read_batches, read_file
 from hone.text.batch import Texts
 from hone.text.signals.code import ROW, looks_like_code
 

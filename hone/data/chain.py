@@ -20,10 +20,10 @@ from hone.data.executors.base import Pool
 from hone.data.executors.task import need_known
 from hone.data.filters.decide import causes
 from hone.data.llm.apply import apply
-from hone.data.readers.documents import SAMPLE_CHARS
 from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_row
 from hone.data.settings import Settings
 from hone.data.work import decide, decide_tasks, decided_path, rounds
+from hone.readers.documents import SAMPLE_CHARS
 
 MUCH_LOST = 0.2
 """Share of a source's documents: when filters drop more, the run says so."""

@@ -23,9 +23,6 @@ from hone.data.chain import Chain, NothingLeft
 from hone.data.corpus import BATCH_BYTES, Corpus
 from hone.data.executors.base import Pool
 from hone.data.executors.serial import Serial
-from hone.data.readers.documents import Batch, Options
-from hone.data.readers.parts import parts
-from hone.data.readers.read import read_batches
 from hone.data.settings import Settings
 from hone.data.work import opened, train_scorers
 from hone.data.write import take_or_train, tokenize, write_tables
@@ -33,6 +30,9 @@ from hone.feed.facts import DataFacts, SplitFacts
 from hone.feed.files.listing import File, list_source
 from hone.feed.files.streams import open_raw
 from hone.model.tokenizer import identity_of
+from hone.readers.documents import Batch, Options
+from hone.readers.parts import parts
+from hone.readers.read import read_batches
 
 SAMPLE_BYTES = 16 << 20
 """Input of a sample; smaller inputs are sampled whole."""

@@ -15,7 +15,7 @@ from hone.base.durable import write_atomic, write_jsonl
 from hone.data.corpus import Corpus, Labels, Part
 from hone.data.dedup.groups import COLUMNS, Named
 from hone.data.edits.cuts import Cuts, apply_cuts
-from hone.data.readers.documents import SAMPLE_CHARS
+from hone.readers.documents import SAMPLE_CHARS
 from hone.text.batch import Texts
 
 CUT_OUT = "cut_out"

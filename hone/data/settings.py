@@ -11,14 +11,15 @@ from hone.base.errors import did_you_mean
 from hone.base.spec import Spec
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
-from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, EXTRACTORS, FILTERS, IDENTIFIERS, SCORERS
+from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, FILTERS, IDENTIFIERS, SCORERS
 from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.tokens.spec import Tokenizer
 from hone.feed.files.kinds import NAMES
 from hone.feed.packing import PackingSpec
+from hone.readers import EXTRACTORS
 
 if TYPE_CHECKING:
-    from hone.data.readers.documents import Options
+    from hone.readers.documents import Options
 
 
 _LATER = ("split", "dropped_by", "reason", "cluster", "cluster_size")
@@ -158,7 +159,7 @@ class Settings(Stage):
     @property
     def options(self) -> Options:
         """The options of the readers."""
-        from hone.data.readers.documents import Options
+        from hone.readers.documents import Options
 
         return Options(
             text_field=self.text_field,

@@ -20,11 +20,11 @@ from hone.data.filters import decide as deciding
 from hone.data.filters.base import Filter
 from hone.data.identifiers import LanguageIdentification
 from hone.data.identifiers import Opened as Identified
-from hone.data.readers.documents import Options
 from hone.data.settings import Settings
 from hone.data.tokens.pack import encode_shards
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder, load
 from hone.feed.files.listing import File
+from hone.readers.documents import Options
 
 
 class Scorer(Protocol):

@@ -12,11 +12,11 @@ import hone.data.annotate as annotate_module
 from hone.base.run import Run
 from hone.data.annotate import annotate, tasks
 from hone.data.corpus import Corpus
-from hone.data.readers.documents import Options
 from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
 from hone.feed.files.listing import File, list_source
 from hone.feed.load import PackedTokens
+from hone.readers.documents import Options
 from hone.text.batch import Texts
 from hone.text.langid.identify import Identifier
 

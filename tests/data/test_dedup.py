@@ -10,8 +10,8 @@ import pytest
 from hone.data import DEDUPS
 from hone.data.annotate import annotate
 from hone.data.corpus import Corpus
-from hone.data.readers.documents import Options
 from hone.feed.files.listing import list_source
+from hone.readers.documents import Options
 from hone.text.langid.identify import Identifier
 
 

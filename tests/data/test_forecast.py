@@ -17,9 +17,9 @@ from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.data import forecast
 from hone.data.forecast import _items, sample
-from hone.data.readers.documents import Batch, Options
 from hone.data.stage import Data
 from hone.feed.files.listing import list_source
+from hone.readers.documents import Batch, Options
 from tests.data.stories import story
 
 SOUND = {"filters": ["length"], "dedups": [], "tokenizer": {"vocab_size": 400}}

@@ -19,12 +19,12 @@ from hone.data import EXECUTORS, FILTERS, IDENTIFIERS
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus
 from hone.data.filters.decide import causes, decide
-from hone.data.readers.documents import Options
 from hone.data.results import added, count_by, lowest, ranked
 from hone.data.stage import Data
 from hone.data.work import Models, read, read_task
 from hone.feed.best_fit import best_fit, num_sequences
 from hone.feed.files.listing import File, list_source
+from hone.readers.documents import Options
 from tests.data.stories import story
 from tests.data.test_corpus import rows_file
 

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.data.quality.base import Scorer, area_under_curve
-from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.read import read_file
 from hone.feed.files.listing import Listing, list_source
+from hone.readers.documents import Broken, Document, Options
+from hone.readers.read import read_file
 
 _LEAST = 10
 

@@ -14,9 +14,9 @@ import tokenizers
 
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
-from hone.data.readers.texts import END_OF_TEXT
 from hone.data.tokens.fast import FastBPE, build
 from hone.data.tokens.spec import Tokenizer
+from hone.readers.texts import END_OF_TEXT
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 OPTIONAL_FILES = ("special_tokens_map.json", "chat_template.jinja")

@@ -15,11 +15,11 @@ from hone.data import EXECUTORS, IDENTIFIERS, annotate
 from hone.data.annotate import Care
 from hone.data.executors import task as task_module
 from hone.data.executors.task import Task, finished, need_known, perform
-from hone.data.readers import parts as parts_module
-from hone.data.readers.documents import Options
-from hone.data.readers.pages import Extractor
 from hone.data.work import Models, careful, read, read_task
 from hone.feed.files.listing import list_source
+from hone.readers import parts as parts_module
+from hone.readers.documents import Options
+from hone.readers.pages import Extractor
 from hone.text.batch import Texts
 
 IDENTIFIER = IDENTIFIERS.read("hone")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import MachineError, MissingExtra, SpecError
-from hone.data.readers.documents import Broken, Document, Options
-from hone.data.readers.read import read_file
 from hone.feed.files import remote
 from hone.feed.files.code import fault_of, language_of, licence_of
 from hone.feed.files.listing import list_source
+from hone.readers.documents import Broken, Document, Options
+from hone.readers.read import read_file
 
 MIT = (
     "MIT License\n\nPermission is hereby granted, free of charge, to any person\nobtaining a copy of this software ..."
