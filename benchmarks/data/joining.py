@@ -22,9 +22,8 @@ from hone.data.dedup.joining import Joining
 from hone.data.dedup.keys import Numbers
 from hone.data.executors.task import perform
 from hone.text.dedup import union_find
-from hone.text.dedup.equal_numbers import join_equal
 from hone.text.dedup.tables import Equal
-from hone.text.dedup.union_find import lowest_ids
+from hone.text.dedup.union_find import join_equal, lowest_ids
 
 _BANDS = 14
 _SHARD = 19_500

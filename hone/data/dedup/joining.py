@@ -12,8 +12,8 @@ from hone.base.spec import fingerprint
 from hone.data.dedup.keys import KeySource
 from hone.data.executors.task import Function, Task, finished
 from hone.text.dedup import union_find
-from hone.text.dedup.equal_numbers import by_first_bits
 from hone.text.dedup.tables import Rule
+from hone.text.dedup.union_find import by_first_bits
 
 SORT_KEYS = 1 << 23
 """Keys that a task compares at once: 28 bytes each, 235 MB. A larger table is compared in ranges of its keys."""

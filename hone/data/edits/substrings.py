@@ -207,7 +207,7 @@ class Substrings(Edit):
                 low, high = np.searchsorted(repeats.document, [indices[0], indices[-1] + 1])
                 some = (part[low:high] for part in repeats[:3])
                 parts = compiled("hone.text.edits.spans").at_borders(
-                    *texts, indices, *some, compiled("hone.text.edits.characters").unit_table()
+                    *texts, indices, *some, compiled("hone.text.units").unit_table()
                 )
                 cuts = cut_whole(Cuts.of(*parts), indices, np.diff(texts.offsets), self.min_left_bytes)
                 found.append(np.stack(cuts[:3]))

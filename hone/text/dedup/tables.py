@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from hone.text.dedup import union_find
-from hone.text.dedup.bits import gather_bits, join_near
-from hone.text.dedup.equal_numbers import join_equal
+from hone.text.dedup.union_find import gather_bits, join_equal, join_near
 
 
 class Rule(Protocol):

@@ -25,7 +25,7 @@ from hone.data.dedup.joining import Joining
 from hone.data.dedup.keys import Numbers
 from hone.data.executors import task as task_files
 from hone.data.executors.task import Task, perform
-from hone.text.dedup import equal_numbers, union_find
+from hone.text.dedup import union_find
 from hone.text.dedup.tables import Equal, Near
 from tests.text.dedup import oracles
 
@@ -51,7 +51,7 @@ def by_dictionary(rows: np.ndarray) -> list[tuple[int, int]]:
 )
 def test_equal_numbers_are_joined_and_no_others(numbers, kind):
     parents = union_find.singles(len(numbers)).astype(kind)
-    equal_numbers.join_equal(parents, np.array(numbers, np.uint64))
+    union_find.join_equal(parents, np.array(numbers, np.uint64))
     union_find.flatten(parents)
     assert parents.tolist() == oracles.components(len(numbers), by_dictionary(np.array([numbers], np.uint64)))
 
@@ -64,7 +64,7 @@ def test_equal_numbers_in_many_buckets(spread):
     )  # in some buckets only, in high bits only
     numbers[draw.choice(len(numbers), 30_000, replace=False)] = numbers[7]
     parents = union_find.singles(len(numbers))
-    equal_numbers.join_equal(parents, numbers)
+    union_find.join_equal(parents, numbers)
     union_find.flatten(parents)
     _, first, group = np.unique(numbers, return_index=True, return_inverse=True)
     assert np.array_equal(parents, first[group])

@@ -21,7 +21,7 @@ from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
 from hone.text.batch import Texts
 from hone.text.dedup import tables, union_find
-from hone.text.dedup.equal_numbers import join_equal
+from hone.text.dedup.union_find import join_equal
 from tests.text.dedup import oracles
 
 HEADING = re.compile(

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hone.data.dedup.minhash import MinHash
 from hone.data.dedup.simhash import SimHash
 from hone.text.batch import Texts
-from hone.text.dedup.shingles import CHUNK
-from hone.text.dedup.signing import band_keys
+from hone.text.dedup.signing import CHUNK, band_keys
 from hone.text.hashing import word_table
 from tests.text.dedup import oracles
 
