@@ -23,8 +23,8 @@ from hone.cli import main
 """
 
 
-def run(code: str, folder) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", ABSENT + code], cwd=folder, capture_output=True, text=True)
+def run(code: str, folder, absent: str = ABSENT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", absent + code], cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -50,6 +50,14 @@ def test_other_stages_say_what_is_missing(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     done = run("import hone\nhone.load('model')", tmp_path)
     assert "this needs the package 'torch'" in done.stderr and "pip install 'hone-llm[models]'" in done.stderr
+
+
+def test_a_curation_without_pyarrow_says_what_is_missing(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "some text"}')
+    absent = ABSENT.replace("'torch', 'tensorboard', 'triton'", "'pyarrow'")
+    done = run("sys.exit(main(['data', 'rows.jsonl', '--out=out']))", tmp_path, absent)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "needs the package 'pyarrow'" in done.stderr and "pip install 'hone-llm[data]'" in done.stderr
 
 
 def test_the_data_extra_does_not_pull_torch():

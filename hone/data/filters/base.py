@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate
 from hone.base.table import Technique
 from hone.data.expression import columns_of, evaluate, files_of, need_sense
 from hone.data.signals import column_kinds
@@ -122,17 +121,6 @@ class Filter(Technique):
             fails = applies & (reasons == "") & ~rule.holds(columns, places)
             reasons[fails] = rule.reason
         return reasons == "", reasons
-
-    def estimates(self, columns: Mapping[str, np.ndarray]) -> dict[str, Estimate]:
-        """Fraction of bytes it will keep, from the columns of a sample of documents."""
-        keep, _ = self.decide(columns)
-        total = columns["bytes"].sum()
-        share = float(columns["bytes"][keep].sum() / total) if total else 1.0
-        return {
-            "kept_fraction": Estimate(
-                value=share, unit="1", formula=f"share of bytes kept of {len(keep)} sampled documents"
-            )
-        }
 
 
 class LanguageFilter(Filter):
