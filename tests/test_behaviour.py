@@ -29,7 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "balance": ("model/test_balance.py",),
     "growth": ("model/growth/test_growth.py",),
     "adapter": ("model/test_adapters.py",),
-    "extractor": ("data/readers/test_extractors.py",),
+    "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),
     "filter": ("data/test_filters.py", "data/test_predicates.py"),
     "scorer": ("data/quality/test_scorers.py", "data/quality/test_neural.py", "data/test_groups.py"),
