@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hone.eval.compare import agreement, divergence
 from hone.eval.windows import LOGITS, Join, ScoredWindow, batches, cut
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
+from hone.model.hf import load
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Scores:
         """
         total = float(token_bytes[self.scored].sum())
         return float(self.loss[self.scored].sum(dtype=np.float64)) / np.log(2) / total if total else None
+
+
+def loaded(folder: Path, device: str, dtype: str) -> Decoder:
+    """The model in `folder` as it is scored: weights in `dtype`, as torch names it."""
+    return load(folder, device=device, dtype=getattr(torch, dtype)).eval()
 
 
 @torch.inference_mode()

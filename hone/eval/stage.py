@@ -14,7 +14,6 @@ from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import Estimate
-from hone.base.lazy import lazy
 from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
@@ -23,15 +22,13 @@ from hone.cost.memory import score_bytes
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.eval.bigram import bigram_perplexity
 from hone.eval.windows import LOGITS
+from hone.feed import plain
 from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
-
-plain = lazy("hone.feed.plain")
-torch = lazy("torch")
 
 DEFAULT_WINDOW = 1024
 """Default window for models with a longer context."""
@@ -118,7 +115,7 @@ class Eval(Stage):
 
     def run(self, plan: EvalPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Scores the text and writes eval.json."""
-        from hone.eval.score import score
+        from hone.eval.score import loaded, score
         from hone.eval.text import read_text, read_texts
 
         folders = {role: parent.folder for role, parent in parents.items()}
@@ -130,8 +127,8 @@ class Eval(Stage):
             run.warn(note)
         warm_up(run.device)
         with draft.measuring(Window(run.device)):
-            model = self._load(folders["model"], run.device)
-            reference = self._load(folders["reference"], run.device) if "reference" in folders else None
+            model = loaded(folders["model"], run.device, self.dtype)
+            reference = loaded(folders["reference"], run.device, self.dtype) if "reference" in folders else None
             if int(text.tokens.max()) >= model.config.vocab_size:
                 raise SpecError(
                     f"the text has token {int(text.tokens.max())}, the model {folders['model']} only {model.config.vocab_size}",
@@ -154,11 +151,6 @@ class Eval(Stage):
         if text.packed:
             bigram, note = bigram_perplexity(folders["data"], self.split, text.tokens, scores.scored)
         draft.record("bigram_perplexity", bigram, "", n=scores.num_scored if bigram else 1, note=note)
-
-    def _load(self, folder: Path, device: str) -> Any:
-        from hone.model.hf import load
-
-        return load(folder, device=device, dtype=getattr(torch, self.dtype)).eval()
 
     def _split_of_text(self) -> SplitFacts:
         """The size of `text`, by its bytes. Raises SpecError when there is no such text."""

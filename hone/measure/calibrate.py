@@ -13,8 +13,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hone.base.durable import write_atomic
-from hone.base.lazy import lazy
 from hone.measure.calibration import (
     LAYOUTS,
     Bandwidth,
@@ -41,8 +42,6 @@ from hone.measure.training import (
     sustained,
 )
 from hone.measure.warm import warm_up
-
-torch = lazy("torch")
 
 BUDGET_S, GPU_BUDGET_S = 4.0, 8.0
 """Most seconds of measuring a dtype; on a slow machine there are fewer repetitions, not fewer points. A GPU has more points."""

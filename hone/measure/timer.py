@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hone.base.lazy import lazy
-
-torch = lazy("torch")
+import torch
 
 _GPU_TRY_S = 1e-3
 """Seconds of a try on a GPU: so many calls that the wait for the last of them (10 us) is negligible."""

@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from hone.base.lazy import lazy
+import torch
+
 from hone.measure.calibration import LAYOUTS, AttentionRate, KernelRate, LinearRate
 from hone.measure.timer import Probe, Timer
-
-torch = lazy("torch")
 
 ATTENTION, TRAINED, KERNEL, FP8 = "attention", "attention, trained", "kernel", "fp8"
 """First parts of the names of probes: (ATTENTION or TRAINED, length), (KERNEL, name), (FP8, recipe, held, passes, rows, outputs, inputs)."""

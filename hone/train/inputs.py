@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
 from hone.feed.facts import DataFacts
+from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.growth.base import Growth, grown_config
 from hone.model.shape import Shape
 from hone.train.growth.figures import need_small
-
-if TYPE_CHECKING:
-    from hone.model.config import ModelConfig
 
 
 def data_of(facts: Mapping[str, Facts]) -> list[DataFacts]:
@@ -40,6 +37,17 @@ def same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
     raise SpecError(said, fix=f"tokenize the data with the {role}'s tokenizer, or use another {role}")
 
 
+def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
+    """The teacher's config with layers 0, n, 2n, ... only. Raises SpecError when that removes no layer."""
+    if not 1 < keep_every <= teacher.num_layers:
+        raise SpecError(
+            f"keep_every = {keep_every} makes no smaller student of a teacher with {teacher.num_layers} layers",
+            fix=f"give a value from 2 to {teacher.num_layers}",
+        )
+    # Validated again: a layer that reuses the keys of a removed layer must be refused.
+    return ModelConfig.read({**teacher.model_dump(mode="json"), "layers": teacher.layers[::keep_every]})
+
+
 def config_of(
     given: Mapping[str, CheckpointFacts],
     data: DataFacts,
@@ -56,8 +64,6 @@ def config_of(
     `keep_every` is that of a student (None: the weights are not its teacher's), `growths` what makes the model larger than its
     parent, `objective` the kind of loss.
     """
-    from hone.train.student import student_config
-
     need_small(growths, given)
     if wants_teacher and "teacher" not in given:
         init = "random" if keep_every is None else "teacher"

@@ -32,7 +32,7 @@ from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, share, shrink, to_device
-from hone.train.precision import FP8_RECIPES, LossScaler, Precision, compute_dtype
+from hone.train.precision import FP8_RECIPES, TORCH_NAMES, LossScaler, Precision
 from hone.train.ranks import Ranks
 from hone.train.routing.loads import Routing
 from hone.train.schedules.base import Schedule
@@ -89,7 +89,7 @@ class Trainer:
         self.update = Update(
             model,
             self.optimizer,
-            compute_dtype(precision),
+            getattr(torch, TORCH_NAMES[precision]),
             accumulate=gradient_accumulation_steps > 1,
             zeros=zeros,
             grid=self.ranks.grid,

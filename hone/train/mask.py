@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.lazy import lazy
 from hone.cost.dims import ModelDims
 from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.model.config import ModelConfig
@@ -15,8 +14,6 @@ from hone.model.facts import CheckpointFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-torch = lazy("torch")
 
 MASK_BYTES = 1
 """Bytes of a mask per weight."""
@@ -53,7 +50,7 @@ def zeros_of(folder: Path, device: str) -> dict[str, Tensor]:
     from hone.model.hf import load
     from hone.train.weights import describe_parameters
 
-    model = load(folder, device, torch.float32)
+    model = load(folder, device)
     kinds = describe_parameters(model)
     found = {name: part.detach() == 0 for name, part in model.named_parameters() if kinds[name].kind == "matrix"}
     if not any(bool(mask.any()) for mask in found.values()):

@@ -15,13 +15,10 @@ Norms, softmax, the loss and the accumulation of gradients over micro-batches ar
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from hone.base.errors import FitError
-from hone.base.lazy import lazy
 from hone.train.fp8.techniques import FP8
-
-torch = lazy("torch")
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_tensorwise", "fp8_rowwise_with_gw_hp", "fp8_blockwise"]
 ExportDtype = Literal["float32", "bfloat16", "float16"]
@@ -43,11 +40,6 @@ INITIAL_SCALE = 2.0**16
 def saved_dtype(precision: Precision, export_dtype: ExportDtype | None) -> str:
     """The dtype of the saved weights, as torch names it."""
     return export_dtype or TORCH_NAMES[precision]
-
-
-def compute_dtype(precision: Precision) -> Any:
-    """The torch dtype of the model's weights and activations."""
-    return getattr(torch, TORCH_NAMES[precision])
 
 
 class LossScaler:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from hone.base.artifact import Draft
 from hone.base.durable import read_jsonl
-from hone.base.lazy import lazy
 from hone.base.table import Technique
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.train.loop import Trainer
-
-torch = lazy("torch")
 
 
 class Rounding(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hone.base.artifact import Artifact
 from hone.base.lazy import lazy
 from hone.train.growth.init import growths_of
-from hone.train.precision import Precision
+from hone.train.precision import TORCH_NAMES, Precision
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -66,7 +66,6 @@ def starting_models(
     from hone.model.decoder import Drawn, build, unmade
     from hone.model.growth.base import grown_checkpoint
     from hone.model.hf import Checkpoint, load
-    from hone.train.precision import compute_dtype
     from hone.train.student import from_teacher
 
     copies, reads = spec.init == "teacher", spec.objective.from_teacher
@@ -88,4 +87,4 @@ def starting_models(
         config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
         drawn = Drawn(config, device, spec.seed)
         model = unmade(config, drawn) if in_parts else build(config, device=device, seed=spec.seed)
-    return model, teacher.to(compute_dtype(spec.precision)) if teacher is not None and reads else None
+    return model, teacher.to(getattr(torch, TORCH_NAMES[spec.precision])) if teacher is not None and reads else None

@@ -11,7 +11,7 @@ from hone.model.config import ModelConfig
 from hone.model.context import Causal
 from hone.model.shape import Shape
 from hone.ops import rope
-from hone.train.student import student_config
+from hone.train.inputs import student_config
 from tests.model.mixers.small import (
     check_apart,
     check_causal,
