@@ -101,7 +101,7 @@ def test_embedding_and_head_may_be_stored_narrower(family: str, family_folder, c
 
 
 def test_loading_never_unpacks_a_matrix(family_folder, compress) -> None:
-    from tests.model.test_quantized import Largest
+    from tests.model.quantized.test_quantized import Largest
 
     made = compress(family_folder("llama"), FORMATS["int4"])
     with Largest() as largest:

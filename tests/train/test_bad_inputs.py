@@ -11,7 +11,7 @@ from hone.base.ranks import Mesh
 from hone.cli.dispatch import main
 from tests.ranked import together
 from tests.train.conftest import SHAPE
-from tests.train.fault_ranks import early, refused
+from tests.train.faults.fault_ranks import early, refused
 
 SPEC: dict[str, Any] = {
     "model": SHAPE.model_dump(), "batch_size": 8, "seq_len": 32, "steps": 2, "validation": {"sequences": 4},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.test_data_parallel import HSDP, handed_over
+from tests.train.data_parallel.test_data_parallel import HSDP, handed_over
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),

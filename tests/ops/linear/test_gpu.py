@@ -23,7 +23,7 @@ from hone.ops.dispatch import locate
 from hone.ops.linear.api import fp8_codes
 from hone.ops.linear.reference import fp8_values
 from hone.ops.linear.sparse import compress_24
-from tests.model.test_quantized import make_parts
+from tests.model.quantized.test_quantized import make_parts
 
 pytestmark = pytest.mark.gpu
 HALVES = [torch.bfloat16, torch.float16]
