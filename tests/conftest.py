@@ -13,8 +13,15 @@ import pytest
 from filelock import FileLock
 
 from hone.base.run import Run
-from hone.measure.calibrate import _GRADIENT_SHAPES, _SHAPES
-from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate, keep_calibration
+from hone.measure.calibration import (
+    GRADIENT_SHAPES,
+    SHAPES,
+    AttentionRate,
+    Bandwidth,
+    Calibration,
+    MatmulRate,
+    keep_calibration,
+)
 from hone.measure.compilers import LIMITS, keep_kernels_apart
 from hone.measure.machine import describe, identity
 from hone.recipe import Recipe
@@ -123,8 +130,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     machine = describe()
-    products = [("forward", shape) for shape in _SHAPES]
-    products += [(layout, shape) for layout in ("input_gradient", "weight_gradient") for shape in _GRADIENT_SHAPES]
+    products = [("forward", shape) for shape in SHAPES]
+    products += [(layout, shape) for layout in ("input_gradient", "weight_gradient") for shape in GRADIENT_SHAPES]
     keep_calibration(
         identity(machine),
         Calibration(

@@ -17,7 +17,11 @@ import torch
 
 from hone.base.durable import write_atomic
 from hone.measure.calibration import (
+    GPU_GRADIENT_SHAPES,
+    GPU_SHAPES,
+    GRADIENT_SHAPES,
     LAYOUTS,
+    SHAPES,
     Bandwidth,
     Calibration,
     Layout,
@@ -56,20 +60,6 @@ work on the neighbouring core, it was 1.1."""
 _SHARE = 0.8
 """Fraction of the processors used that other work must leave free for a valid calibration."""
 
-_SHAPES = [
-    (m, n, k)
-    for m in (1, 4, 16, 64, 256, 2048)
-    for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
-] + [(256, 256, 2048), (1024, 256, 2048), (256, 1024, 2048), (4096, 256, 2048)]
-_GRADIENT_SHAPES = [
-    (m, n, k) for m in (256, 2048) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
-]
-_GPU_SHAPES = [
-    (m, n, k) for m in (1, 16, 256, 4096, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
-]
-_GPU_GRADIENT_SHAPES = [
-    (m, n, k) for m in (2048, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
-]
 _ATTENTION = (4, 8, 256, 32)
 _COLD_BYTES, _WIDE_COLD_BYTES, _GPU_COLD_BYTES = 1 << 24, 1 << 27, 1 << 28
 """Bytes that the operands of successive calls are spread over: few rows multiply a model's weights, which the last cache
@@ -276,7 +266,7 @@ def _others(rates: Sequence[Any], dtype: str) -> tuple[Any, ...]:
 
 def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
     """All probes by name; products by (layout, rows, outputs, inputs), copies by ("copy", bytes)."""
-    forward, gradients = (_GPU_SHAPES, _GPU_GRADIENT_SHAPES) if timer.cuda else (_SHAPES, _GRADIENT_SHAPES)
+    forward, gradients = (GPU_SHAPES, GPU_GRADIENT_SHAPES) if timer.cuda else (SHAPES, GRADIENT_SHAPES)
     layouts: list[tuple[Layout, list]] = [
         ("forward", forward),
         ("input_gradient", gradients),

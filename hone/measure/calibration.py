@@ -28,6 +28,22 @@ _METHOD = 9
 7: also the memory of a process. 8: attention by length, and on a GPU the kernels of a training and what it sustains.
 9: probes of passes as large as their kernels need."""
 
+SHAPES = [
+    (m, n, k)
+    for m in (1, 4, 16, 64, 256, 2048)
+    for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
+] + [(256, 256, 2048), (1024, 256, 2048), (256, 1024, 2048), (4096, 256, 2048)]
+GRADIENT_SHAPES = [
+    (m, n, k) for m in (256, 2048) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 256))
+]
+GPU_SHAPES = [
+    (m, n, k) for m in (1, 16, 256, 4096, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
+]
+GPU_GRADIENT_SHAPES = [
+    (m, n, k) for m in (2048, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
+]
+"""(m, n, k) of the products that are measured, [m, k] x [k, n]: on a CPU and on a GPU, forward, then of both gradients."""
+
 
 class MatmulRate(BaseModel):
     """Rate of an [m, k] by [k, n] product without the overhead of starting it."""

@@ -186,11 +186,6 @@ def test_a_pattern_needs_half_of_the_weights_and_columns_that_it_divides() -> No
         step.check("layers.0", 4, 12)
 
 
-def test_a_gptq_that_prunes_nothing_prints_as_before() -> None:
-    assert not {"sparsity", "pattern"} & QUANTIZERS.read("gptq").model_dump().keys()
-    assert "scope" not in PRUNERS.read("magnitude").model_dump()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"pattern": "2:4"}], ids=["half", "2:4"])
 def test_sparsegpt_beats_wanda_on_a_real_model(options: dict, stories: tuple, compress) -> None:

@@ -46,8 +46,8 @@ def h100(num_ranks: int = 1) -> Machine:
     def flops_per_s(m: int, n: int, k: int) -> float:
         return 2 * m * n * k / max(2 * m * n * k / peak, 2 * (m * n + m * k + n * k) / copy)
 
-    shapes = [("forward", shape) for shape in micro._GPU_SHAPES]
-    shapes += [(how, one) for how in ("input_gradient", "weight_gradient") for one in micro._GPU_GRADIENT_SHAPES]
+    shapes = [("forward", shape) for shape in micro.GPU_SHAPES]
+    shapes += [(how, one) for how in ("input_gradient", "weight_gradient") for one in micro.GPU_GRADIENT_SHAPES]
     products = [(layout, micro._product(layout, *shape)) for layout, shape in shapes]  # type: ignore[arg-type]
     calibration = Calibration(
         device=GPU.name, threads=1, torch="2.11.0", read_bytes_per_s=copy, op_s=OP_S, exp_per_s=copy / 8,

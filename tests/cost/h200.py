@@ -35,9 +35,9 @@ def h200() -> Machine:
     """As `hone calibrate` would find it: cuBLAS's and hone's rates where the ledger has them, else its roofline."""
     read, copy = 1e12 * row("ops", "ceiling read")["value"], 1e12 * row("ops", "ceiling copy")["value"]
     peak = 1e12 * row("ops", "ceiling bf16 GEMM 8192")["value"]
-    matmuls = [_matmul("forward", shape, peak, read) for shape in micro._GPU_SHAPES]
+    matmuls = [_matmul("forward", shape, peak, read) for shape in micro.GPU_SHAPES]
     for layout in ("input_gradient", "weight_gradient"):
-        matmuls += [_matmul(layout, shape, peak, read) for shape in micro._GPU_GRADIENT_SHAPES]
+        matmuls += [_matmul(layout, shape, peak, read) for shape in micro.GPU_GRADIENT_SHAPES]
     calibration = Calibration(
         device=GPU.name, threads=1, torch="2.11.0", read_bytes_per_s=read, op_s=OP_S, exp_per_s=read / 8,
         copies=tuple(Bandwidth(num_bytes=size, bytes_per_s=copy) for size in micro._COPY_BYTES),
