@@ -113,7 +113,7 @@ def test_a_kill_during_commit_loses_nothing(tmp_path, monkeypatch, moment):
     again.verify()
 
 
-def test_an_interrupted_stage_with_another_spec_loses_nothing_unasked(tmp_path):
+def test_another_spec_does_not_drop_interrupted_work(tmp_path):
     first = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
     (first.folder / "half.txt").write_text("half")
     first._lock.close()
@@ -347,7 +347,7 @@ def test_an_edited_file_is_noticed(tmp_path):
     assert isinstance(start(made.folder, kind="data", spec=Knobs(), run=Run(quiet=True, redo=True)), Draft)
 
 
-def test_an_untouched_artifact_costs_no_reading_and_a_copied_one_only_once(tmp_path, monkeypatch):
+def test_an_untouched_artifact_is_not_read_again(tmp_path, monkeypatch):
     made = finish(tmp_path / "data-a")
     read = []
     monkeypatch.setattr("hone.base.identity.sha256", lambda path: read.append(path.name) or sha256(path))

@@ -118,7 +118,7 @@ def test_energy_of_interrupted_runs_is_added(before, after, total, note, tmp_pat
     assert (figure.value, figure.note) == (total, note)
 
 
-def test_a_stage_that_fails_before_it_made_anything_leaves_no_folder(tmp_path):
+def test_an_early_failure_leaves_no_folder(tmp_path):
     draft = start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
     with pytest.raises(SpecError), draft:
         raise SpecError("no", fix="yes")
@@ -129,7 +129,7 @@ def test_a_stage_that_fails_before_it_made_anything_leaves_no_folder(tmp_path):
     assert (tmp_path / "job-a.partial" / "state" / "half").exists()
 
 
-def test_the_seconds_of_a_stage_that_clears_its_state_are_all_counted(tmp_path):
+def test_seconds_count_also_when_a_stage_clears_its_state(tmp_path):
     draft = start(tmp_path / "job-a", kind="job", spec=Job(), run=QUIET)
     draft._started -= 10
     draft.keep_time()

@@ -37,14 +37,14 @@ class Dig(Stage):
         draft.record(MEMORY, 1.0, "B")
 
 
-def test_a_stage_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+def test_a_stage_that_does_not_fit_writes_nothing(tmp_path):
     with pytest.raises(FitError, match=r"dig-a needs 90\.9 TiB of memory, has ") as refused:
         Dig(depth=100).make(tmp_path / "dig-a", run=QUIET)
     assert refused.value.fix == "dig less; or borrow; or hire"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_reaches_the_work_and_its_estimates_stand_beside_the_figures(tmp_path):
+def test_estimates_stand_beside_the_figures(tmp_path):
     made = Dig(depth=0).make(tmp_path / "dig-a", run=QUIET)
     assert (made.folder / "hole").read_text() == "0 TB a spade"
     assert made.figures[MEMORY].estimate.value == 0

@@ -142,7 +142,7 @@ def test_one_process_needs_no_other():
 
 
 @pytest.mark.slow
-def test_collectives_are_those_of_all_ranks_and_an_error_of_one_is_told_to_all():
+def test_errors_of_one_rank_reach_all():
     with forking("tests.base.ranks_of_a_mesh:collectives") as call:
         ended = call(3)
     assert ended.returncode == 0, ended.stderr

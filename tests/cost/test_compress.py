@@ -120,7 +120,7 @@ def test_memory_is_one_layer_and_the_states() -> None:
     assert one - without > 8.5e9, "the hidden states are 8.6 GB"
 
 
-def test_a_second_stream_of_states_costs_a_forward_pass_and_their_memory() -> None:
+def test_cost_of_a_second_stream_of_states() -> None:
     one = compression("gptaq", 512)
     two = replace(one, paired=True)
     assert compress_bytes(h200(), two).value - compress_bytes(h200(), one).value > 8.5e9

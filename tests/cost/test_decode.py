@@ -40,7 +40,7 @@ def test_weights_and_pages_are_read_once():
     assert none > 2 * LLAMA_8B.matmul_params / read
 
 
-def test_more_rows_than_the_streaming_kernel_takes_are_the_librarys():
+def test_many_rows_run_the_library_product():
     machine = h200()
     times = [
         decode_step_seconds(LLAMA_8B, machine, num_seqs=num_seqs, context=0, **CAPTURED).value

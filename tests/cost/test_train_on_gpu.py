@@ -40,7 +40,7 @@ def test_a_training_step_takes_what_the_ledger_measured(rows, seq_len, every, ho
     assert predicted.value == pytest.approx(measured_s, rel=0.15)
 
 
-def test_between_two_shapes_a_gpu_keeps_to_its_roofline_and_a_cpu_to_its_rates():
+def test_rates_between_measured_shapes():
     machine = h200()
     peak, read = machine.calibration.peak_flops_per_s("bfloat16"), machine.calibration.read_bytes_per_s
     for rows in (32, 64, 128, 512):
@@ -53,7 +53,7 @@ def test_between_two_shapes_a_gpu_keeps_to_its_roofline_and_a_cpu_to_its_rates()
         assert matmul_seconds(cpu, (rows, 4096, 4096), "forward", 1.0, "bfloat16") == 2 * rows * 4096**2 / rate
 
 
-def test_fp8_halves_the_products_of_the_layers_alone_and_says_what_is_assumed():
+def test_fp8_halves_the_products_of_layers():
     machine, layouts = h200(), ("forward", "input_gradient", "weight_gradient")
     how = {"batch_tokens": 8192, "seq_len": 8192, "dtype": "bfloat16"}
     plain = train_step_seconds(LLAMA_8B, machine, **how)
@@ -189,7 +189,7 @@ def test_an_update_reads_gradients_as_they_are_or_widened():
         assert took_then == pytest.approx(weights / 2 * (34 / copy + moved / widen))
 
 
-def test_what_no_work_is_left_to_pass_beside_is_waited_for_and_the_rest_slows():
+def test_transfers_beyond_the_compute_are_waited_for():
     work, machine = layout_work("zero2", 16, "bf16"), h100(2)
     assert 3 * 2 * 8192 * work.model.layers[0].matmul_params == LAYER_FLOPS
 

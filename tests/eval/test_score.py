@@ -149,7 +149,7 @@ def test_bits_per_byte_on_paper():
     assert scores.bits_per_byte(np.array([9, 0, 0, 0])) is None
 
 
-def test_a_model_that_knows_nothing_has_the_perplexity_of_the_vocabulary(decoder):
+def test_perplexity_of_uniform_predictions_is_the_vocabulary(decoder):
     flat = hone.model.decoder.build(decoder.config, seed=1)
     with torch.no_grad():
         flat.embedding.zero_()

@@ -109,7 +109,7 @@ def test_rounds_that_differ_are_said():
 def small(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in {
-        "BUDGET_S": 0.02, "_SHAPES": [(1, 64, 64), (8, 64, 64)], "_GRADIENT_SHAPES": [(8, 64, 64)],
+        "BUDGET_S": 0.02, "SHAPES": [(1, 64, 64), (8, 64, 64)], "GRADIENT_SHAPES": [(8, 64, 64)],
         "_ATTENTION": (1, 2, 32, 16), "_COPY_BYTES": (1 << 12, 1 << 16), "_GATHER_BYTES": (1 << 14, 1 << 16), "_READ_BYTES": 1 << 16, "_FILE_BYTES": 1 << 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(micro, name, value)
@@ -118,7 +118,7 @@ def small(tmp_path, monkeypatch):
     describe.cache_clear()
 
 
-def test_what_was_measured_beside_other_work_is_stored_with_a_mark_until_better_is_known(small):
+def test_a_disturbed_calibration_is_stored_and_marked(small):
     who = identity(describe())
     small.setattr(micro, "disturbance", lambda *_: "other work took 1.9 of its 2 processors")
     with pytest.warns(UserWarning, match=r"busy while it was calibrated: other work took 1.9 .* used until") as said:
@@ -178,7 +178,7 @@ def test_every_point_has_a_rate(small):
     assert attention.forward_flops_per_s > 0 and attention.train_flops_per_s > 0
 
 
-def test_the_disk_is_that_of_the_current_folder_where_it_can_be_written(small, tmp_path):
+def test_the_disk_of_the_current_folder_is_measured(small, tmp_path):
     small.chdir(tmp_path)
     small.setattr(micro, "disturbance", lambda *_: "")
     assert here() == tmp_path
@@ -202,7 +202,7 @@ def test_a_full_disk_costs_only_its_own_rate(small, tmp_path, full):
     assert not list(tmp_path.glob(".hone-calibrate-*"))
 
 
-def test_a_killed_process_leaves_its_folder_to_the_next_and_a_living_one_keeps_its_own(tmp_path):
+def test_scratch_folders_of_killed_processes_are_removed(tmp_path):
     code = "import sys, os, pathlib; from hone.measure.scratch import scratch\n"
     code += "with scratch(pathlib.Path(sys.argv[1])) as folder:\n"
     code += "    (folder / 'large').write_bytes(b'0' * 99); os.kill(os.getpid(), 9)"
@@ -252,7 +252,7 @@ def test_what_decides_the_rates_is_in_the_name_of_their_file(monkeypatch):
     assert identity(machine.model_copy(update={"num_cores": 1})) != identity(machine) != alike
 
 
-def test_the_start_of_an_operation_is_taken_off_only_where_it_shows():
+def test_launch_time_is_subtracted_where_it_shows():
     names = {"op": 1.0, ("forward", 1, 64, 64): 100.0, ("copy", 8): 8.0, "read": 10.0, "softmax": 10.0}
     names |= {("attention", 32): 10.0, ("attention, trained", 32): 10.0, "small file": 1.0, "large file": 1.0}
     names |= {"to host": 1.0, "from host": 4.0}

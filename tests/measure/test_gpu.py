@@ -26,7 +26,7 @@ def test_window_on_a_gpu():
     assert outer.energy_j is None or outer.energy_j >= 0
 
 
-def test_a_calibration_of_a_gpu_stays_below_its_data_sheet_and_is_not_all_launches(tmp_path, monkeypatch):
+def test_calibrated_gpu_rates_are_below_the_data_sheet(tmp_path, monkeypatch):
     """Rates of kernels, not of launching and waiting for them: within a data sheet, and no less than a third of it."""
     import torch
 

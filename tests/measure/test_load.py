@@ -41,7 +41,7 @@ def test_what_is_not_ours_is_others(tmp_path):
     assert after.others_since(before) == pytest.approx((4 + 3 - 3) / 5)
 
 
-def test_alone_nobody_else_works_and_rounding_makes_no_negative_ones(tmp_path):
+def test_load_of_others_is_never_negative(tmp_path):
     before, after = looked(stat(tmp_path, 10, 20), 100, 3), looked(stat(tmp_path, 12, 20), 102, 5.1)
     assert after.others_since(before) == 0
 

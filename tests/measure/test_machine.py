@@ -44,8 +44,8 @@ def test_a_missing_gpu_is_a_users_mistake():
 def test_calibration_is_kept_and_found(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(micro, "BUDGET_S", 0.05)
-    monkeypatch.setattr(micro, "_SHAPES", [(1, 64, 64), (64, 64, 64)])
-    monkeypatch.setattr(micro, "_GRADIENT_SHAPES", [(64, 64, 64)])
+    monkeypatch.setattr(micro, "SHAPES", [(1, 64, 64), (64, 64, 64)])
+    monkeypatch.setattr(micro, "GRADIENT_SHAPES", [(64, 64, 64)])
     monkeypatch.setattr(micro, "_ATTENTION", (1, 2, 32, 16))
     monkeypatch.setattr(micro, "_COPY_BYTES", (1 << 12, 1 << 16))
     monkeypatch.setattr(micro, "disturbance", lambda *_: "")  # whatever else this machine does now

@@ -47,7 +47,7 @@ def test_what_lasts_is_the_rate_of_arithmetic_alone():
     assert training.sustained(Timer("cpu", quick), "float32", {}, {}) == {}
 
 
-def test_attention_is_timed_at_each_length_and_counts_visible_pairs(monkeypatch):
+def test_attention_is_timed_at_each_length(monkeypatch):
     for name, value in {"GPU_LENGTHS": (8, 32), "GPU_TOKENS": 32, "GPU_HEADS": 4, "GPU_HEAD_DIM": 16}.items():
         monkeypatch.setattr(training, name, value)
     seen = []

@@ -108,7 +108,7 @@ def curation(folder: Path) -> Maker:
     return line
 
 
-def test_evaluations_of_each_seeds_model_are_arms_named_by_what_the_models_differ_in(tmp_path: Path) -> None:
+def test_evaluations_of_seeds_are_arms_named_by_their_models(tmp_path: Path) -> None:
     found = trials(collect(curation(tmp_path / "line").folder))
     assert [(trial.kind, trial.name, len(trial.arms)) for trial in found] == [
         ("eval", "data-raw", 2),
@@ -314,7 +314,7 @@ def test_serving_runs_are_compared_in_pairs_of_one_seed(tmp_path: Path) -> None:
     assert effects["no-prefix"].verdict == "no difference that 3 runs can show"
 
 
-def test_the_head_of_the_page_has_only_differences_between_runs_that_are_clear(tmp_path: Path) -> None:
+def test_findings_have_clear_differences_only(tmp_path: Path) -> None:
     def head(name: str, **rates: tuple) -> Any:
         line = collect(served(tmp_path / name, **rates))
         return next(finding for finding in findings(line) if finding.about == "serving")

@@ -114,7 +114,7 @@ def edit(folder, name: str, **figures: dict) -> None:
     path.write_text(json.dumps({**manifest, "figures": [*rows.values()]}))
 
 
-def test_models_of_one_size_are_ranked_by_kl_not_by_the_chance_of_their_perplexities(copy) -> None:
+def test_models_of_one_size_are_ranked_by_kl(copy) -> None:
     """The perplexity of int4-rtn is the lower one, its KL three times that of int4."""
     folder = copy()
     edit(folder, "eval-int4", perplexity={"value": 22.97}, loss_over_reference={"value": 0.0028, "ci95": 0.0031})
@@ -153,7 +153,7 @@ def test_without_a_reference_perplexity_ranks(copy) -> None:
     assert {point.label for point in compare.quality_points(line)[0] if point.on_line} == {"base", "int8", "int4"}
 
 
-def test_a_model_worse_than_a_bigram_model_has_no_headline_of_quality(copy) -> None:
+def test_an_untrained_model_has_no_quality_headline(copy) -> None:
     folder = copy()
     edit(folder, "eval-base", bigram_perplexity={"value": 22.0, "unit": ""})
     line = collect(folder)

@@ -111,7 +111,7 @@ def test_a_schedule_keeps_the_lines_of_ranks_without_passes(copy: Callable[..., 
 
 
 @pytest.mark.parametrize("digits", [309, 400, 5000])  # of more than 4300, Python makes no int
-def test_a_number_that_no_float_holds_is_damage_that_one_line_names(digits, whole: Path, tmp_path: Path) -> None:
+def test_a_number_beyond_float_is_reported_as_damage(digits, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "tiny")
     steps = tmp_path / "tiny" / "train-base" / "steps.jsonl"
     manifest = tmp_path / "tiny" / "compress-int4" / "hone.json"

@@ -99,7 +99,7 @@ def test_an_error_that_one_rank_has_before_they_meet_ends_both():
         ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}, "the environment says RANK=5"),
     ],
 )  # fmt: skip
-def test_half_of_the_variables_of_torchrun_are_an_error_on_any_rank(variables, what, monkeypatch, capsys, tmp_path):
+def test_incomplete_torchrun_variables_are_an_error(variables, what, monkeypatch, capsys, tmp_path):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

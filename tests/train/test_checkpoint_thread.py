@@ -54,7 +54,7 @@ class Gate:
         self._write(*arguments)
 
 
-def test_a_checkpoint_has_the_state_of_its_step_and_counts_when_it_is_durable(monkeypatch, tmp_path):
+def test_an_asynchronous_checkpoint_has_the_state_of_its_step(monkeypatch, tmp_path):
     gate, weights = Gate(monkeypatch), {"weight.a": torch.arange(8.0)}
     checkpoints = Checkpoints(tmp_path, keep=1, background=True)
     checkpoints.save(3, weights, {"done": 3})
@@ -78,7 +78,7 @@ def test_a_checkpoint_has_the_state_of_its_step_and_counts_when_it_is_durable(mo
     assert steps_in(tmp_path) == ["step-00000005"]
 
 
-def test_a_writer_that_fails_ends_the_training_and_leaves_the_last_whole_checkpoint(monkeypatch, tmp_path):
+def test_a_failed_write_ends_training_and_keeps_the_last_checkpoint(monkeypatch, tmp_path):
     import hone.model.shards
 
     checkpoints = Checkpoints(tmp_path, background=True)

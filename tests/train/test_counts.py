@@ -97,7 +97,7 @@ def test_every_division_over_ranks_counts_the_same_tokens(tmp_path):
                 assert steps[0][2] == first, setting
 
 
-def test_a_batch_that_only_repeats_the_data_is_refused_and_other_repeats_are_said(tmp_path, capsys):
+def test_repeated_data_is_refused_or_said(tmp_path, capsys):
     folder = packed(tmp_path / "data", [18], "stream")
     facts = {"data": facts_of(Artifact.read(folder))}
     spec = {**SPEC, "seq_len": 17, "batch_size": 8}

@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_passed_over(file, whole, signalled, data_folder
     assert f"the checkpoint {newest} is damaged" in said and "resuming at step 6 of 12" in said
 
 
-def test_without_any_other_checkpoint_it_is_an_error_and_the_files_stay(signalled, data_folder, tmp_path):
+def test_a_damaged_only_checkpoint_is_an_error(signalled, data_folder, tmp_path):
     out = tmp_path / "train-base"
     *older, newest = interrupted(signalled, out, data_folder)
     for folder in older:

@@ -58,7 +58,7 @@ def test_zeros_stay_zero_under_every_optimizer(optimizer, precision, accumulatio
         assert (part.detach().float() != before[name])[~mask].float().mean() > 0.3, f"{name} did not train"
 
 
-def test_a_step_is_that_of_a_model_whose_weights_are_products_with_the_mask(data_folder):
+def test_a_masked_step_equals_weights_times_mask(data_folder):
     """The oracle: free weights times a constant mask in the forward pass, torch's AdamW on the free weights."""
     data = PackedTokens(data_folder)
     zeros = random_zeros(build(SHAPE.config(data.vocab_size)))

@@ -63,9 +63,7 @@ def make_module(scheme: Scheme, parts: list, rows: list[int], columns: int, bias
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("rows", [[8, 4, 6], [7]])
 @pytest.mark.parametrize("tile", [1 << 20, 300])
-def test_forward_equals_the_dense_layer_and_parts_give_back_what_load_took(
-    name: str, rows: list[int], tile: int, monkeypatch
-) -> None:
+def test_forward_equals_the_dense_layer(name: str, rows: list[int], tile: int, monkeypatch) -> None:
     monkeypatch.setitem(dequantizing.TILE_VALUES, "cpu", tile)
     scheme = SCHEMES[name]
     parts, weight = make_parts(scheme, rows, 96)
@@ -90,7 +88,7 @@ def test_tensors_say_what_is_written(name: str) -> None:
     assert found == layout_of(scheme).tensors(scheme, 10, 96, torch.float32)
 
 
-def test_codes_survive_a_change_of_dtype_and_are_of_the_format_that_the_config_names() -> None:
+def test_codes_survive_a_change_of_dtype() -> None:
     scheme = SCHEMES["fp8 channel"]
     parts, weight = make_parts(scheme, [8], 96)
     module = make_module(scheme, parts, [8], 96).to(torch.bfloat16)
@@ -113,7 +111,7 @@ def test_every_scheme_survives_its_own_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: str) -> None:
+def test_compressed_tensors_decompresses_to_the_same_weights(name: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 

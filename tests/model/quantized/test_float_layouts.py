@@ -56,7 +56,7 @@ def test_the_bytes_of_a_file_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_compressed_tensors_reads_the_config_and_the_codes_as_hone_does(name: str) -> None:
+def test_compressed_tensors_decompresses_to_the_same_weights(name: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 

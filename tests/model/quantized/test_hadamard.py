@@ -86,7 +86,7 @@ def test_a_product_is_that_of_a_block_diagonal_matrix(columns: int, size: int) -
     assert torch.equal(multiply(x.bfloat16(), size), multiply(x.bfloat16().float(), size).bfloat16())
 
 
-def test_a_linear_multiplies_its_inputs_before_other_hooks_see_them() -> None:
+def test_hadamard_runs_before_other_hooks() -> None:
     linear = Dense(96, 8, False)
     torch.nn.init.normal_(linear.weight)
     x, seen = torch.randn(4, 96), []

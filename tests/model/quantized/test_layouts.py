@@ -83,7 +83,7 @@ def test_gptq_is_read_and_written(layout: str, bits: int, group_size: int, symme
     assert_equal(part, LAYOUTS[layout].write(again))
 
 
-def test_symmetric_zero_points_are_the_words_that_vllm_and_gptqmodel_expect() -> None:
+def test_symmetric_zero_points_as_vllm_and_gptqmodel_expect() -> None:
     words = {
         layout: LAYOUTS[layout].write(made(Scheme(4, 32, layout), 32, 64))["qzeros"].long() & 0xFFFFFFFF
         for layout in ("gptq", "gptq_v2", "awq")
@@ -285,7 +285,7 @@ def test_a_weight_that_bitsandbytes_made_is_read_and_written_back(
         assert_equal(one, part)
 
 
-def test_an_llm_int8_weight_that_bitsandbytes_made_is_read_and_written_back() -> None:
+def test_llm_int8_of_bitsandbytes_is_read_and_written() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weights = torch.randn(96, 192, generator=GENERATOR.manual_seed(0)).half()
     codes, largest, _ = functional.int8_vectorwise_quant(weights)

@@ -74,7 +74,7 @@ def test_a_dense_weight_does_not_load() -> None:
 
 
 @torch.no_grad()
-def test_a_model_computes_the_same_and_keeps_what_is_not_two_of_four(monkeypatch, tmp_path) -> None:
+def test_a_compressed_model_computes_the_same(monkeypatch, tmp_path) -> None:
     without_gpu(monkeypatch)
     model, tokens = pruned(), torch.randint(0, 50, (2, 9))
     expected = model(tokens)

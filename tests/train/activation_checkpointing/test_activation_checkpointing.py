@@ -171,7 +171,7 @@ def test_what_compiled_layers_and_pipelines_refuse(kind):
         Train.read({"parallelism": {"pipeline_parallel_degree": 2}, "activation_checkpointing": kind})
 
 
-def test_offloaded_layers_hold_nothing_on_a_gpu_and_as_much_on_a_cpu():
+def test_memory_of_offloaded_layers():
     work = training()
     away = replace(work, segments=ACTIVATION_CHECKPOINTINGS.read("offload").segments(12))
     assert growth_bytes(away, "cuda").value < 0.6 * growth_bytes(work, "cuda").value

@@ -178,7 +178,7 @@ def test_the_estimates_count_every_byte():
             assert said[:2] == (pytest.approx(forward), pytest.approx(backward)), technique
 
 
-def test_state_is_divided_over_all_ranks_that_hold_the_same_weights():
+def test_state_is_sharded_over_context_parallel_ranks_too():
     found = {}
     for name in ("ddp", "zero2", HSDP):
         shared = Parallelism.read({"data_parallel": name, "context_parallel_degree": 4})

@@ -108,7 +108,7 @@ def test_longer_is_the_same_as_at_once(half, whole, data_folder, tmp_path, monke
 
 
 @pytest.mark.parametrize("load", ["schedule", "optimizer"])
-def test_spikes_are_judged_by_the_steps_before_only_where_the_schedule_goes_on(load, data_folder, tmp_path):
+def test_spike_statistics_are_kept_with_the_schedule(load, data_folder, tmp_path):
     skips = {"optimizer": {"kind": "adamw", "skip_step": {"rolling_interval_length": 12, "sigma_factor": 0.5}}}
     first = make(tmp_path / "train-first", data_folder, steps=6, checkpoint=KEPT, **skips)
     steps = 12 if load == "schedule" else 6
@@ -374,13 +374,14 @@ def test_a_planned_training_plans_the_next_one(data_folder):
         longer.plan({"data": data, "model": without.facts.model_copy(update={"where": "train-base"})}, machine)
 
 
-def test_what_is_kept_is_part_of_the_identity_and_nothing_else_of_checkpoints():
+def test_only_keep_is_part_of_the_identity():
     plain = Train.read(STABLE)
     assert plain.identity() == Train.read({**STABLE, "checkpoint": {"interval": 7}}).identity()
     kept = Train.from_overrides({"checkpoint.keep": "optimizer", "checkpoint.interval": "7"})
     assert kept.checkpoint.keep.optimizer and kept.identity()["checkpoint"] == {
         "keep": {"optimizer": True, "best": False, "last": 0, "interval": 0},
         "load": "data_position",
+        "export_dtype": None,
     }
     with pytest.raises(SpecError, match=r"no field 'checkpoint\.keep\.optimiser'"):
         Train.read({**STABLE, "checkpoint": {"keep": "optimiser"}})

@@ -133,7 +133,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(data_folder, tmp_pat
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
-def test_a_run_that_wandb_does_not_open_is_an_error_with_the_way_out(wandb, data_folder, tmp_path):
+def test_wandb_errors_say_the_way_out(wandb, data_folder, tmp_path):
     def init(**given):
         raise wandb.errors.Error("api_key not configured")
 

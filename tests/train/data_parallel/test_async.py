@@ -76,7 +76,7 @@ def played(workers: int, clocks: int, bound: float, seed: int, meets: int = 0) -
     st.integers(0, 10**6),
     st.integers(0, 4),
 )
-def test_no_read_is_staler_than_the_bound_and_nobody_waits_for_ever(workers, clocks, bound, seed, meets):
+def test_staleness_is_bounded_and_nothing_deadlocks(workers, clocks, bound, seed, meets):
     _, steps, behind = played(workers, clocks, bound, seed, meets)
     assert behind <= bound
     # Each gradient once: its share of the step's targets times the step's share of the rate is 1 / workers, in whichever step.
@@ -276,7 +276,7 @@ def test_what_travels_and_what_is_kept():
     assert less() < seconds() < often()
 
 
-def test_workers_wait_for_their_servers_and_neighbours_send_beside_the_passes():
+def test_estimated_waits_of_asynchronous_training():
     """The seconds of a step that pass beside nothing, on GPUs, whose ranks exchange over their hosts' connections."""
     dims, about = SHAPE.config(300).dims(), (SHAPE.config(300).dims(), "bfloat16")
     for kind in SERVED:

@@ -72,7 +72,7 @@ def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], most: float,
         assert (flat(ours)[name] - one).abs().max() <= most, f"{said}: {name}"
 
 
-def test_bsp_is_synchronous_training_and_ssp_without_staleness_is_bsp(found):
+def test_bsp_equals_synchronous_training(found):
     results, weights = found
     for one, other in (("bsp", "ddp"), ("bsp, muon", "ddp, muon")):
         for rank in range(WORKERS):
@@ -351,7 +351,7 @@ SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("gossip", "ad_
 
 
 @pytest.mark.parametrize("name", ["bsp", "asp", *SLOWLY])
-def test_a_killed_rank_ends_all_with_one_error_and_the_stage_resumes(name, data_folder, tmp_path):
+def test_a_killed_rank_is_one_error_and_the_stage_resumes(name, data_folder, tmp_path):
     one = spec(name, **({} if name == "bsp" else {"sync_every": 2}))
     through = on_ranks(3, made, one, str(data_folder), str(tmp_path / "one"))
     ended = together(3, made, one, str(data_folder), str(tmp_path / "two"), 4)

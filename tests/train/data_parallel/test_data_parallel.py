@@ -225,7 +225,7 @@ SPEC = {
 }
 
 
-def test_the_stage_on_ranks_makes_the_folder_and_a_killed_one_resumes_on_others(data_folder, tmp_path):
+def test_a_killed_stage_resumes_on_other_ranks(data_folder, tmp_path):
     one = Train.read(SPEC).make(tmp_path / "one", {"data": Artifact.read(data_folder)}, Run(quiet=True))
     ended = together(2, made, SPEC, str(data_folder), str(tmp_path / "two"), 3)
     assert ended[1].returncode == -signal.SIGKILL

@@ -117,7 +117,7 @@ LOCAL: list[tuple[dict[str, Any], tuple[float, float]]] = [
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_local_steps_are_those_of_workers_in_one_process_and_resume_bit_by_bit(num_ranks, data_folder, tmp_path):
+def test_local_sgd_equals_workers_in_one_process(num_ranks, data_folder, tmp_path):
     kinds = [{**kind, "num_workers": num_ranks} for kind, _ in LOCAL]
     others: list[dict[str, Any]] = [
         {"kind": "powersgd", "rank": 2},
@@ -156,7 +156,7 @@ SPEC = {
 }
 
 
-def test_a_killed_rank_ends_all_and_the_stage_resumes_with_the_same_bits(data_folder, tmp_path):
+def test_a_killed_rank_ends_all_and_the_stage_resumes(data_folder, tmp_path):
     through = on_ranks(2, made, SPEC, str(data_folder), str(tmp_path / "one"))
     ended = together(2, made, SPEC, str(data_folder), str(tmp_path / "two"), 3)
     assert ended[1].returncode == -signal.SIGKILL

@@ -44,7 +44,7 @@ class AxisOf:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_gradients_of_16_bits_are_summed_in_float32_and_in_the_order_of_the_ranks(size: int, whole: bool) -> None:
+def test_16_bit_gradients_are_summed_in_float32(size: int, whole: bool) -> None:
     seed = torch.Generator().manual_seed(size)
     flat, meeting = Flat(SHAPES, size, whole=whole), Meeting(size)
     every = [

@@ -111,7 +111,7 @@ def test_gradients_that_a_pipeline_computes_later_are_compared_too():
 
 
 @pytest.mark.parametrize("fault", ["own", "other"])
-def test_a_rank_that_computes_wrong_once_is_named_and_nothing_is_lost(fault, data_folder, tmp_path, capfd):
+def test_a_rank_with_a_wrong_result_is_named(fault, data_folder, tmp_path, capfd):
     out = tmp_path / "train-x"
     arguments = (spec(CHECKS, data_parallel="zero2"), str(data_folder), str(out))
     ended = results(2, *arguments, fault)
@@ -123,7 +123,7 @@ def test_a_rank_that_computes_wrong_once_is_named_and_nothing_is_lost(fault, dat
     assert again == whole and "resuming at step 3 of 5" in capfd.readouterr().err
 
 
-def test_an_update_before_the_norm_is_known_waits_for_the_comparison(data_folder, tmp_path):
+def test_post_validation_waits_for_the_comparison_of_ranks(data_folder, tmp_path):
     early = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": {"kind": "zb_h1", "post_validation": True}}
     asked = {**spec(CHECKS, **early), "gradient_accumulation_steps": 2}
     ended = results(2, asked, str(data_folder), str(tmp_path / "x"), "own", 0)

@@ -56,7 +56,7 @@ AT_START = [
     [pytest.param(*one, marks=[] if place < 2 else pytest.mark.slow) for place, one in enumerate(AT_START)],
     ids=[one[0] for one in AT_START],
 )
-def test_ranks_that_were_started_otherwise_end_all_before_anything_is_made(mistake, said, data, tmp_path):
+def test_ranks_with_other_specs_end_before_anything_is_made(mistake, said, data, tmp_path):
     ended = together(2, misused, SPEC, str(data), str(tmp_path / "x"), mistake)
     assert all(one.returncode == 0 for one in ended), [one.stderr[-2000:] for one in ended]
     assert all(said in one.result and "\nfix: " in one.result for one in ended), ended
@@ -76,7 +76,7 @@ IN_A_STEP = [
     [pytest.param(*one, marks=[] if place == 0 else pytest.mark.slow) for place, one in enumerate(IN_A_STEP)],
     ids=[one[0] for one in IN_A_STEP],
 )
-def test_what_happens_to_one_rank_in_a_step_ends_all_and_loses_nothing(mistake, said, data, tmp_path):
+def test_a_fault_of_one_rank_ends_all_and_loses_nothing(mistake, said, data, tmp_path):
     rank = 0 if mistake == "folder gone" else 1
     ended = together(2, misused, SPEC, str(data), str(tmp_path / "x"), mistake, rank)
     assert all(one.returncode == 0 for one in ended), [one.stderr[-2000:] for one in ended]

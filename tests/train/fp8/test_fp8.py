@@ -81,7 +81,7 @@ def gradients(trainer: Trainer, batch) -> dict[str, torch.Tensor]:
     return {name: trainer.update.weights.grad(name).clone() for name in trainer.update.weights.parameters}
 
 
-def test_gradients_are_near_those_of_bf16_and_the_layers_linears_alone_are_fp8(data_folder):
+def test_fp8_gradients_are_near_those_of_bf16(data_folder):
     data = PackedTokens(data_folder)
     batch = data.batch(0, 4, SEQ, 0)
     exact, coded = make(data, "bf16"), make(data, "fp8")
@@ -131,7 +131,7 @@ def test_micro_batches_share_one_cast_of_the_weights(data_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("reader", ["cast", "replicas"])
-def test_what_reads_weights_between_steps_waits_for_those_on_their_way(reader, data_folder):
+def test_readers_of_weights_wait_for_transfers(reader, data_folder):
     """On a GPU an update ends before other ranks' weights are there, for which layers wait when they compute."""
     ranks = Ranks(Mesh(), Parallelism().grid(Mesh(), "cpu"))
     trainer = make(PackedTokens(data_folder), "fp8", gradient_accumulation_steps=2, ranks=ranks)
@@ -209,7 +209,7 @@ def test_what_it_does_not_work_with():
     check_passes(spec.model_copy(update={"precision": "bf16"}), TWO.config(300), 2)
 
 
-def test_a_model_without_such_linears_is_refused_and_others_are_named():
+def test_models_without_fp8_linears_are_refused():
     odd = TWO.model_copy(update={"hidden_size": 40, "num_heads": 4, "head_dim": 10, "intermediate_size": 96})
     with pytest.raises(SpecError, match="no linear of the layers") as error:
         check_passes(Train.read(SPEC), odd.config(300), 1)

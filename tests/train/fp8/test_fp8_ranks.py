@@ -129,7 +129,7 @@ def test_what_is_left_for_later_is_codes():
 SPEC = {"precision": "fp8_blockwise", "batch_size": 8, "seq_len": 64}
 
 
-def test_a_rank_of_tensor_parallelism_computes_in_fp8_what_its_own_sizes_allow():
+def test_fp8_with_tensor_parallelism():
     """Of 48 input features of the attention's output two ranks have 24 each, which are no multiple of 16."""
     config = SHAPE.config(300)
     assert set(in_fp8(config, 0)) - set(in_fp8(config.local(2), 0)) == {"mixer.out"}

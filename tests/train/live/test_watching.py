@@ -202,7 +202,7 @@ def test_mfu_in_both_conventions_and_joules(tmp_path):
     assert [row.get("joules_per_token") for row in rows] == [0.02, None, None]
 
 
-def test_after_going_back_the_curves_and_the_times_of_the_ranks_go_on(tmp_path):
+def test_curves_go_on_after_a_rewind(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sent: list[int] = []

@@ -169,7 +169,7 @@ def test_what_needs_a_global_step_is_refused(spec, said, data_folder):
         Train.read({**whole, "model": model}).plan(facts, two)
 
 
-def test_schedule_and_degree_are_part_of_the_identity_and_versions_of_the_memory(data_folder):
+def test_identity_and_memory_of_asynchronous_schedules(data_folder):
     facts, two = {"data": facts_of(Artifact.read(data_folder))}, describe("cpu").model_copy(update={"num_ranks": 2})
     base = {**SPEC, "max_grad_norm": 0, "gradient_accumulation_steps": 4}
     base["model"] = {**base["model"], "tie_embeddings": False}

@@ -171,8 +171,6 @@ def test_what_does_not_go_together_is_refused(spoiled):
     for changes, said in wrong:
         with pytest.raises(SpecError, match=said):
             Train.read({**SPEC, **changes})
-    plain = Train.read({**SPEC, "optimizer": {**SPEC["optimizer"], "rewind": None}})
-    assert "rewind" not in plain.identity()["optimizer"] and "rewind" in Train.read(SPEC).identity()["optimizer"]
 
 
 def test_the_step_to_go_back_to_depends_on_the_spike_alone():
