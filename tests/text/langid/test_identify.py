@@ -23,7 +23,7 @@ from hone.text.langid.identify import Identifier
 from hone.text.langid.model import Model
 from hone.text.langid.shipped import SHIPPED, UNKNOWN, shipped_languages
 
-SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"
+SAMPLE = Path(__file__).with_name("udhr.jsonl.xz")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hone.text.langid.identify import Identifier
 from hone.text.langid.shipped import MACROLANGUAGES
 from hone.text.signals.languages import languages
 
-SAMPLE = Path(__file__).parents[1] / "text" / "langid" / "udhr.jsonl.xz"
+SAMPLE = Path(__file__).with_name("udhr.jsonl.xz")
 
 
 def pieces() -> tuple[list[str], np.ndarray]:
