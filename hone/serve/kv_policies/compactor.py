@@ -20,7 +20,7 @@ from hone.serve.scheduler import Scheduler
 from hone.serve.sequence import Seq
 from hone.serve.step import ForwardBatch
 
-_PIECE = 512
+_CHUNK = 512
 """Tokens whose attention is computed in one pass."""
 
 _SCORES = 2**24
@@ -78,8 +78,8 @@ class Compactor:
     def _observed(self, seq: Seq, first: int) -> AttentionScores:
         """The attention that every slot received from the queries of the tokens `first` ... , and before where that counts."""
         found: AttentionScores = {}
-        for start in range(first, seq.num_computed, _PIECE):
-            end = min(start + _PIECE, seq.num_computed)
+        for start in range(first, seq.num_computed, _CHUNK):
+            end = min(start + _CHUNK, seq.num_computed)
             batch = ForwardBatch.of(
                 seq.tokens[start:end], [start - seq.num_dropped], [end - start], np.array([seq.pages], dtype=np.int32),
                 self._block_size, dropped=[seq.num_dropped]

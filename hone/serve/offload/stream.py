@@ -50,7 +50,7 @@ class _LayerTensor:
 @dataclass(frozen=True)
 class _Streamed:
     layer: nn.Module
-    pieces: tuple[_LayerTensor, ...]
+    tensors: tuple[_LayerTensor, ...]
 
 
 class LayerStream:
@@ -83,7 +83,7 @@ class LayerStream:
 
     def take(self, layer: nn.Module) -> None:
         """Moves the weights of the next layer to host memory; until `open` the layer has none. Raises MachineError as `host_memory`."""
-        pieces, end = [], 0
+        tensors, end = [], 0
         found = [
             (module, name, tensor)
             for path, module in layer.named_modules()
@@ -94,17 +94,17 @@ class LayerStream:
         for module, name, tensor in found:
             like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             size = _span(tensor) * tensor.element_size()
-            pieces.append(_LayerTensor(module, name, like, end, size))
+            tensors.append(_LayerTensor(module, name, like, end, size))
             end += -(-size // _ALIGNED) * _ALIGNED
         host = host_memory(end, pin=self._side is not None)
-        for piece, (module, name, tensor) in zip(pieces, found, strict=True):
+        for part, (module, name, tensor) in zip(tensors, found, strict=True):
             flat = tensor.detach().as_strided((_span(tensor),), (1,), tensor.storage_offset())
-            host[piece.begin : piece.begin + piece.num_bytes].view(tensor.dtype).copy_(flat)
-            piece.put(piece.like)
+            host[part.begin : part.begin + part.num_bytes].view(tensor.dtype).copy_(flat)
+            part.put(part.like)
             if getattr(module, "raw", None):
                 module.raw = []  # what only writing the folder again needs
             assert not any(isinstance(value, Tensor) for value in vars(module).values()), f"{name} is not alone"
-        self._taken.append(_Streamed(layer, tuple(pieces)))
+        self._taken.append(_Streamed(layer, tuple(tensors)))
         self._hosts.append(host)
 
     def open(self) -> None:
@@ -113,8 +113,8 @@ class LayerStream:
         size = max(len(host) for host in self._hosts)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
         for index, one in enumerate(self._taken):
-            for piece in one.pieces:
-                piece.put(piece.on(self._buffers[index % NUM_BUFFERS]))
+            for part in one.tensors:
+                part.put(part.on(self._buffers[index % NUM_BUFFERS]))
             one.layer.register_forward_pre_hook(partial(self._before, index))
             one.layer.register_forward_hook(partial(self._after, index))
         self._taken.clear()
