@@ -25,6 +25,9 @@ CURVES = (
     ("grad_norm", "Norm of the gradient", "", ""),
     ("tokens_per_s", "Tokens a second", "", ""),
     ("memory_bytes", "Memory of rank 0", "", "B"),
+    ("expert_load", "Busiest expert", "times the mean of its layer", ""),
+    ("expert_drops", "Visits to experts dropped", "share", ""),
+    ("router_entropy", "Entropy of routers", "nats", ""),
 )
 """The curves: name in the logs, title, what it is in, unit of its axis."""
 
@@ -86,6 +89,7 @@ def _numbers(run: RunLog) -> list[tuple[str, str]]:
         ("mfu_full_attention", "MFU, attention counted in full", lambda value: f"{value:.1%}"),
         ("memory_bytes", "memory of rank 0", lambda value: units.show(value, "B")),
         ("joules_per_token", "joules a token", units.three),
+        ("expert_load", "busiest expert / mean", lambda value: f"{value:.2f}"),
     ]
     return [(form(value), words) for name, words, form in shown if (value := run.last(name)) is not None]
 

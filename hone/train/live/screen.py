@@ -129,7 +129,8 @@ class Screen(Progress):
         )
         rest = [f"memory {human_bytes(now['memory_bytes'])}"] if now.get("memory_bytes") else []
         rest += known("joules_per_token", "{:.3g} J/token") + known("tokens", "{:,} tokens so far")
-        return ["  ".join(line) for line in (loss, speed, rest) if line]
+        experts = known("expert_load", "busiest expert {:.2f} x the mean") + known("expert_drops", "{:.1%} dropped")
+        return ["  ".join(line) for line in (loss, speed, rest, experts) if line]
 
     def _ranks(self, now: dict[str, Any], width: int) -> list[Text]:
         """A bar a rank: its own work, and what it waits."""

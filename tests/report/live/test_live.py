@@ -168,6 +168,16 @@ def test_what_is_drawn(width, tmp_path):
         assert 0 <= float(at) <= width
 
 
+def test_experts_have_curves(tmp_path):
+    found = {"expert_load": 1.5, "expert_drops": 0.02, "router_entropy": 1.9, "expert_loads": {"0": [3, 1]}}
+    write(tmp_path / "train-a.partial", *({**row, **found} for row in steps(1, 5)))
+    log = RunLog(tmp_path / "train-a")
+    log.poll()
+    body = fragment([log], 1080.0)
+    for words in ("Busiest expert", "Visits to experts dropped", "Entropy of routers", "busiest expert / mean", "1.50"):
+        assert words in body, words
+
+
 def test_a_server_sends_what_is_new_and_outlives_its_clients(tmp_path):
     import uvicorn
 
