@@ -160,7 +160,7 @@ def poisoned(error: BaseException) -> bool:
 
     A panic of a Rust library is a BaseException that is not an Exception.
     """
-    if isinstance(error, HoneError | MemoryError):
+    if isinstance(error, HoneError | MemoryError | ModuleNotFoundError):
         return False
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

@@ -20,7 +20,7 @@ from hone.feed.files.listing import File
 from hone.feed.files.sniff import marked
 from hone.feed.files.streams import Salvage, Unreadable, open_stream
 from hone.readers.documents import BLOCK_BYTES, MAX_ROW_BYTES, SAMPLE_CHARS, Fault, Options, Rows, described
-from hone.readers.tables import need_arrow, strings
+from hone.readers.tables import strings
 from hone.text.batch import Texts
 
 _ENDLESS = 1 << 62
@@ -35,7 +35,6 @@ class Readable(Protocol):
 
 def read_jsonl(file: File, options: Options) -> Iterator[Rows | Fault]:
     """The rows of a file of JSON objects, one per line; a Fault for each without text."""
-    need_arrow("reading jsonl")
     with open_stream(file) as stream:
         place, last = _start(stream, file.part)
         yield from read_blocks(Salvage(stream), options, place, last)

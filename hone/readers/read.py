@@ -49,7 +49,7 @@ from hone.text.signals.code import ROW
 def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:
     """Every document of `file`, a Broken for everything in it that should be one and is not, a Noted for what is counted only.
 
-    Raises only MissingExtra when a required package is not installed and MachineError when a remote file cannot be
+    Raises only MissingExtra or ModuleNotFoundError when a package is not installed and MachineError when a remote file cannot be
     reached.
     """
     for item in _items(file, options):

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import compute, parquet
 
-from hone.base.errors import MissingExtra
 from hone.feed.chat import FIELDS, rendered
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
@@ -66,7 +65,6 @@ def num_batches(file: File) -> int:
 @contextmanager
 def _parquet(file: File) -> Iterator[Any]:
     """The table of a Parquet file. Raises Unreadable for an invalid one."""
-    need_arrow("reading Parquet")
     try:
         with open_raw(file) as raw, parquet.ParquetFile(raw if file.url or file.held else file.path) as table:
             yield table
@@ -79,7 +77,6 @@ def _parquet(file: File) -> Iterator[Any]:
 @contextmanager
 def _arrow(file: File) -> Iterator[tuple[Any, bool]]:
     """(the reader of a table, whether it is a file with an index). Raises Unreadable for an invalid one."""
-    need_arrow("reading Arrow files")
     try:
         with open_raw(file) as raw:
             is_file = raw.read(len(_MAGIC)) == _MAGIC
@@ -223,10 +220,3 @@ def _large(array: Any) -> Any:
     if pa.types.is_large_binary(array.type):
         array = array.view(pa.large_string())
     return array
-
-
-def need_arrow(what: str) -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise MissingExtra.of(what, "pyarrow", "data") from None
