@@ -23,6 +23,11 @@ from hone.data.filters.base import Filter
 from hone.data.filters.decide import causes as causes_of
 from hone.data.settings import Exports
 
+_ROWS = 512
+_SHOWN = ("id", "source", "url", "metadata", "text")
+SPLITS = {"train": "train", "val": "validation"}
+"""Names of the splits in a Hugging Face data set."""
+_KINDS = {"double": "float64", "float": "float32", "halffloat": "float16", "bool": "bool"}
 LINES = ("jsonl", "dropped")
 """Folders of JSON lines; the others hold Parquet."""
 Write = Callable[[str, Function, Callable[[Path], list[Task]]], None]
@@ -116,10 +121,6 @@ def _write_card(corpus: Corpus, by_split: Mapping[str, list[Path]], chain: Chain
     write_atomic(home / "README.md", card(folder.name.lstrip("."), schema, counts, chain.steps, known).encode())
 
 
-_ROWS = 512
-_SHOWN = ("id", "source", "url", "metadata", "text")
-
-
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Writes `rows` as JSON lines compressed by zstd; returns their number. Numbers that JSON has not (NaN) are null."""
     try:
@@ -210,11 +211,6 @@ def _number(value: Any) -> Any:
     """A numpy value as a Python one; NaN is None."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-SPLITS = {"train": "train", "val": "validation"}
-"""Names of the splits there."""
-_KINDS = {"double": "float64", "float": "float32", "halffloat": "float16", "bool": "bool"}
 
 
 def write_split(folder: Path, documents: Path, split: str, name: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Edits: cut spans out of documents that are already in the corpus. One file per method."""
+"""Edits: cut spans out of documents that are already in the corpus."""

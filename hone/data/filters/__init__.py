@@ -1,1 +1,1 @@
-"""Rule filters over signal columns. One file per filter."""
+"""Rule filters over signal columns, in files by paper."""

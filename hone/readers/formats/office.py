@@ -19,6 +19,9 @@ from hone.readers.texts import pieces
 
 MAX_PART_BYTES = 256 << 20
 """XML of one part of a document."""
+MAX_CHAPTER_BYTES = 64 << 20
+MAX_BOOK_CHARS = 256 << 20
+_PAGES = ("application/xhtml+xml", "text/html")
 _NOT_IN_DOCX = frozenset(["pPr", "rPr", "tblPr", "trPr", "tcPr", "sectPr", "del", "moveFrom", "Fallback", "instrText"])
 _NOT_IN_ODT = frozenset(["tracked-changes", "annotation", "note-citation", "sequence-decls", "forms", "image", "desc"])
 
@@ -140,11 +143,6 @@ def _odt(raw: bytes) -> str:
             count = event.attributes.get("c", "1")
             lines.parts.append(" " * (min(int(count), 1000) if count.isdigit() else 1))
     return body.text + notes.text
-
-
-MAX_CHAPTER_BYTES = 64 << 20
-MAX_BOOK_CHARS = 256 << 20
-_PAGES = ("application/xhtml+xml", "text/html")
 
 
 def read_epub(file: File, options: Options) -> Iterator[RawText]:
