@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.data.clock import best_of
 from benchmarks.data.corpus import corpus
 from hone.base.run import Run
-from hone.data.filters.redecide import redecide
+from hone.data.filters.decide import redecide
 from hone.data.stage import Data
 
 _FILTERS = ["length", {"kind": "gopher_quality", "min_words": 20}, "gopher_repetition", "c4"]

@@ -61,8 +61,8 @@ def redecide(words: list[str], options: dict[str, str]) -> int:
     from hone.base.errors import MissingExtra
 
     MissingExtra.need("redecide", "pyarrow", "data")
-    from hone.data.filters.redecide import Redecide
-    from hone.data.filters.redecide import redecide as decide_again
+    from hone.data.filters.decide import Redecide
+    from hone.data.filters.decide import redecide as decide_again
 
     if _explained(words, options):
         print(f"\nfields:\n{list_fields(Redecide)}")

@@ -15,8 +15,8 @@ from hone.base.run import Run
 from hone.cli import main
 from hone.data import annotate
 from hone.data.corpus import Columns
-from hone.data.filters import redecide as module
-from hone.data.filters.redecide import redecide
+from hone.data.filters import decide as module
+from hone.data.filters.decide import redecide
 from hone.data.stage import Data
 from tests.data.stories import story
 

@@ -29,7 +29,7 @@ from hone.train.pipeline.search import search
 from tests.cost.h200 import h200, row
 from tests.train.conftest import SHAPE
 from tests.train.ranks import cut_at
-from tests.train.test_data_parallel import SPEC, on_ranks
+from tests.train.data_parallel.test_data_parallel import SPEC, on_ranks
 
 Seconds = Callable[[tuple[int, ...]], float]
 

@@ -1,15 +1,28 @@
-"""Decide: applies all filters to the columns of one shard and counts what each rule drops, also on its own."""
+"""Decide: applies filters to the columns of one shard, counting what each rule drops also on its own, and again to those of an artifact."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 import numpy as np
+from pyarrow import parquet
+from pydantic import Field
 
+from hone.base.artifact import Artifact
+from hone.base.errors import ArtifactError, SpecError
+from hone.base.figure import human_bytes
+from hone.base.spec import Spec
+from hone.base.table import Choice, Technique
+from hone.data import FILTERS
+from hone.data.corpus import Columns
 from hone.data.expression import evaluate
 from hone.data.filters.base import Filter, Rule, language_places
-from hone.data.results import counted, lowest
+from hone.data.results import DROPPED, added, counted, filter_row, lowest
+
+_AT_ONCE = 100_000
 
 
 def decide(
@@ -88,3 +101,131 @@ def _failures(
 
 def _count(chosen: np.ndarray, sizes: np.ndarray) -> dict[str, int]:
     return {"documents": int(chosen.sum()), "bytes": int(sizes[chosen].sum())}
+
+
+class Redecide(Spec):
+    """The filters to apply; by default those of the artifact."""
+
+    filters: tuple[Annotated[Technique, Choice(FILTERS)], ...] = Field(
+        (),
+        description="Rule filters in order. By default those of the artifact, of which "
+        "--filters.N.FIELD=VALUE changes one, counted from 0.",
+    )
+
+    @classmethod
+    def of(cls, folder: Path | str) -> Self:
+        """The filters of the data artifact in `folder`. Raises ArtifactError when there is none."""
+        return cls.read({"filters": _artifact(folder).manifest["spec"]["filters"]})
+
+
+class Redecided(NamedTuple):
+    """The result of other filters on all documents that an artifact's stage read.
+
+    `steps` are rows like those of filters in stats.json. `counts` are {documents, bytes} each: `read`; `passed` these filters,
+    `passed_before` those of the artifact; `back` pass only now, `gone` passed only before, and `gone_kept` are those of
+    `gone` that the artifact keeps. `passes` (bool [num_documents]) is in the order of signals/*.parquet.
+    """
+
+    steps: list[dict[str, Any]]
+    counts: dict[str, dict[str, int]]
+    passes: np.ndarray
+
+    def lines(self) -> Iterator[str]:
+        """Lines for a terminal: what each filter leaves, what each rule drops in total and as the only rule, and the difference."""
+        read, before = self.counts["read"], self.counts["passed_before"]
+        rows: list[tuple[str, str]] = [("read", _said(read))]
+        for step in self.steps:
+            left = {side: step[f"{side}_out"] for side in read}
+            nothing = "; dropped nothing" if left["documents"] == step["documents_in"] else ""
+            rows.append((step["name"], f"{_said(left)} left, {_share(left, read)} of the bytes{nothing}"))
+            for rule in step["rules"]:
+                if rule["alone"]["documents"]:
+                    drops = f"alone drops {_said(rule['alone'])}, only it {_said(rule['marginal'])}"
+                    rows.append((f"  {rule['reason']}: {rule['keep']}", drops))
+        rows.append(("the artifact's own filters", f"{_said(before)} left, {_share(before, read)} of the bytes"))
+        rows.append(("come back", _said(self.counts["back"])))
+        rows.append(
+            ("go", f"{_said(self.counts['gone'])}; the artifact keeps {_said(self.counts['gone_kept'])} of these")
+        )
+        width = max(len(name) for name, _ in rows)
+        yield from (f"{name:{width}}  {words}" for name, words in rows)
+        yield "duplicates, edits and decontamination come after the filters: what they remove is not counted here"
+
+
+def redecide(folder: Path | str, filters: Sequence[Any] | None = None) -> Redecided:
+    """The result of `filters` (techniques or their specs as data; None: its own) on the data artifact in `folder`.
+
+    Raises ArtifactError when it has no columns of dropped documents, SpecError for filters that need other columns.
+    """
+    artifact = _artifact(folder)
+    chosen = Redecide.of(folder) if filters is None else Redecide.read({"filters": tuple(filters)})
+    if not chosen.filters:
+        raise SpecError("there is no filter to apply", fix=f"name some of: {', '.join(FILTERS)}")
+    paths = sorted((artifact.folder / "signals").glob("*.parquet"))
+    if not paths:
+        raise ArtifactError(
+            f"{folder} keeps no signals/*.parquet, the columns of what was read",
+            fix=f"it is older than they are, or they were removed: make it again with --redo={artifact.folder.name}",
+        )
+    stats = json.loads((artifact.folder / "stats.json").read_text(encoding="utf8"))
+    before = [step["name"] for step in stats["steps"] if step["slot"] == "filter"]
+    filters = cast(tuple[Filter, ...], chosen.filters)
+    needed = {"id", "bytes"}.union(*(technique.columns for technique in filters))
+    totals: list[dict[str, Any]] = []
+    counts: dict[str, dict[str, int]] = {}
+    passes = [np.empty(0, bool)]
+    for columns, dropped_by in _held(paths, needed):
+        decided, rows = decide(filters, columns, 0)
+        for row in rows:
+            row.pop("samples")
+        totals = added(totals, rows) if totals else rows
+        now = decided == 0
+        here = _counts(columns["bytes"], now, then=~np.isin(dropped_by, before), kept=dropped_by == "")
+        counts = added(counts, here) if counts else here
+        passes.append(now)
+    steps = [{"name": technique.kind, "slot": "filter", **filter_row(row)} for technique, row in zip(filters, totals)]
+    return Redecided(steps, counts, np.concatenate(passes))
+
+
+def _artifact(folder: Path | str) -> Artifact:
+    artifact = Artifact.read(folder)
+    if artifact.kind != "data":
+        raise ArtifactError(f"{folder} is not a data artifact", fix="give the folder of a data stage")
+    return artifact
+
+
+def _held(paths: Sequence[Path], needed: set[str]) -> Iterator[tuple[Columns, np.ndarray]]:
+    """(columns, with those `needed` already read; what dropped each document, '' for none) of consecutive groups of files of about
+    _AT_ONCE documents."""
+    names = [name for name in parquet.read_schema(paths[0]).names if name not in DROPPED]
+    waiting: list[Path] = []
+    num_documents = 0
+    for path in paths:
+        waiting.append(path)
+        num_documents += parquet.read_metadata(path).num_rows
+        if num_documents >= _AT_ONCE or path == paths[-1]:
+            columns = Columns(waiting, names, compact=False)
+            columns.read(needed)
+            yield columns, Columns(waiting, DROPPED)[DROPPED[0]]
+            waiting, num_documents = [], 0
+
+
+def _counts(sizes: np.ndarray, now: np.ndarray, then: np.ndarray, kept: np.ndarray) -> dict[str, dict[str, int]]:
+    """`Redecided.counts` of one shard: documents of `sizes` bytes that pass `now`, passed `then` and are `kept`, bool each."""
+    chosen = {
+        "read": np.ones(len(sizes), bool),
+        "passed": now,
+        "passed_before": then,
+        "back": now & ~then,
+        "gone": then & ~now,
+        "gone_kept": kept & ~now,
+    }
+    return {name: {"documents": int(here.sum()), "bytes": int(sizes[here].sum())} for name, here in chosen.items()}
+
+
+def _said(count: dict[str, int]) -> str:
+    return f"{count['documents']:,} documents ({human_bytes(count['bytes'])})"
+
+
+def _share(count: dict[str, int], whole: dict[str, int]) -> str:
+    return f"{count['bytes'] / max(whole['bytes'], 1):.1%}"
