@@ -15,7 +15,7 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data import FILTERS
 from hone.data.filters.base import Filter, Rule
-from hone.data.filters.redecide import redecide
+from hone.data.filters.decide import redecide
 from hone.data.signals import SIGNALS, Signal
 from hone.data.stage import Data
 from hone.text.batch import Texts
