@@ -158,7 +158,7 @@ def dropped_lines(
     filters: tuple[Filter, ...],
     clusters: Named | None,
 ) -> dict[str, Any]:
-    """A task: writes the dropped documents of one shard; `dropped_by` (uint16 [its documents]) as in `results.write_signals`.
+    """A task: writes the dropped documents of one shard; `dropped_by` (uint16 [its documents]) as in `write.write_signals`.
 
     A row: id, source, url, metadata, step, reason, `rule` (the expression that was not met) and `value` (of each of its
     columns), both null for steps without rules, the cluster of a duplicate, and the text before any cut.

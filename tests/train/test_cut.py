@@ -28,8 +28,8 @@ from hone.train.pipeline.cost import layer_seconds
 from hone.train.pipeline.search import search
 from tests.cost.h200 import h200, row
 from tests.train.conftest import SHAPE
-from tests.train.ranks import cut_at
 from tests.train.data_parallel.test_data_parallel import SPEC, on_ranks
+from tests.train.ranks import cut_at
 
 Seconds = Callable[[tuple[int, ...]], float]
 

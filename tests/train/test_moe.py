@@ -29,8 +29,8 @@ from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from hone.train.student import from_teacher
 from tests.train.conftest import SHAPE
-from tests.train.ranks import trained
 from tests.train.data_parallel.test_data_parallel import assert_same_weights, on_ranks, weights_of
+from tests.train.ranks import trained
 
 SOFTMAX = {"kind": "moe", "experts": 4, "intermediate_size": 32}
 SIGMOID = {**SOFTMAX, "router": "sigmoid", "shared_experts": 1, "balance": ["bias", "sequence_loss"]}
