@@ -106,13 +106,13 @@ class Flow:
                 hook.remove()
         values = {source: gather.values(self.mesh) for source, gather in gathered.items()}
         holder = {source: readers[source][0].rpartition(".")[0] for source in experts}
-        ranges = {
-            source: pooled([values[other] for other in experts if holder[other] == holder[source]])
-            for source in experts
-            if int(values[source]["tokens"])
-            < LEAST_TOKENS  # a range of so few would clip what another text sends there
+        seldom = [source for source in experts if int(values[source]["tokens"]) < LEAST_TOKENS]
+        pools = {
+            path: pooled([values[one] for one in experts if holder[one] == path])
+            for path in {holder[source] for source in seldom}
         }
-        values |= {source: values[source] | pool for source, pool in ranges.items()}
+        for source in seldom:  # a range of so few tokens would clip what another text sends there
+            values[source] |= pools[holder[source]]
         return {name: values[source] for source, names in readers.items() for name in names}
 
     def _gather(self, layer: DecoderLayer, path: str, wanted: Collection[str]) -> _Gather:

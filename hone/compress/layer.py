@@ -97,9 +97,7 @@ class LayerWeights:
 
     def inputs(self, readers: list[str], name: str, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The statistic `name` [K] of an input: experts that read it have that of their own tokens, and `joined` makes one of two."""
-        found = {
-            id(self.statistics[path]): self.statistics[path][name] for path in readers
-        }  # shared where the input is one
+        found = {id(self.statistics[path]): self.statistics[path][name] for path in readers}  # one where they share it
         return reduce(joined, found.values())
 
     def per_channel(self, source: Producer, values: Tensor) -> Tensor:

@@ -360,7 +360,7 @@ def is_router(linears: Mapping[str, LinearSpec], path: str) -> bool:
     experts = [one for name, one in linears.items() if one.experts is not None and name.startswith(f"{block}.")]
     return (
         linear.experts is None
-        and not linear.residual
+        and linear.shard == "none"
         and any((one.experts, one.reads) == (linear.out_features, linear.reads) for one in experts)
     )
 

@@ -21,7 +21,10 @@ from hone.model.linear_spec import (
     Output,
     ParameterSpec,
     Piece,
+    Product,
+    each_expert,
     grouped_pieces,
+    is_router,
     outputs_of,
     projection_in,
 )  # fmt: skip
@@ -250,3 +253,24 @@ def test_a_family_is_a_row() -> None:
 def test_the_declarations_need_no_torch() -> None:
     code = "import sys, hone.model.linear_spec, hone.model.families; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_each_expert_is_a_linear_that_reads_its_own_and_a_router_is_told_from_others() -> None:
+    norm, halves = Norm("feed_forward_norm"), (Piece("gate", 2), Piece("up", 2))
+    made = Product((Output("feed_forward.gate_up", "gate"), Output("feed_forward.gate_up", "up")))
+    linears = {
+        "feed_forward.router": LinearSpec("router", 8, (Piece("router", 4),), norm),
+        "feed_forward.shared_gate_up": LinearSpec("shared_gate_up", 8, halves, norm, "column"),
+        "feed_forward.gate_up": LinearSpec("gate_up", 8, halves, norm, "column", experts=4, share=0.5),
+        "feed_forward.down": LinearSpec(
+            "down", 2, (Piece("down", 8),), made, "row", experts=4, share=0.5, residual=True
+        ),
+        "mixer.other": LinearSpec("other", 8, (Piece("other", 4),), norm),
+    }
+    assert [path for path in linears if is_router(linears, path)] == ["feed_forward.router"]
+    found = each_expert(linears)
+    names = [f"feed_forward.{name}.{expert}" for name in ("gate_up", "down") for expert in range(4)]
+    assert [*found] == ["feed_forward.router", "feed_forward.shared_gate_up", *names, "mixer.other"]
+    third = found["feed_forward.down.2"]
+    assert [one.linear for one in outputs_of(third.reads)] == ["feed_forward.gate_up.2"] * 2
+    assert third.experts is None and (third.num_params, third.out_features) == (16, 8)

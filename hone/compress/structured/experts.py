@@ -60,12 +60,9 @@ class Experts(StructuredPruner):
         return cuts.Cut(tuple(range(config.num_layers)), experts=stay), {"experts": [list(one) for one in stay]}
 
     def passes(self, config: ModelConfig) -> Passes | None:
-        last = (
-            one for index in range(config.num_layers) for one in _of_experts(config, index).values() if one.residual
-        )
-        return Passes(
-            1.0, observed=2 * sum(_visited(one) * one.out_features for one in last)
-        )  # outputs, their gradients
+        each = (one for index in range(config.num_layers) for one in _of_experts(config, index).values())
+        written = sum(_visited(one) * one.out_features for one in each if one.residual)
+        return Passes(1.0, observed=2 * written)  # outputs, their gradients
 
     def _stay(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
         """The first experts of every layer, as many as will stay; () of a layer without experts."""

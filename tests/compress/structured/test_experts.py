@@ -125,7 +125,7 @@ def test_scores_are_those_of_a_loop_over_tokens(experts_folder: Path, calibratio
     assert frequencies[0] == counts and counts[UNUSED] == 0 and sum(counts) == 2 * padded.num_tokens
 
 
-@pytest.mark.parametrize("importance", ["reap", "frequency"])
+@pytest.mark.parametrize("importance", ["reap", pytest.param("frequency", marks=pytest.mark.slow)])
 def test_experts_leave_and_the_rest_is_quantized(
     importance: str, experts_folder: Path, calibration_text: Path, compress
 ) -> None:
