@@ -39,6 +39,7 @@ def test_every_statistic_is_of_the_tokens_that_count(flow: Flow, tiny_llama: Pat
         "hessian": x.T @ x / len(x), "cross": (dense - x).T @ x / len(x), "mean": x.mean(0), "absmean": x.abs().mean(0), "absmax": x.abs().amax(0),
         "meansquare": x.square().mean(0),
         "samples": x,
+        "tokens": torch.tensor([len(x)]),
         "extremes": torch.stack([torch.stack((part.min(), part.max())) for part in x.view(5, 5, -1).split(2)]),
         "histogram": histogram_by_hand(x),
     }  # fmt: skip
