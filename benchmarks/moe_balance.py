@@ -44,7 +44,7 @@ def batch(seed: int, step: int) -> Batch:
 def run(options: dict[str, Any], seed: int, steps: int) -> tuple[float, float, float]:
     """(busiest / mean of the worst layer, visits dropped, loss), means of the last steps."""
     router = {"kind": "sigmoid", "top_k": TOP_K}
-    moe = {"kind": "moe", "experts": EXPERTS, "intermediate_size": 32, "router": router, **options}
+    moe = {"kind": "moe", "num_experts": EXPERTS, "intermediate_size": 32, "router": router, **options}
     shape = Shape(
         hidden_size=48,
         num_layers=2,

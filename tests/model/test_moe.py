@@ -26,7 +26,7 @@ def config(*entries: Any, **sizes: Any) -> ModelConfig:
 
 
 def moe(**options: Any) -> dict[str, Any]:
-    return {"kind": "moe", "experts": 4, **options}
+    return {"kind": "moe", "num_experts": 4, **options}
 
 
 def test_a_pattern_repeats_over_the_layers() -> None:
@@ -42,7 +42,7 @@ def test_a_pattern_repeats_over_the_layers() -> None:
 
 
 def test_parameters_and_operations_count_what_a_token_visits() -> None:
-    made = config(moe(router={"kind": "softmax", "top_k": 2}, shared_experts=1, balance=["bias"]))
+    made = config(moe(router={"kind": "softmax", "top_k": 2}, num_shared_experts=1, balance=["bias"]))
     model = build(made, seed=1)
     expert = 3 * 24 * 32
     assert made.num_params == sum(one.numel() for one in model.parameters())

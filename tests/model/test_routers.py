@@ -25,7 +25,7 @@ Visits = list[list[tuple[int, Tensor]]]
 
 
 def layer_of(**options: Any) -> MoELayer:
-    spec = FEED_FORWARDS.read({"kind": "moe", "intermediate_size": 5, "experts": E, **options})
+    spec = FEED_FORWARDS.read({"kind": "moe", "intermediate_size": 5, "num_experts": E, **options})
     layer = spec.build(Placement(D, 0, "layers.0.feed_forward", 1e-6, make_dense))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_soft_slots_are_mixtures_of_a_sequence() -> None:
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_shared_experts_are_one_that_every_token_visits(gate: bool) -> None:
-    layer, x = layer_of(shared_experts=2, shared_gate=gate), inputs()
+    layer, x = layer_of(num_shared_experts=2, shared_gate=gate), inputs()
     shared = gated(x, layer.shared_gate_up.weight, layer.shared_down.weight)
     if gate:
         shared = shared * F.linear(x, layer.shared_weight.weight).sigmoid()
@@ -255,9 +255,9 @@ def test_jitter_changes_what_the_router_sees_in_training_alone_and_repeats() -> 
         ({"router": "hash", "jitter": 0.1}, "no input that jitter could change"),
         ({"balance": [{"kind": "device_loss", "devices": 4}]}, "devices 4 does not divide 6 experts"),
         ({"balance": ["bias", "bias"]}, "two balances move one bias"),
-        ({"shared_gate": True}, "shared_gate needs shared_experts"),
+        ({"shared_gate": True}, "shared_gate needs num_shared_experts"),
     ],
 )
 def test_what_does_not_fit_together_is_said(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        MoE.read({"kind": "moe", "intermediate_size": 5, "experts": E, **options})
+        MoE.read({"kind": "moe", "intermediate_size": 5, "num_experts": E, **options})

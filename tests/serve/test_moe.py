@@ -13,12 +13,12 @@ PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(1, 4 + 5 * i)] for i in range
 
 
 def experts(**options: Any) -> Any:
-    return decoder(feed_forward=({"kind": "moe", "experts": 4, "intermediate_size": 24, **options},))
+    return decoder(feed_forward=({"kind": "moe", "num_experts": 4, "intermediate_size": 24, **options},))
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "hash"])
 def test_text_does_not_depend_on_company(router: str) -> None:
-    model = experts(router=router, capacity_factor=1.0, shared_experts=1)  # a capacity drops nothing in serving
+    model = experts(router=router, capacity_factor=1.0, num_shared_experts=1)  # a capacity drops nothing in serving
     one = engine(model)
     for prompt, completion in zip(PROMPTS, one.generate(PROMPTS, greedy(12))):
         assert completion.tokens == dense_greedy(model, prompt, 12)

@@ -32,8 +32,8 @@ from tests.train.conftest import SHAPE
 from tests.train.data_parallel.test_data_parallel import assert_same_weights, on_ranks, weights_of
 from tests.train.ranks import trained
 
-SOFTMAX = {"kind": "moe", "experts": 4, "intermediate_size": 32}
-SIGMOID = {**SOFTMAX, "router": "sigmoid", "shared_experts": 1, "balance": ["bias", "sequence_loss"]}
+SOFTMAX = {"kind": "moe", "num_experts": 4, "intermediate_size": 32}
+SIGMOID = {**SOFTMAX, "router": "sigmoid", "num_shared_experts": 1, "balance": ["bias", "sequence_loss"]}
 SWITCH = {**SOFTMAX, "router": "switch", "capacity_factor": 1.25, "jitter": 0.01, "balance": ["aux_loss", "z_loss"]}
 GSHARD = {**SOFTMAX, "router": "gshard", "capacity_factor": 1.0, "balance": ["aux_loss"]}
 

@@ -31,7 +31,7 @@ class Experts:
     @property
     def usual(self) -> dict[str, Any]:
         """The feed-forward of a model of the family that says nothing else."""
-        return {"kind": "moe", **({"shared_experts": 1, "shared_gate": True} if self.shared else {})}
+        return {"kind": "moe", **({"num_shared_experts": 1, "shared_gate": True} if self.shared else {})}
 
 
 def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
     moe = {
         "kind": "moe",
         "intermediate_size": _whole(values, family.width, where),
-        "experts": count,
+        "num_experts": count,
         "router": {
             "kind": "softmax",
             "top_k": _whole(values, "num_experts_per_tok", where),
@@ -54,7 +54,7 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
                 f"{where}: {family.shared} is {width}, no multiple of {family.width} {moe['intermediate_size']}",
                 fix="hone runs shared experts of the width of the others",
             )
-        moe |= {"shared_experts": width // moe["intermediate_size"], "shared_gate": True}
+        moe |= {"num_shared_experts": width // moe["intermediate_size"], "shared_gate": True}
     weight, jitter = values.get(_LOSS), values.get("router_jitter_noise")
     moe["balance"] = [{"kind": "aux_loss", "weight": weight}] if weight else []
     moe["jitter"] = jitter or 0.0
@@ -79,7 +79,7 @@ def write_experts(config: Any, family: Experts) -> dict[str, Any]:
         return {}
     losses = [one.weight for one in moe.balance if one.kind == "aux_loss"]
     values = {
-        family.count: moe.experts,
+        family.count: moe.num_experts,
         family.width: moe.intermediate_size,
         "num_experts_per_tok": moe.router.top_k,
         _LOSS: losses[0] if losses else 0.0,
@@ -88,7 +88,7 @@ def write_experts(config: Any, family: Experts) -> dict[str, Any]:
     if family.normalize is None:
         values["norm_topk_prob"] = moe.router.normalize
     if family.shared:
-        values[family.shared] = moe.shared_experts * moe.intermediate_size or moe.intermediate_size
+        values[family.shared] = moe.num_shared_experts * moe.intermediate_size or moe.intermediate_size
     if family.dense_layers:
         values["decoder_sparse_step"] = 1
         values["mlp_only_layers"] = [index for index, one in enumerate(layers) if one.kind != "moe"]

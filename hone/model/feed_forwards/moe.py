@@ -31,11 +31,11 @@ class MoE(FeedForward):
     paper: ClassVar[str] = "arXiv:1701.06538"
 
     intermediate_size: int = Field(gt=0, description="Width of one expert.")
-    experts: int = Field(8, gt=0, description="Experts among which the router chooses.")
+    num_experts: int = Field(8, gt=0, description="Experts among which the router chooses.")
     router: Annotated[Technique, Choice(ROUTERS, default="softmax")] = Field(
         Softmax(kind="softmax"), description="How tokens and experts find each other."
     )
-    shared_experts: int = Field(
+    num_shared_experts: int = Field(
         0, ge=0, description="Experts of the same width that every token visits, computed as one (DeepSeekMoE)."
     )
     shared_gate: bool = Field(
@@ -65,9 +65,9 @@ class MoE(FeedForward):
     @model_validator(mode="after")
     def _fits_together(self) -> MoE:
         router = self.router
-        router.check(self.experts)
+        router.check(self.num_experts)
         for one in self.balance:
-            one.check(self.experts)
+            one.check(self.num_experts)
         if not router.by_token and (self.balance or self.capacity_factor is not None):
             raise ValueError(f"router '{router.kind}' balances by itself: leave balance and capacity_factor out")
         moving = [one for one in self.balance if one.moves_bias]
@@ -77,8 +77,8 @@ class MoE(FeedForward):
             raise ValueError("two balances move one bias: leave one of them out")
         if self.jitter and router.reads_tokens:
             raise ValueError(f"router '{router.kind}' has no input that jitter could change")
-        if self.shared_gate and not self.shared_experts:
-            raise ValueError("shared_gate needs shared_experts")
+        if self.shared_gate and not self.num_shared_experts:
+            raise ValueError("shared_gate needs num_shared_experts")
         return self
 
     @property
@@ -97,14 +97,14 @@ class MoE(FeedForward):
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         inner, normed = self.intermediate_size, Norm("feed_forward_norm")
-        share = self.router.visits(self.experts) / self.experts
-        found = [*_gated("", hidden_size, inner, experts=self.experts, share=share)]
-        outputs = self.router.outputs(self.experts)
+        share = self.router.visits(self.num_experts) / self.num_experts
+        found = [*_gated("", hidden_size, inner, experts=self.num_experts, share=share)]
+        outputs = self.router.outputs(self.num_experts)
         if outputs:
             router = LinearSpec("router", hidden_size, (Piece("router", outputs),), reads=normed, precise=True)
             found.insert(0, router)
-        if self.shared_experts:
-            found += _gated("shared_", hidden_size, inner * self.shared_experts)
+        if self.num_shared_experts:
+            found += _gated("shared_", hidden_size, inner * self.num_shared_experts)
         if self.shared_gate:
             found.append(
                 LinearSpec("shared_weight", hidden_size, (Piece("shared_weight", 1),), reads=normed, precise=True)
@@ -112,10 +112,10 @@ class MoE(FeedForward):
         return tuple(found)
 
     def routed_values(self, hidden_size: int) -> int:
-        return 2 * self.router.visits(self.experts) * hidden_size
+        return 2 * self.router.visits(self.num_experts) * hidden_size
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
-        return (ParameterSpec("router_bias", (self.experts,), (0.0, 0.0), trained=False),) if self.bias else ()
+        return (ParameterSpec("router_bias", (self.num_experts,), (0.0, 0.0), trained=False),) if self.bias else ()
 
     def build(self, place: Placement) -> MoELayer:
         return MoELayer(self, place)
@@ -132,7 +132,7 @@ class MoELayer(Block):
         routes = self._routes(tokens, x, context)
         rows, ends = routes.dispatch(tokens)
         y = routes.combine(self.down(swiglu(self.gate_up(rows, ends)), ends))
-        if spec.shared_experts:
+        if spec.num_shared_experts:
             shared = self.shared_down(swiglu(self.shared_gate_up(tokens)))
             y = y + (shared * self.shared_weight(tokens).sigmoid() if spec.shared_gate else shared)
         return y.view_as(x)
@@ -152,7 +152,7 @@ class MoELayer(Block):
                 seen = tokens.float() * (1 + spec.jitter * (2 * noise - 1))
             logits = _precise(self.router, seen)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
-        told = Seen(logits, spec.experts, sequences, getattr(self, "router_bias", None), ids, draws)
+        told = Seen(logits, spec.num_experts, sequences, getattr(self, "router_bias", None), ids, draws)
         routes = spec.router.route(told)
         if not torch.is_grad_enabled():
             return routes
@@ -162,7 +162,7 @@ class MoELayer(Block):
                 if loss is not None:
                     context.add_loss(loss)
             if spec.capacity_factor is not None:
-                most = math.ceil(spec.capacity_factor * routes.ids.shape[1] * len(tokens) / spec.experts)
+                most = math.ceil(spec.capacity_factor * routes.ids.shape[1] * len(tokens) / spec.num_experts)
                 routes = routes.within(most, by_score=spec.token_drop_policy == "probs")
         context.count_routes(self.layer, _counts(routes, len(tokens)))
         return routes

@@ -64,7 +64,7 @@ class Routing:
         self._layers: dict[int, Any] = {index: one for index, one in blocks.items() if getattr(one, "routed", False)}
         for one in self._layers.values() if compiles else ():
             one.forward = torch.compiler.disable(one.forward)
-        self.size = sum(one.spec.experts + 3 for one in self._layers.values())
+        self.size = sum(one.spec.num_experts + 3 for one in self._layers.values())
         """Numbers that a step's counts are."""
 
     def begin(self, context: Context, done: int, number: int) -> None:
@@ -86,7 +86,7 @@ class Routing:
             return None
         found, at = {}, 0
         for index, one in self._layers.items():
-            count = one.spec.experts
+            count = one.spec.num_experts
             found[index] = LayerLoads(numbers[at : at + count], *numbers[at + count : at + count + 3])
             at += count + 3
         return Loads(found, whole=step % max(1, steps // TIMES) == 0 or step == steps)

@@ -91,7 +91,7 @@ def test_layers_without_experts_are_where_the_config_says() -> None:
 
 
 def test_what_a_training_reads_survives_a_folder_of_the_family() -> None:
-    own = {"kind": "moe", "experts": 4, "intermediate_size": 16, "capacity_factor": 1.25, "jitter": 0.01}
+    own = {"kind": "moe", "num_experts": 4, "intermediate_size": 16, "capacity_factor": 1.25, "jitter": 0.01}
     shape = Shape(family="mixtral", hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=2, feed_forward=(own,))
     for balance in (
         [],
@@ -106,20 +106,20 @@ def test_what_a_training_reads_survives_a_folder_of_the_family() -> None:
             continue
         values = json.loads(json.dumps(to_hf(made)))
         assert from_hf(values) == made and set(values[TRAINING]) >= {"capacity_factor", "jitter"}
-    plain = shape.model_copy(update={"feed_forward": ({"kind": "moe", "experts": 4, "intermediate_size": 16},)})
+    plain = shape.model_copy(update={"feed_forward": ({"kind": "moe", "num_experts": 4, "intermediate_size": 16},)})
     assert TRAINING not in to_hf(plain.config(60))
 
 
 @pytest.mark.parametrize("router", ["sigmoid", "switch", {"kind": "softmax", "num_groups": 2}])
 def test_a_router_that_the_family_does_not_have_is_no_folder_of_it(router: Any) -> None:
-    entry = {"kind": "moe", "experts": 4, "router": router}
+    entry = {"kind": "moe", "num_experts": 4, "router": router}
     shape = Shape(family="qwen3_moe", hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=2, feed_forward=(entry,))
     with pytest.raises(SpecError, match="cannot express this model"):
         to_hf(shape.config(60))
 
 
 def test_shared_experts_have_the_width_of_the_others() -> None:
-    assert from_hf({**QWEN2, **SMALL}).layers[0].feed_forward.shared_experts == 2
+    assert from_hf({**QWEN2, **SMALL}).layers[0].feed_forward.num_shared_experts == 2
     with pytest.raises(
         SpecError, match="shared_expert_intermediate_size is 50, no multiple of moe_intermediate_size 24"
     ):
