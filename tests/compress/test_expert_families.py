@@ -1,0 +1,56 @@
+"""Published families with experts through compression: experts that leave for transformers, and quantized ones that the engine serves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hone.model import hf
+from tests.compress.conftest import must_serve_what_it_computes
+
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**ROUTED, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**ROUTED, "head_dim": 32},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_loads_without_some_experts(family, family_folder, compress, calibration_text):
+    import transformers
+
+    folder = family_folder(family, **FAMILIES[family])
+    made = compress(folder, {"kind": "experts", "num_experts": 3}, name=f"{family}-experts", calibration_text=str(calibration_text)).folder
+    values = json.loads((made / "config.json").read_text(encoding="utf8"))
+    assert values["model_type"] == family
+    assert values["num_local_experts" if family == "mixtral" else "num_experts"] == 3
+    ours = hf.load(made)
+    assert [layer.feed_forward.num_experts for layer in ours.config.layers] == [3, 3]
+    kept = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made, **kept).eval()
+    tokens = torch.arange(2 * 40).reshape(2, 40) % 250
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(hf.load(folder)(tokens), expected, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_experts_are_served(family, family_folder, compress, calibration_text):
+    folder = family_folder(family, **FAMILIES[family])
+    made = compress(folder, {"kind": "gptq", "group_size": 16}, name=f"{family}-gptq", calibration_text=str(calibration_text)).folder
+    dense, quantized = hf.load(folder), hf.load(made)
+    tokens = torch.arange(2 * 40).reshape(2, 40) % 250
+    with torch.no_grad():
+        logits, close = dense(tokens), quantized(tokens)
+    assert 0 < float((close - logits).norm() / logits.norm()) < 0.5
+    rows = [json.loads(line) for line in (made / "layers.jsonl").read_text(encoding="utf8").splitlines()]
+    assert sum("experts" in one for row in rows for one in row["modules"]) == 2 * 4 * 3
+    assert not any(one.endswith("mlp.gate") or "router" in one for row in rows for one in row["modules"])
+    must_serve_what_it_computes(made)
