@@ -64,19 +64,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "context parallelism": ("train/context_parallel/test_context_parallel.py", "parallel/test_context.py"),
     "pipeline schedule": ("train/pipeline/test_pipeline.py", "parallel/test_pipeline_schedules.py"),
-    "transform": ("compress/test_transforms.py", "compress/test_rotation.py"),
-    "bit allocation": ("compress/test_allocation.py",),
-    "observer": ("compress/test_observers.py",),
+    "transform": ("compress/transforms/test_transforms.py", "compress/transforms/test_rotation.py"),
+    "bit allocation": ("compress/allocations/test_allocation.py",),
+    "observer": ("compress/observers/test_observers.py",),
     "quantizer": (
         "compress/test_stage.py",
         *(
-            f"compress/test_{name}.py"
+            f"compress/quantizers/test_{name}.py"
             for name in ("gptq", "hqq", "gptaq", "sorted_groups", "autoround", "block_int8", "fp8", "nf4", "formats")
         ),
     ),
-    "pruner": ("compress/test_stage.py", "compress/test_pruning.py", "compress/test_sparsegpt.py"),
-    "low rank": ("compress/test_low_rank.py",),
-    "KV cache quantizer": ("compress/test_kv_cache.py",),
+    "pruner": ("compress/test_stage.py", "compress/pruners/test_pruning.py", "compress/pruners/test_sparsegpt.py"),
+    "low rank": ("compress/low_rank/test_low_rank.py",),
+    "KV cache quantizer": ("compress/caches/test_kv_cache.py",),
     "structured pruner": ("compress/structured/test_cuts.py", "compress/structured/test_experts.py"),
     "export format": ("exports/gguf/test_export.py",),
     "drafter": ("serve/speculation/test_speculation.py",),

@@ -27,8 +27,8 @@ from hone.parallel.place import Place
 from hone.serve import planning
 from hone.serve.spec import EngineSpec
 from tests.compress.conftest import must_serve_what_it_computes
-from tests.compress.test_export_loaders import TOKENS, logits_from, tensors_of
 from tests.compress.test_targets import CONFIG
+from tests.compress.written.test_export_loaders import TOKENS, logits_from, tensors_of
 
 BOTH = {"targets": (r"\.layers\.", "embed_tokens")}
 ALL = {"targets": (r"\.layers\.", "lm_head", "Embedding"), "ignore": ()}

@@ -20,8 +20,8 @@ from hone.model.hf import load, save
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.shape import Shape
 from tests.compress.conftest import must_serve_what_it_computes
-from tests.compress.test_export import transformers_logits
-from tests.compress.test_export_loaders import loaded, logits_from
+from tests.compress.written.test_export import transformers_logits
+from tests.compress.written.test_export_loaders import loaded, logits_from
 
 HEAD = {"targets": (r"\.layers\.", "lm_head"), "ignore": ()}
 TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,7 @@
 
 vLLM: what version 0.26.0 loaded on a Hopper GPU with hone's log-probabilities (benchmarks/load_in_vllm.py; the matrix in
 docs/compression.md is made from its ledger). A format that was not tried there counts as refused. llama.cpp: what `hone export`
-writes without rounding again. transformers: tests/compress/test_export_loaders.py and test_formats.py.
+writes without rounding again. transformers: tests/compress/written/test_export_loaders.py and test_formats.py.
 """
 
 from __future__ import annotations

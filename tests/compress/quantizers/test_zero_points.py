@@ -15,7 +15,7 @@ from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.scheme import Scheme
 from hone.ops import formats
 from hone.ops.rounding.integer_grid import find_grid
-from tests.compress.test_gptq import problem
+from tests.compress.quantizers.test_gptq import problem
 
 
 def weights_of(rows: int = 16, columns: int = 64) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hone.compress.matrix import Matrix
 from hone.ops import formats
 from hone.ops.rounding.integer_grid import Grid, find_grid
 from hone.solvers.descent import Descent
-from tests.compress.test_gptq import problem
+from tests.compress.quantizers.test_gptq import problem
 
 
 class Through(torch.autograd.Function):

@@ -14,7 +14,7 @@ from hone.model.hf import load
 from hone.ops import formats
 from hone.ops.rounding.api import BLOCK
 from tests.compress.conftest import perplexity
-from tests.compress.test_gptq import problem
+from tests.compress.quantizers.test_gptq import problem
 
 DAMPING = 0.01
 PATTERNS = {"none": None, "2:4": (2, 4), "4:8": (4, 8)}

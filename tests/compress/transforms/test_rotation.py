@@ -24,7 +24,7 @@ from hone.model.hf import Checkpoint, load, save
 from hone.model.quantized.dense import dequantized
 from hone.model.quantized.hadamard import input_hadamard
 from hone.model.shape import Shape
-from tests.compress.test_export import transformers_logits
+from tests.compress.written.test_export import transformers_logits
 from tests.model.mixers.small import prompt, widen
 from tests.model.test_linear_spec import VARIANTS, ids, model_of
 

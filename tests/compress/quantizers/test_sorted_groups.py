@@ -13,7 +13,7 @@ from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
 from hone.model.hf import load
 from hone.model.quantized.dequantizing import Dequantizing
-from tests.compress.test_export_loaders import SIZES, tensors_of
+from tests.compress.written.test_export_loaders import SIZES, tensors_of
 
 STEP = {"kind": "sorted_groups", "group_size": 32}
 

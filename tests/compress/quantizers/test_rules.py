@@ -16,7 +16,7 @@ from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import load
 from tests.compress.conftest import must_serve_what_it_computes, stopped_before
-from tests.compress.test_export import transformers_logits
+from tests.compress.written.test_export import transformers_logits
 
 DOWN = {"match": "re:.*down_proj", "bits": 8}
 FIRST = {"match": r"re:.*layers\.0\..*(q|k|v)_proj", "bits": 6, "group_size": 16}

@@ -19,7 +19,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, load
 from hone.model.shape import Shape
 from tests.compress.conftest import perplexity
-from tests.compress.test_export import transformers_logits
+from tests.compress.written.test_export import transformers_logits
 
 FAMILIES = ("llama", "qwen2", "gemma2", "phi3", "olmo2")
 

@@ -31,7 +31,7 @@ from hone.model.folder import weights_bytes
 from hone.model.hf import Checkpoint, load
 from hone.solvers import knapsack
 from tests.compress.conftest import perplexity
-from tests.compress.test_export import transformers_logits
+from tests.compress.written.test_export import transformers_logits
 
 RTN = {"kind": "rtn", "bits": 4, "group_size": 32, "scale": "signed"}
 

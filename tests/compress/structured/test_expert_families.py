@@ -25,7 +25,9 @@ def test_what_transformers_loads_without_some_experts(family, family_folder, com
     import transformers
 
     folder = family_folder(family, **FAMILIES[family])
-    made = compress(folder, {"kind": "experts", "num_experts": 3}, name=f"{family}-experts", calibration_text=str(calibration_text)).folder
+    made = compress(
+        folder, {"kind": "experts", "num_experts": 3}, name=f"{family}-experts", calibration_text=str(calibration_text)
+    ).folder
     values = json.loads((made / "config.json").read_text(encoding="utf8"))
     assert values["model_type"] == family
     assert values["num_local_experts" if family == "mixtral" else "num_experts"] == 3
@@ -44,7 +46,9 @@ def test_what_transformers_loads_without_some_experts(family, family_folder, com
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_experts_are_served(family, family_folder, compress, calibration_text):
     folder = family_folder(family, **FAMILIES[family])
-    made = compress(folder, {"kind": "gptq", "group_size": 16}, name=f"{family}-gptq", calibration_text=str(calibration_text)).folder
+    made = compress(
+        folder, {"kind": "gptq", "group_size": 16}, name=f"{family}-gptq", calibration_text=str(calibration_text)
+    ).folder
     dense, quantized = hf.load(folder), hf.load(made)
     tokens = torch.arange(2 * 40).reshape(2, 40) % 250
     with torch.no_grad():

@@ -12,7 +12,7 @@ from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
 from hone.exports.api import export
-from tests.compress.test_export_loaders import SIZES, tensors_of
+from tests.compress.written.test_export_loaders import SIZES, tensors_of
 
 
 def matrix(rows: int = 128, columns: int = 192, dtype: torch.dtype = torch.float32) -> Matrix:

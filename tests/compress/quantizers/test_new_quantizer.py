@@ -17,7 +17,7 @@ from hone.model.hf import load, save
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.rounded_inputs import RoundedInputs
-from tests.compress.test_export import transformers_logits
+from tests.compress.written.test_export import transformers_logits
 
 
 @pytest.mark.slow
