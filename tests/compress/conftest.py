@@ -126,9 +126,9 @@ def must_serve_what_it_computes(folder: Path) -> None:
 @contextmanager
 def stopped_before(index: int) -> Iterator[None]:
     """Compressions inside are interrupted before layer `index`."""
-    from hone.compress import stream
+    from hone.compress.stream import Stream
 
-    done = stream._compress_layer
+    done = Stream._compress_layer
 
     def stop(*arguments):
         if arguments[-1] == index:
@@ -136,7 +136,7 @@ def stopped_before(index: int) -> Iterator[None]:
         return done(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stream, "_compress_layer", stop)
+        patch.setattr(Stream, "_compress_layer", stop)
         yield
 
 

@@ -50,9 +50,9 @@ def _prepare(trouble: str, marker: Path) -> None:
 
     It is killed when there is the `marker` of the layer before, which a thread writes.
     """
-    before, write = stream._compress_layer, shards.write_shard
+    before, write = stream.Stream._compress_layer, shards.write_shard
 
-    def compress_layer(job, flow, check, index):
+    def compress_layer(self, index):
         if index == LAYER and trouble == "killed":
             while not marker.exists():
                 time.sleep(0.01)
@@ -60,8 +60,8 @@ def _prepare(trouble: str, marker: Path) -> None:
         if index == LAYER and trouble == "bug":
             raise ZeroDivisionError("a bug")
         if index == LAYER and trouble == "nan":
-            flow.states[0, 0, 0] = float("nan")
-        return before(job, flow, check, index)
+            self.flow.states[0, 0, 0] = float("nan")
+        return before(self, index)
 
     def write_shard(path, tensors):
         if trouble == "full":
@@ -69,4 +69,4 @@ def _prepare(trouble: str, marker: Path) -> None:
                 raise OSError(errno.ENOSPC, "no space left on device")
         write(path, tensors)
 
-    stream._compress_layer, stream.write_shard = compress_layer, write_shard
+    stream.Stream._compress_layer, stream.write_shard = compress_layer, write_shard

@@ -196,7 +196,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(family_folder, compress, mo
     source, step = family_folder("llama"), {"kind": "gptq", "group_size": 32}
     whole = compress(source, step, **BOTH, name="whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stream, "_advance", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(stream.Stream, "_advance", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         compress(source, step, **BOTH, name="resumed")
     with monkeypatch.context() as patch:
         patch.setattr(stream, "quantized_embedding", None)  # is not called again

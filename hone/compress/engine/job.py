@@ -81,6 +81,20 @@ class Job:
             module = step.module(module, parts)
         return module
 
+    def put(
+        self,
+        layer: nn.Module,
+        index: int,
+        linear: Linear,
+        written: Mapping[str, Tensor],
+        weight: Tensor | None = None,
+    ) -> None:
+        """Puts a finished linear into `layer` as it is `written`; `weight` is what that holds, None to read it from there."""
+        dense = layer.get_submodule(linear.path)
+        module = self.module(dense, self.parts(index, linear, written, weight))
+        if module is not dense:
+            layer.set_submodule(linear.path, module)
+
     def mine(self, index: int) -> frozenset[str]:
         """The linears of layer `index` that this rank solves."""
         works = []

@@ -83,7 +83,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         check = None
         if samples is not None and samples.spare is not None and not spec.reshapes:
             check = checks.Check(samples.spare, spec.batch_size, run.device, dtype, mesh)
-        rows = stream.run_job(job, flow if spec.calibrated_steps else None, draft, run, check)
+        rows = stream.Stream(job, flow if spec.calibrated_steps else None, draft, run, check).compress()
         if not mesh.leads:
             return
         checked = checks.read(draft.state)
