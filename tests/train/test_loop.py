@@ -126,7 +126,7 @@ def test_packed_documents_do_not_see_each_other(data_folder):
     model = build(SHAPE.config(data.vocab_size), seed=3)
     batch = data.batch(0, 4, 64, 0)
     trainer = Trainer(model, steps=1, schedule=Cosine())
-    together = trainer._loss(batch)[0].item()
+    together = trainer._loss(batch, 1)[0].item()
     apart = 0.0
     for row in range(4):
         for document in np.unique(batch.document_ids[row]):
@@ -134,7 +134,7 @@ def test_packed_documents_do_not_see_each_other(data_folder):
             piece = Batch(
                 batch.tokens[row, here][None], batch.targets[row, here][None], batch.document_ids[row, here][None]
             )
-            apart += trainer._loss(piece)[0].item()
+            apart += trainer._loss(piece, 1)[0].item()
     assert len(np.unique(batch.document_ids)) > 1
     assert together == pytest.approx(apart, rel=1e-6)
 

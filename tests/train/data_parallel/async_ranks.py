@@ -139,7 +139,7 @@ def unserved(folder: str) -> str:
 def _second_breaks() -> Any:
     calls: list[Any] = []
 
-    def begin(buckets: Any) -> None:
+    def begin(buckets: Any, factor: Any) -> None:
         calls.append(buckets)
         if len(calls) == 2:
             raise ZeroDivisionError("a bug of a server")

@@ -139,7 +139,7 @@ class Replayed:
             each = BATCH // WORKERS
             first = (clock - 1) * BATCH + worker * each
             part = self.data.sequences(np.arange(first, first + each), SEQ, 0)
-            loss, _ = self.model._loss(part)
+            loss, *_ = self.model._loss(part, 1)
             (loss / self.model.objective.count(part.targets)).backward()
             self.gradients[worker, clock] = {name: one.grad.double().reshape(-1).numpy() for name, one in names.items()}
             for one in names.values():

@@ -196,7 +196,7 @@ def alone(data: PackedTokens, setting: dict[str, Any], num_ranks: int, steps: in
             parts.append(data.sequences(rows, SEQ, 0))
             targets += one.objective.count(parts[-1].targets)
         for part in parts:
-            loss, _ = one._loss(part)
+            loss, *_ = one._loss(part, 1)
             (loss * (1.0 / targets)).backward()
             for name, weight in names.items():
                 sums[name] += torch.from_numpy(blocks(weight.grad.numpy(), 4))
