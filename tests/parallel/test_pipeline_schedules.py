@@ -189,13 +189,16 @@ def test_transfers_and_uneven_stages_take_time():
 
 
 @settings(max_examples=30, deadline=None)
-@given(name=st.sampled_from(sorted(SCHEDULES)), half=st.integers(1, 3), more=st.integers(0, 6), data=st.data())
+@given(
+    name=st.sampled_from([name for name in sorted(SCHEDULES) if not SCHEDULES[name](2, 4).steps]),
+    half=st.integers(1, 3),
+    more=st.integers(0, 6),
+    data=st.data(),
+)
 def test_many_costs_at_once(name: str, half: int, more: int, data: st.DataObject):
     """To the bit: both take the same sums and maxima in the same order."""
     p = 2 * half if name == "dualpipe" else half + 1
     table = SCHEDULES[name](p, 2 * (p + more))
-    if table.steps:
-        return
     draw = np.random.default_rng(data.draw(st.integers(0, 99)))
     each = {kind: draw.uniform(0.1, 2, (table.stages, 3)) for kind in "FIW"}
     found = seconds_of_many(table, each, 0.1)
