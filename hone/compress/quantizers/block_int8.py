@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hone.compress.matrix import Matrix
+    from hone.compress.targets import Linear
     from hone.model.quantized.scheme import Scheme
 
 SMALLEST = 8
@@ -60,6 +61,11 @@ class BlockInt8(Quantizer):
                 else "use kind=rtn with bits=8 and group_size=0, or leave this matrix out with ignore",
             )
         super().check(name, rows, columns)
+
+    def check_linear(self, name: str, linear: Linear) -> None:
+        for module, rows in linear.modules:  # no block lies in two of them
+            self.check(module, rows, linear.columns)
+        super().check_linear(name, linear)
 
     def apply(self, matrix: Matrix) -> None:
         """Finds the grid of each block as of a row of N K / (R G) weights, then rounds."""

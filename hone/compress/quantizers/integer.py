@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,11 @@ _NOT_OF_EMBEDDINGS = ("kind", "activations", "observer", "rules")
 
 class IntegerQuantizer(Quantizer):
     """Base of the integer quantizers: bits, groups of columns that share a scale, and how scales are found."""
+
+    may_have_no_groups: ClassVar[bool] = True
+    """Whether group_size 0 is a choice."""
+    any_bits: ClassVar[str] = "layout=pack-quantized"
+    """The way out where a layout stores some numbers of bits alone."""
 
     bits: int = Field(4, ge=2, le=8, description="Bits per weight.")
     group_size: int = Field(128, ge=0, description="Columns that share a scale; 0 for one scale per row.")
@@ -154,18 +159,19 @@ class IntegerQuantizer(Quantizer):
         if self.layout in _FLOAT16_SCALES and problem is not None:
             raise SpecError(
                 f"{self.kind} asks for {problem}, at {name}",
-                fix="set layout=pack-quantized, which stores 2 to 8 bits, each matrix with its own",
+                fix=f"set {self.any_bits}, which stores 2 to 8 bits, each matrix with its own",
             )
         if self.layout in _FLOAT16_SCALES and self.scale_dtype not in ("auto", "float16"):
             raise SpecError(
                 f"{self.kind}: layout {self.layout} stores float16 scales, not {self.scale_dtype}",
-                fix="set scale_dtype=auto, or layout=pack-quantized",
+                fix=f"set scale_dtype=auto, or {self.any_bits}",
             )
         if self.group_size and columns % self.group_size and self.uneven == "error":
-            divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0]
+            divisors = [str(size) for size in range(8, columns + 1) if columns % size == 0][-10:]
+            divisors += ["0 for one scale per row"] * self.may_have_no_groups
             raise SpecError(
                 f"{self.kind}: group_size {self.group_size} does not divide the {columns} input features of {name}",
-                fix=f"use one of {', '.join(divisors[-10:])}, 0 for one scale per row, or uneven=nearest",
+                fix=f"use one of {', '.join(divisors)}, or uneven=nearest",
             )
         super().check(name, rows, columns)
 

@@ -6,7 +6,7 @@ Legend: N rows, K columns, H [K, K] mean of x x^T. The file says which group eac
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,9 @@ class SortedGroups(GPTQ):
     GPTQ's `act_order` solves columns of large inputs first in groups of neighbours; here the groups themselves are of sorted
     columns. A linear gathers the scales of its columns when it runs, which takes more time than groups of neighbours do.
     """
+
+    may_have_no_groups: ClassVar[bool] = False
+    any_bits: ClassVar[str] = "kind=gptq with layout=pack-quantized"
 
     by: Literal["weights", "inputs", "products"] = Field(
         "weights",

@@ -87,7 +87,8 @@ def test_a_folder_says_desc_act_and_q_k_and_v_have_one_order(family_folder, comp
     ("options", "message"),
     [
         ({"group_size": 0}, "leaves no groups to sort"),
-        ({"bits": 5}, "5 bits, strategy group, in gptq"),
+        ({"group_size": 96}, r"does not divide the 256 input features of m\n.*use one of .*, 256, or uneven=nearest"),
+        ({"bits": 5}, r"5 bits, strategy group, in gptq, at m\n.*set kind=gptq with layout=pack-quantized"),
         ({"activations": "int8_token"}, "quantized activations in the layout gptq"),
     ],
 )
