@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,18 @@ import numpy as np
 
 from hone.base.artifact import BEGUN, Draft
 from hone.base.durable import write_atomic
-from hone.base.errors import FitError, SpecError
+from hone.base.errors import FitError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
 from hone.data import EXECUTORS
-from hone.data.annotate import tasks
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus
-from hone.data.executors.base import Pool
 from hone.data.executors.keeping import keep
-from hone.data.executors.task import Task, need_known
 from hone.data.forecast import DataPlan
+from hone.data.reading import Reading
 from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
 from hone.data.settings import Settings
-from hone.data.work import Models, careful, read, read_task, train_scorers
+from hone.data.work import train_scorers
 from hone.data.write import take_or_train, tokenize, write_tables
 from hone.feed.files.listing import SEEN, Listing, list_source
 from hone.feed.load import PackedTokens
@@ -46,10 +42,11 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         if plan.pace is not None:
             draft.predict({"time_s": plan.pace.estimate(pool.workers)})
         _need_space(draft, listing, plan.estimates)
-        corpus, reading = _read(spec, listing, models, draft, run, pool)
+        reading = Reading(spec, listing, draft, run)
+        corpus = reading.corpus(models, pool)
         clock.done("read")
         chain = Chain(spec, corpus, run, pool)
-        chain.warnings += reading.pop("warnings")
+        chain.warnings += reading.warnings
         chain.filter(draft)
         clock.done("filter")
         for step in (chain.deduplicate, chain.annotate, chain.edit, chain.decontaminate):
@@ -65,11 +62,11 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         rows = tokenize(spec.packing, corpus, splits, encoder, draft, run, pool)
         clock.done("tokenize")
         write_tables(corpus, splits, chain, draft, run, pool)
-        others = [{"step": "read", **row} for row in reading.pop("samples")] + chain.pieces
+        others = reading.shown() + chain.pieces
         write_samples(corpus, chain.dropped, chain.kept, others, spec.num_samples, draft.folder)
-        _write_stats(spec, listing, reading, chain, scorers, draft)
+        _write_stats(reading, chain, scorers)
         clock.done("write")
-    _record(draft, corpus, chain, rows, reading["bytes_out"])
+    _record(draft, corpus, chain, rows, reading.num_bytes)
     if pool.peak_memory_bytes is not None:
         draft.record(
             "worker_memory_bytes",
@@ -79,25 +76,18 @@ def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
         )
 
 
-def _write_stats(
-    spec: Settings,
-    listing: Listing,
-    reading: dict[str, Any],
-    chain: Chain,
-    scorers: list[dict[str, Any]],
-    draft: Draft,
-) -> None:
+def _write_stats(reading: Reading, chain: Chain, scorers: list[dict[str, Any]]) -> None:
     """Writes stats.json: what every step removed, by language, source, reason and rule."""
-    corpus, sizes = chain.corpus, chain.corpus.columns["bytes"]
+    corpus, sizes, folder, listing = chain.corpus, chain.corpus.columns["bytes"], reading.draft.folder, reading.listing
     labels = {name: corpus.labels(name) for name in ("language", "group")}
     scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
     write_stats(
-        draft.folder / "stats.json",
+        folder / "stats.json",
         {
-            "steps": [reading, *chain.steps],
+            "steps": [reading.row(), *chain.steps],
             "languages": count_by(labels["language"], sizes, chain.kept),
             "sources": count_by(labels["group"], sizes, chain.kept),
-            "packing": packing(draft.folder, spec.packing.lengths),
+            "packing": packing(folder, reading.spec.packing.lengths),
             "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
             "scorers": scorer_rows(scorers, corpus.columns),
             "groups": {
@@ -179,140 +169,6 @@ def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) 
             f"{draft.folder} needs about {human_bytes(2 * text)} of disk, has {human_bytes(free)}",
             fix="free some space, choose another output folder, or set max_bytes",
         )
-
-
-def _read(
-    spec: Settings, listing: Listing, models: Models, draft: Draft, run: Run, pool: Pool
-) -> tuple[Corpus, dict[str, Any]]:
-    """All documents as a Corpus in `draft.state`, and the row 'read' of stats.json with samples of unreadable documents."""
-    options = spec.options
-    state = draft.state / "read"
-    state.mkdir(exist_ok=True)
-    shards: list[Path] = []
-    totals: dict[str, Counter[str]] = {}
-    samples = [{"reason": reason, "source": name, "text": ""} for name, reason in listing.broken]
-    for _, reason in listing.broken:
-        totals.setdefault(reason, Counter())["documents"] += 1
-    repaired: Counter[str] = Counter()
-    num_documents = num_bytes = num_code = 0
-    full = False
-
-    def task(number: int, max_bytes: int | None) -> Task:
-        return read_task(
-            state,
-            number,
-            groups[number],
-            options=options,
-            identifier=spec.identifier,
-            languages=spec.languages,
-            scorers=spec.scorers,
-            models=models,
-            max_bytes=max_bytes,
-        )
-
-    groups = tasks(listing.files, options)
-    planned = [task(number, spec.max_bytes) for number in range(len(groups))]
-    with run.progress("read", listing.num_bytes, "B") as bar, closing(pool.map(read, planned, careful)) as results:
-        for number, summary in enumerate(results):
-            if spec.max_bytes is not None and summary["bytes"] > spec.max_bytes - num_bytes:
-                results.close()  # `max_bytes` is reached in this task: read it again up to there, and stop
-                planned[number] = task(number, spec.max_bytes - num_bytes)
-                summary = next(pool.map(read, planned[number : number + 1], careful))
-            shards.append(state / planned[number].arguments["shard"])
-            bar.advance(sum(file.size for file in groups[number]))
-            draft.keep_time()
-            num_documents += summary["rows"]
-            num_bytes += summary["bytes"]
-            num_code += summary["code"]
-            samples += summary["samples"]
-            listing.skipped.update(summary["skipped"])
-            repaired.update(summary["repaired"])
-            for reason, count in summary["broken"].items():
-                totals.setdefault(reason, Counter()).update(count)
-            if summary["full"]:
-                full = True
-                run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
-                break
-    need_known(state, planned)
-    reasons = {reason: {"documents": row["documents"], "bytes": row["bytes"]} for reason, row in sorted(totals.items())}
-    _tell(listing, reasons, samples, num_documents, full, spec, run)
-    step = {
-        "name": "read",
-        "slot": "reader",
-        "documents_in": num_documents + sum(row["documents"] for row in reasons.values()),
-        "bytes_in": num_bytes + sum(row["bytes"] for row in reasons.values()),
-        "documents_out": num_documents,
-        "bytes_out": num_bytes,
-        "reasons": reasons,
-        "skipped": dict(sorted(listing.skipped.items())),
-        "repaired": dict(sorted(repaired.items())),
-        "rows_of_code": num_code,
-        "samples": _few(samples),
-    }
-    if num_code:
-        run.say(
-            f"{num_code} of {num_documents} documents are rows that look like code: their kind is 'code', which rules for prose spare"
-        )
-    corpus = Corpus(shards)
-    step["warnings"] = [
-        f"{field} '{name}' has a value in none of {num_documents} documents: check its spelling"
-        for field, name in corpus.without(spec.url_field, spec.metadata_fields)
-    ]
-    for warning in step["warnings"]:
-        run.warn(warning)
-    return corpus, step
-
-
-def _few(samples: list[dict[str, str]], most: int = 3) -> list[dict[str, str]]:
-    """At most `most` samples for each reason."""
-    seen: Counter[str] = Counter()
-    kept = []
-    for row in sorted(samples, key=lambda row: row["reason"]):
-        seen[row["reason"]] += 1
-        if seen[row["reason"]] <= most:
-            kept.append(row)
-    return kept
-
-
-def _tell(
-    listing: Listing,
-    reasons: dict[str, Any],
-    samples: list[dict[str, str]],
-    num_documents: int,
-    full: bool,
-    spec: Settings,
-    run: Run,
-) -> None:
-    """Reports what could not be read. Raises SpecError when nothing could."""
-    found = ", ".join(f"{row['documents']} {reason}" for reason, row in reasons.items())
-    num_bad = sum(row["documents"] for row in reasons.values())
-    said = (
-        [f"set aside {num_bad} of {num_documents + num_bad} documents: {found} (see dropped.jsonl)"] if num_bad else []
-    )
-    if listing.skipped:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in listing.skipped.most_common())
-        said.append(f"skipped {listing.skipped.total()} files or records of other kinds: {kinds}")
-    if num_documents:
-        if said:
-            run.say("; ".join(said))
-        if "wrong_encoding" in reasons and spec.encoding != "auto":
-            run.warn(f"{reasons['wrong_encoding']['documents']} texts are not {spec.encoding}: try --encoding=auto")
-        return
-    fixes = []
-    if full:
-        said.append(f"the first is larger than max_bytes = {spec.max_bytes}")
-        fixes.append("raise max_bytes")
-    if "no_text_field" in reasons:
-        shown = next(row["text"] for row in samples if row["reason"] == "no_text_field")
-        fixes.append(f"set text_field, which is '{spec.text_field}' now; the first has {shown[:120]}")
-    if "wrong_encoding" in reasons and spec.encoding != "auto":
-        fixes.append(f"set encoding=auto, or the right encoding; it is '{spec.encoding}' now")
-    first = f"; the first is {samples[0]['source']}: {samples[0]['reason']}" if samples else ""
-    raise SpecError(
-        f"{spec.source}: {len(listing.files)} files ({human_bytes(listing.num_bytes)}) without a document in them "
-        f"({'; '.join(said) or 'nothing'}{first})",
-        fix="; ".join(fixes) or "give a source with text in it, or set format when files have the wrong endings",
-    )
 
 
 def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str, int]], input_bytes: int) -> None:
