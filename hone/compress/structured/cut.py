@@ -48,8 +48,10 @@ class Cut:
         """The config of what stays of `source`. Raises SpecError when such a stack is none."""
         layers = [self._layer(source.layers[index], place) for place, index in enumerate(self.layers)]
         hidden = source.hidden_size if self.hidden is None else len(self.hidden)
-        # Validated again: a layer that reuses the keys of a removed layer must be refused.
-        return ModelConfig.read({**source.model_dump(mode="json"), "layers": layers, "hidden_size": hidden})
+        # Validated again: a layer that reuses the keys of a removed layer, or balances devices that no longer divide its experts,
+        # must be refused.
+        values = {"layers": [layer.model_dump(mode="json") for layer in layers], "hidden_size": hidden}
+        return ModelConfig.read({**source.model_dump(mode="json"), **values})
 
     def _layer(self, layer: LayerSpec, place: int) -> LayerSpec:
         update: dict[str, Any] = {}

@@ -106,6 +106,11 @@ def _check(config: ModelConfig, index: int, experts: dict[str, LinearSpec]) -> N
         raise SpecError(
             f"{what} has {', '.join(map(str, sorted(counts)))} experts, which no field num_experts says", fix=_OTHERWISE
         )
+    groups = getattr(getattr(layer.feed_forward, "router", None), "num_groups", 1)
+    if groups > 1:
+        raise SpecError(
+            f"{what} chooses among {groups} groups of neighbours, which would be others without some", fix=_OTHERWISE
+        )
     if not any(one.residual for one in experts.values()):
         raise SpecError(f"{what} has no linear of experts that writes to the residual stream", fix=_OTHERWISE)
     if not any(is_router(linears, path) for path in linears):
