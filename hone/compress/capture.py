@@ -151,15 +151,16 @@ class Flow:
 
     def batches(self) -> Iterator[tuple[slice, Context, Tensor | None]]:
         """(sequences, their context, flat mask of tokens without padding or None for all)."""
-        tokens, ids = self.own.tokens, self.own.document_ids
-        for start in range(0, len(tokens), self.batch_size):
-            piece = slice(start, min(start + self.batch_size, len(tokens)))
-            if ids is None or (ids[piece] == 0).all():  # one document per sequence needs no mask
-                yield piece, Causal(torch.from_numpy(tokens[piece]).to(self.device)), None
-                continue
-            owners = torch.from_numpy(ids[piece]).to(self.device)
-            valid = (owners >= 0).flatten()
-            yield piece, Packed(owners), None if bool(valid.all()) else valid
+        ids = self.own.document_ids
+        for start in range(0, len(self.own.tokens), self.batch_size):
+            piece = slice(start, min(start + self.batch_size, len(self.own.tokens)))
+            tokens, valid = torch.from_numpy(self.own.tokens[piece]).to(self.device), None
+            context: Context = Causal(tokens)
+            if ids is not None and not (ids[piece] == 0).all():  # one document per sequence needs no mask
+                owners = torch.from_numpy(ids[piece]).to(self.device)
+                context, valid = Packed(owners), (owners >= 0).flatten()
+            context.tokens, context.measures = tokens, True
+            yield piece, context, None if valid is None or bool(valid.all()) else valid
 
 
 def share(count: int, batch_size: int, mesh: Mesh) -> slice:
@@ -180,6 +181,7 @@ class WithoutPadding:
     def __init__(self, block: nn.Module) -> None:
         self.counts: Tensor | None = None
         self.shape = torch.Size()
+        self.tokens: Tensor | None = None
         self.hooks = block.register_forward_pre_hook(self._take), block.register_forward_hook(self._put)
 
     def remove(self) -> None:
@@ -189,12 +191,16 @@ class WithoutPadding:
     def _take(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.counts is None:
             return None
-        x, self.shape = args[0], args[0].shape
-        return (x.flatten(0, -2)[self.counts][None], *args[1:])
+        x, context = args
+        self.shape, self.tokens = x.shape, context.tokens
+        if context.tokens is not None:
+            context.tokens = context.tokens.flatten()[self.counts]
+        return x.flatten(0, -2)[self.counts][None], context
 
     def _put(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
         if self.counts is None:
             return None
+        args[1].tokens = self.tokens
         whole = out.new_zeros(len(self.counts), out.shape[-1])
         whole[self.counts] = out[0]
         return whole.view(*self.shape[:-1], -1)

@@ -44,6 +44,9 @@ class Context:
     None: the length of this pass's sequences, as transformers has it. A context with a cache fixes it for all passes,
     since cached keys keep their rotation."""
 
+    measures: bool = False
+    """Whether a pass with gradients only measures a model: routers then neither drop nor balance, as in a pass without gradients."""
+
     cached: bool = False
     """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 

@@ -154,7 +154,7 @@ class MoELayer(Block):
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         told = Seen(logits, spec.num_experts, sequences, getattr(self, "router_bias", None), ids, draws)
         routes = spec.router.route(told)
-        if not torch.is_grad_enabled():
+        if context.measures or not torch.is_grad_enabled():
             return routes
         if isinstance(routes, ByToken):
             for one in spec.balance:
