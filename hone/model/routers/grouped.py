@@ -27,5 +27,7 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int,
     each = num_experts // num_groups
     if top_groups > num_groups:
         raise ValueError(f"top_groups {top_groups} is more than num_groups {num_groups}")
-    if num_groups > 1 and (each < best_of_group or top_groups * each < top_k):
+    if num_groups > 1 and each < best_of_group:
+        raise ValueError(f"groups of {each} experts are too small: they are chosen by their {best_of_group} best")
+    if num_groups > 1 and top_groups * each < top_k:
         raise ValueError(f"{top_groups} groups of {each} experts are too few for top_k {top_k}")
