@@ -193,7 +193,7 @@ def test_the_stage_logs_loads_and_its_folder_is_evaluated(data_folder: Path, tmp
     ("parallelism", "moe", "said"),
     [
         ({"pipeline_parallel_degree": 2}, SOFTMAX, "layer 0 has experts, whose loads no pipeline stage reports"),
-        ({"tensor_parallel_degree": 2}, SOFTMAX, "'moe' cannot be split over 2"),
+        ({"tensor_parallel_degree": 2}, SOFTMAX, "layers.0.feed_forward.gate_up has experts"),
         ({"context_parallel_degree": 2}, SIGMOID, "layer 0 has a capacity_factor or a sequence_loss"),
         ({"context_parallel_degree": 2}, SWITCH, "layer 0 has a capacity_factor or a sequence_loss"),
         ({"data_parallel": "local_sgd"}, SIGMOID, "layer 0 has the balance 'bias'"),

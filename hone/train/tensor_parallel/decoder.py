@@ -212,6 +212,13 @@ def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, 
                     f"{whose}layers.{index} is {block.kind}, which uses its input beside one product: no transfer can be hidden there",
                     fix="set parallelism.enable_async_tensor_parallel: false",
                 )
+    for index in range(config.num_layers):
+        for path, linear in config.linears(index).items():
+            if linear.experts is not None:
+                raise SpecError(
+                    f"{whose}layers.{index}.{path} has experts, which tensor-parallel training does not divide",
+                    fix="set parallelism.tensor_parallel_degree to 1; ddp, zero1 to zero3 and context parallelism train experts",
+                )
     try:
         check_split(config, degree)
     except SpecError as error:
@@ -220,11 +227,6 @@ def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, 
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
             where = f"{whose}layers.{index}.{path}"
-            if linear.experts is not None:
-                raise SpecError(
-                    f"{where} has experts, which tensor-parallel training does not divide",
-                    fix="set parallelism.tensor_parallel_degree to 1",
-                )
             own = linear.local(0, degree)
             for piece, local in zip(linear.pieces, own.pieces, strict=True):
                 if linear.shard == "column" and local.out_features * degree != piece.out_features:
