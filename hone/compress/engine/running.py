@@ -96,7 +96,8 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             write_jsonl(draft.folder / "layers.jsonl", rows)
     result.techniques(draft, run, spec, samples, said, None if spec.allocation is None else allocated.loss)
     result.record(draft, folder, checkpoint, rows)
-    result.record_check(draft, checked, spec.check_sequences, "".join(step.checked_against for step in spec.steps))
+    changed = "".join(step.checked_against for step in spec.steps)
+    result.record_check(draft, checked, spec.check_sequences, changed, reshaped=spec.reshapes)
     card.write(draft.folder, folder, spec, draft.figures, quantization)
     if mesh.world_size > 1:
         note = "time is of all, memory and energy are of rank 0's device"
