@@ -249,6 +249,7 @@ def test_jitter_changes_what_the_router_sees_in_training_alone_and_repeats() -> 
         ({"router": {"kind": "softmax", "top_k": 7}}, "sends a token to 7 of 6 experts"),
         ({"router": {"kind": "sigmoid", "num_groups": 4}}, "num_groups 4 does not divide 6 experts"),
         ({"router": {"kind": "sigmoid", "top_k": 3, "num_groups": 3}}, "too few for top_k 3"),
+        ({"router": {"kind": "sigmoid", "num_groups": 6}}, "groups of 1 experts are too small"),
         ({"router": "switch", "balance": [{"kind": "bias"}]}, "'switch' chooses without a bias"),
         ({"router": "soft", "balance": [{"kind": "aux_loss"}]}, "'soft' balances by itself"),
         ({"router": "expert_choice", "capacity_factor": 1.0}, "'expert_choice' balances by itself"),
