@@ -111,13 +111,13 @@ def _plan(spec: Settings, seen: str) -> DataPlan:
         _attempt(tried, sample(files, spec.options, Path(name), SAMPLE_BYTES / 8, spec.max_bytes), Path(name) / "first")
         started_s = time.perf_counter() - begun
         pieces = sample(files, spec.options, Path(name), SAMPLE_BYTES, spec.max_bytes)
-        trial = _attempt(tried, pieces, Path(name) / "second")
+        whole = _is_whole(pieces)
+        trial = _attempt(tried, pieces, Path(name) / "second", spec.max_bytes if whole else None)
     if trial is None:
         return DataPlan(facts=_facts(spec, None, 0.0, 0.0))
-    total, scale = sum(file.size for file in files), 1.0
-    if spec.max_bytes is not None:
-        scale = min(spec.max_bytes / float(trial.weight @ trial.size), total / min(total, spec.max_bytes))
-    trial.weight *= scale
+    if spec.max_bytes is not None and not whole:
+        total = sum(file.size for file in files)
+        trial.weight *= min(spec.max_bytes / float(trial.weight @ trial.size), total / min(total, spec.max_bytes))
     return _scaled(spec, trial, pieces, started_s)
 
 
@@ -157,6 +157,11 @@ def sample(
     return pieces
 
 
+def _is_whole(pieces: Sequence[SampledPart]) -> bool:
+    """Whether `pieces` are all of the input, and no sample of it."""
+    return all(piece.file.size == piece.stands_for for piece in pieces)
+
+
 class _Quiet(Run):
     def warn(self, text: str) -> None:
         """Says nothing: what is true of a sample need not be true of the input."""
@@ -174,15 +179,16 @@ class Scratch:
         """Does nothing: a trial is not resumed."""
 
 
-def _attempt(spec: Settings, pieces: Sequence[SampledPart], folder: Path) -> Trial | None:
-    """Runs all steps on `pieces`, each timed; None when they have no document."""
+def _attempt(spec: Settings, pieces: Sequence[SampledPart], folder: Path, max_bytes: int | None = None) -> Trial | None:
+    """Runs all steps on the first `max_bytes` of the text of `pieces`, each timed; None when they have no document."""
     place, quiet, clock = Scratch(folder), _Quiet(quiet=True), [time.perf_counter()]
     of: dict[str, int] = {}
     weights = np.zeros(len(pieces))
     models, _ = train_scorers(spec, folder / "scorers", quiet)
     scorers, shard = opened(spec.scorers, models), place.state / "documents.parquet"  # type: ignore[arg-type]
     identifier = spec.identifier.open(spec.languages)  # type: ignore[attr-defined]
-    annotate_items(_items(pieces, spec.options, of, weights), shard, identifier=identifier, scorers=scorers)
+    items = _items(pieces, spec.options, of, weights)
+    annotate_items(items, shard, identifier=identifier, scorers=scorers, max_bytes=max_bytes)
     clock.append(time.perf_counter())
     corpus = Corpus([shard])
     if not len(corpus):
@@ -211,6 +217,7 @@ def _items(pieces: Sequence[SampledPart], options: Options, of: dict[str, int], 
     """What readers give for `pieces`; notes the piece of each document in `of`, and for how many documents one of each piece stands."""
     for number, piece in enumerate(pieces):
         there = used = 0
+        weights[number] = piece.stands_for / max(piece.file.size, 1)
         for item in read_batches(piece.file, options):
             if isinstance(item, Batch):
                 there += item.texts.num_bytes
@@ -219,7 +226,7 @@ def _items(pieces: Sequence[SampledPart], options: Options, of: dict[str, int], 
                 used += item.texts.num_bytes
                 of.update(dict.fromkeys(item.ids, number))
             yield item
-        weights[number] = piece.stands_for / max(piece.file.size, 1) * there / max(used, 1)
+        weights[number] *= there / max(used, 1)
 
 
 def _count_tokens(spec: Settings, corpus: Corpus, kept: np.ndarray, place: Scratch, pool: Pool, trial: Trial) -> None:
@@ -248,7 +255,7 @@ def _count_tokens(spec: Settings, corpus: Corpus, kept: np.ndarray, place: Scrat
 
 def _scaled(spec: Settings, trial: Trial, pieces: Sequence[SampledPart], started_s: float) -> DataPlan:
     """The plan of the whole input."""
-    whole = all(piece.file.size == piece.stands_for for piece in pieces)
+    whole = _is_whole(pieces)
     text, documents = float(trial.weight @ trial.size), float(trial.weight.sum())
     kept, num_kept = float(trial.weight @ trial.left), float(trial.weight @ (trial.left > 0))
     tokens, train = kept / trial.rate + num_kept, 1 - spec.validation_fraction
@@ -257,9 +264,8 @@ def _scaled(spec: Settings, trial: Trial, pieces: Sequence[SampledPart], started
     error = 0.0 if whole else _error(trial, pieces)
     missing = _missing(spec, pieces, whole)
     sampled = human_bytes(sum(piece.file.size for piece in pieces))
-    said = "; ".join(
-        [f"sample of all {sampled}" if whole else f"sample of {sampled} at {len(pieces)} places", *missing]
-    )
+    of_all = f"sample of all {sampled}{' up to max_bytes' if spec.max_bytes is not None else ''}"
+    said = "; ".join([of_all if whole else f"sample of {sampled} at {len(pieces)} places", *missing])
 
     def estimate(value: float, unit: str, formula: str, error: float) -> Estimate:
         tolerance = None if missing or (trial.left > 0).sum() < 10 else max(3 * error, 0.01)

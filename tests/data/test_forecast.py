@@ -143,6 +143,18 @@ def test_copies_in_a_sample_of_all_documents_are_counted_as_they_are(tmp_path):
     assert sum(split.documents for split in planned.facts.splits.values()) == pytest.approx(60, abs=1)
 
 
+def test_of_an_input_that_is_sampled_whole_only_what_max_bytes_lets_in_is_counted(tmp_path):
+    texts = stories(40) + ["short"] * 4000
+    write_rows(tmp_path / "in" / "rows.jsonl", texts)
+    write_rows(tmp_path / "in" / "unread.jsonl", stories(20, first=100))
+    sizes = [len(text.encode()) for text in texts]
+    spec = {**SOUND, "source": str(tmp_path / "in"), "max_bytes": sum(sizes[:1040])}
+    planned = Data.read(spec).plan({}, None)
+    kept = planned.estimates["kept_bytes"]
+    assert kept.value == sum(sizes[:40]) and not kept.bound and "up to max_bytes" in kept.formula
+    assert sum(split.documents for split in planned.facts.splits.values()) == pytest.approx(40, abs=1)
+
+
 def skewed(folder: Path) -> Path:
     """One large file, sorted, and hundreds of tiny ones."""
     write_rows(folder / "large.jsonl", stories(1500) + stories(1500, 60, 5000))
