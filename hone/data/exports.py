@@ -43,7 +43,7 @@ def export(
         write("jsonl", kept_lines, lambda state: [_line_task(path, state) for path in documents])
     if spec.hugging_face:
         by_split = {
-            split: [path for path, part in _by_path(corpus, documents).items() if members[_span(corpus, part)].any()]
+            split: [path for path, part in _by_path(corpus, documents).items() if members[part.here].any()]
             for split, members in splits.items()
         }
         write(
@@ -75,10 +75,9 @@ def _split_task(path: Path, split: str, state: Path) -> Task:
 def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: Path) -> list[Task]:
     made = []
     for part in corpus.parts():
-        span = _span(corpus, part)
-        gone = chain.dropped_by[span]
+        gone = chain.dropped_by[part.here]
         if gone.any():
-            near = clusters and Named(clusters.ids[span], clusters.sizes[span])
+            near = clusters and clusters.at(part.here)
             filters = tuple(chain.spec.filters)
             said = [technique.model_dump(mode="json") for technique in filters]
             identity = [part.identity(), digest(gone), chain.causes, said, near and digest(*near)]
@@ -92,11 +91,6 @@ def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: 
             }
             made.append(Task(f"{part.number:05d}", state, arguments, identity))
     return made
-
-
-def _span(corpus: Corpus, part: Part) -> slice:
-    """The documents of a part."""
-    return slice(part.first, part.first + corpus.sizes[part.number])
 
 
 def _by_path(corpus: Corpus, documents: list[Path]) -> dict[Path, Part]:
