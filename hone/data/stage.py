@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from hone.base.artifact import LOG, Artifact, Draft
-from hone.base.errors import MissingExtra, SpecError
+from hone.base.errors import DATA_PACKAGES, MissingExtra, SpecError
 from hone.base.plan import Facts, Machine
 from hone.base.run import Run
 from hone.base.table import Technique, is_foreign
@@ -96,7 +96,8 @@ class Data(Settings):
 
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> DataPlan:
         """Runs a sample of the source. The time is that of one worker; `DataPlan.pace` gives it for any number of workers."""
-        MissingExtra.need("the data stage", "pyarrow", "data")
+        for package in DATA_PACKAGES:
+            MissingExtra.need("the data stage", package, "data")
         from hone.data.forecast import plan
 
         return plan(self)

@@ -60,6 +60,14 @@ def test_a_curation_without_pyarrow_says_what_is_missing(tmp_path):
     assert "needs the package 'pyarrow'" in done.stderr and "pip install 'hone-llm[data]'" in done.stderr
 
 
+@pytest.mark.parametrize("package", ["pyarrow", "numba"])
+def test_the_plan_of_a_recipe_names_the_stage_that_misses_a_package(package, tmp_path):
+    absent = ABSENT.replace("'torch', 'tensorboard', 'triton'", f"'{package}',")
+    done = run(f"sys.exit(main(['plan', {str(ROOT / 'recipes' / 'tiny.yaml')!r}]))", tmp_path, absent)
+    assert "Traceback" not in done.stderr
+    assert f"the data stage needs the package '{package}'" in done.stdout + done.stderr
+
+
 def test_the_data_extra_does_not_pull_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -95,6 +95,8 @@ class Joined(Dedup):
         return 0
 
     def files(self) -> dict[str, Path]:
+        if not self.against:
+            return {}
         record_of = resolve("hone.data.dedup.keys:record_of")
         return {f"against.{number}": record_of(folder) for number, folder in enumerate(self.against)}
 
