@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from hone.base.durable import sha256, sync, whole_number, write_atomic
 from hone.base.errors import ArtifactError, did_you_mean
-from hone.base.figure import Estimate, Figure, human_bytes
+from hone.base.figure import Estimate, Figure, human_bytes, read_figures
 from hone.base.identity import (
     changed_file,
     content_of,
@@ -124,7 +124,7 @@ class Artifact:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        return {row["name"]: Figure.model_validate(row) for row in self.manifest["figures"]}
+        return read_figures(self.manifest["figures"], self.folder / MANIFEST)
 
     @property
     def content(self) -> str:

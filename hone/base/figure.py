@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hone.base.errors import ArtifactError
 
 How = Literal["measured", "modelled", "quoted"]
 
@@ -46,6 +50,21 @@ class Figure(BaseModel):
         if self.estimate is None or not self.value:
             return None
         return (self.estimate.value - self.value) / self.value
+
+
+def read_figures(rows: Iterable[dict[str, Any]], source: Path) -> dict[str, Figure]:
+    """The figures `rows` of the manifest `source`, by name. Raises ArtifactError for one that has other fields."""
+    found: dict[str, Figure] = {}
+    for row in rows:
+        try:
+            found[row["name"]] = Figure.model_validate(row)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise ArtifactError(
+                f"{source}: field {'.'.join(map(str, wrong['loc']))} of the figure {row['name']}: {wrong['msg']}",
+                fix="make the artifact again with --redo: an earlier hone wrote it, or it was changed since",
+            ) from None
+    return found
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -313,6 +313,15 @@ def test_a_manifest_of_wrong_types_is_corrupt(tmp_path):
             Artifact.read(path.parent)
 
 
+def test_a_figure_with_another_field_is_one_error_with_a_way_out(tmp_path):
+    path = finish(tmp_path / "data-a").folder / "hone.json"
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps(good | {"figures": [{"name": "loss", "value": 1.0, "unit": "nats", "spread": 0.1}]}))
+    with pytest.raises(ArtifactError, match=r"hone.json: field spread of the figure loss[^$]*--redo") as caught:
+        _ = Artifact.read(path.parent).figures
+    assert str(caught.value).count("\n") == 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_number_is_no_figure_and_said(tmp_path, value):
     draft = start(tmp_path / "data-a", kind="data", spec=Knobs(), run=QUIET)
