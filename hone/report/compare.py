@@ -267,7 +267,7 @@ def technique_words(techniques: list[dict[str, Any]]) -> str:
         parts = [str(technique.get("kind") or technique.get("slot") or "?")]
         if isinstance(technique.get("bits"), int | float):
             parts.append(f"{technique['bits']:g}-bit")
-        if isinstance(technique.get("sparsity"), int | float):
+        if isinstance(technique.get("sparsity"), int | float) and technique["sparsity"]:
             parts.append(f"{100 * technique['sparsity']:.3g} % sparse")
         words.append(" ".join(parts))
     return ", ".join(words)

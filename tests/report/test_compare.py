@@ -37,6 +37,12 @@ def test_points_of_a_whole_line(whole: Path) -> None:
     assert {point.label for point in points if point.on_line} == {"base", "int8", "int4"}
 
 
+def test_a_quantizer_that_prunes_nothing_is_not_called_sparse() -> None:
+    """hone.json has every field of a step, its sparsity of 0 too."""
+    steps = [{"kind": "gptq", "bits": 4, "sparsity": 0.0}, {"kind": "magnitude", "sparsity": 0.5}]
+    assert compare.technique_words(steps) == "gptq 4-bit, magnitude 50 % sparse"
+
+
 def test_other_windows_are_not_compared(copy) -> None:
     folder = copy()
     path = folder / "eval-int4" / "hone.json"
