@@ -45,7 +45,7 @@ def test_a_new_technique_is_one_file_and_one_table_line(
     monkeypatch.setattr(QUANTIZERS, "rows", {**QUANTIZERS.rows, "int3": "someones_int3:Int3"})
     assert "int3" in STEPS
     made = compress(tiny_llama, {"kind": "int3"})
-    assert made.techniques == [{"slot": "quantizer", **STEPS.read("int3").model_dump()}]
+    assert made.techniques == [{"slot": "quantizer", **STEPS.read("int3").model_dump(mode="json")}]
     assert made.figures["model_bytes"].value == made.figures["model_bytes"].estimate.value
     packed = [module for module in load(made.folder).modules() if isinstance(module, PackedInt)]
     assert len(packed) == 8 and all(module.scheme.bits == 3 for module in packed)

@@ -117,9 +117,9 @@ def test_outputs_on_hopper(falls, reverse):
         "DOTS": falls,
     }
     if falls:
-        signature["facts_desc"] = descriptor("fp32", [256], hopper.FLAT)
+        signature["decays_desc"] = descriptor("fp32", [256], hopper.FLAT)
     else:
-        fixed["facts_desc"] = None
+        fixed["decays_desc"] = None
     aligned = ["dim_k", "dim_v", "other_b", "other_s", "other_h", "start_place", "start_k"]
     record = compile_gluon(hopper._outputs, signature, fixed, divisible=aligned)
     assert record.clean, record.line()
