@@ -15,7 +15,7 @@ def test_nothing_is_left_of_a_load(tmp_path):
     report = soak.soak(argparse.Namespace(**fields), tmp_path)
     assert report["faults"] == []
     assert report["rests"] >= 2 and sum(report["kills"].values()) >= 1
-    assert report["acts"]["greedy reply compared"] > 0 and report["acts"]["generate: left"] > 0
+    assert report["acts"]["greedy reply compared"] > 10 and report["acts"]["generate: left"] > 0
     assert report["totals"]["prefix_cache_hits"] > 0 and report["totals"]["num_preemptions"] > 0
 
 
