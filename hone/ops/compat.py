@@ -8,7 +8,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core as tl_core
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -63,12 +63,3 @@ def named_barrier_arrive(BARRIER: gl.constexpr, THREADS: gl.constexpr):
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers in shared memory, each of which opens after ARRIVALS arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hone.ops.attention.gluon_loads import Buffers, clear_tail, produce, published
+from hone.ops.attention.gluon_loads import Buffers, barriers, clear_tail, produce, published
 from hone.ops.attention.gluon_ranges import keys_of
 from hone.ops.attention.gluon_tiles import (
     Plan,
@@ -37,7 +37,6 @@ from hone.ops.attention.gluon_tiles import (
     weighed,
 )
 from hone.ops.attention.masks import Tiles, outer_strides
-from hone.ops.compat import barriers
 from hone.ops.descriptors import boxes
 from hone.ops.dispatch import locate
 

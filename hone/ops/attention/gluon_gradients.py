@@ -30,7 +30,7 @@ from hone.ops.attention.gluon_problem import (
     span,
     tile,
 )
-from hone.ops.compat import barriers, tma_load, tma_reduce_add, tma_store, warpgroup_barrier
+from hone.ops.compat import tma_load, tma_reduce_add, tma_store, warpgroup_barrier
 
 
 @gluon.jit
@@ -341,6 +341,14 @@ def _query_gradient(p, s):
     tma.store_wait(0)
 
 
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
 _PLAIN = ["list_b", "list_h", "k_data_b", "k_data_h"]
 _PLAIN += ["scale", "num_tiles", "num_kv_heads", "seq_q", "seq_k"]
 """Arguments that Triton must not specialize: an argument 1 compiled in as a constant could not be a field of Problem."""
@@ -375,12 +383,12 @@ def flash_backward(
         gl.allocate_shared_memory(dtype, [2 * DS_STAGES, 64, BM], tiled),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq.layout),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(1, 3),
-        barriers(1, 2),
-        (barriers(STAGES, 1), barriers(STAGES, 2)),
-        (barriers(STAGES, 1), barriers(STAGES, 2)),
-        (barriers(DS_STAGES, 2), barriers(DS_STAGES, 1)),
-        (barriers(2, 1), barriers(2, 3)),
+        _barriers(1, 3),
+        _barriers(1, 2),
+        (_barriers(STAGES, 1), _barriers(STAGES, 2)),
+        (_barriers(STAGES, 1), _barriers(STAGES, 2)),
+        (_barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1)),
+        (_barriers(2, 1), _barriers(2, 3)),
     )
     p = Problem(
         q, k, v, d_out, stats, dq, dk, dv, q_count, q_index, q_partial, q_order, list_b, list_h,

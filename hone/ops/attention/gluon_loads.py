@@ -58,6 +58,14 @@ class Buffers:
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def _load_keys(desc, plan, tile, n, slot, ready, free, shared):
     STAGES: gl.constexpr = shared.shape[0]
     b = slot % STAGES

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hone.ops.compat import aggregate, barriers, tma_load, tma_store, warpgroup_barrier
+from hone.ops.compat import aggregate, tma_load, tma_store, warpgroup_barrier
 from hone.ops.descriptors import boxes
 from hone.ops.dispatch import locate
 
@@ -79,6 +79,14 @@ class Buffers:
         self.full = full
         self.empty = empty
         self.STAGES = gl.constexpr(b.shape[0])
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
 
 
 @gluon.jit
@@ -192,8 +200,8 @@ def rows_product(
         gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BK], x_desc.layout),
         gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN] if TURNED else [STAGES, BN, BK], x_desc.layout),
         gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], out_desc.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
     )
     fence_async_shared()
     gl.warp_specialize(
@@ -295,8 +303,8 @@ def weights_product(
         gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BK, 64], dy_desc.layout),
         gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout),
         gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], x_desc.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, 2),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
     )
     fence_async_shared()
     gl.warp_specialize(
