@@ -1,4 +1,4 @@
-"""What each balance does to the load of experts and to the loss, on a task of skewed topics: prints the table of docs/moe.md.
+"""What each balance does to the load of experts and to the loss, on a task of skewed topics: prints the table of docs/moe.md, adds its rows to the ledger.
 
 `python -m benchmarks.moe_balance [--steps=N] [--seeds=N]`, a few minutes on two CPU cores. Each sequence follows the bigrams of one of
 eight topics, the first of which half of the sequences have, the second a quarter, and so on.
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import ledger
 from hone.feed.load import Batch
 from hone.model.decoder import build
 from hone.model.shape import Shape
@@ -68,9 +69,10 @@ def run(options: dict[str, Any], seed: int, steps: int) -> tuple[float, float, f
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the table."""
+    """Prints the table and keeps it."""
     given = dict(one.removeprefix("--").split("=") for one in arguments)
     steps, seeds = int(given.get("steps", 120)), int(given.get("seeds", 3))
+    kept: list[dict[str, Any]] = []
     print("| balance | busiest / mean | visits dropped | loss, nats |\n|---|---|---|---|")
     for name, options in ARMS.items():
         rows = list(zip(*(run(options, seed, steps) for seed in range(seeds)), strict=True))
@@ -80,6 +82,10 @@ def main(arguments: list[str]) -> None:
             for row, form in zip(rows, forms, strict=True)
         ]
         print(f"| {name} | {' | '.join(shown)} |", flush=True)
+        figure = f"8 experts on skewed topics, busiest / mean after {steps} steps, balance {name.replace('`', '')}"
+        note = f"{shown[0]}; visits dropped {shown[1]}; loss {shown[2]} nats"
+        kept.append({"figure": figure, "value": fmean(rows[0]), "unit": "x", "n": seeds, "note": note})
+    ledger.append("train", kept)
 
 
 if __name__ == "__main__":
