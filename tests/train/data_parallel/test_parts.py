@@ -42,9 +42,9 @@ def test_a_rank_has_its_slices_and_two_layers_at_most(config, counted):
             most = (found["kept"] + ends / 2 + 2 * layer) * 1.05
             assert most < 0.75 * whole
             assert found["kept"] < found["drawn"] <= most, kind
-            assert found["read"] <= most + FILE_BYTES, kind  # one mapped file
+            assert found["kept"] < found["read"] <= most, kind
             held = FILE_BYTES + layer if rank == 0 else 0.0  # rank 0 alone holds what goes into a file
-            assert 0 < found["written"] <= held + 6 * layer < 0.5 * whole, kind  # gathered, and gloo's copies
+            assert 0 < found["written"] <= held + 3 * layer < 0.5 * whole, kind
 
 
 def test_what_is_written_part_by_part_is_what_one_process_draws(config, counted):
