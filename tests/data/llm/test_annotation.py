@@ -130,16 +130,18 @@ def test_answers_are_columns_and_keep_drops_by_them(folder, fake):
 
 
 def test_a_resumed_run_asks_only_what_has_no_answer(folder, fake):
-    served = []
+    served, lock = [], threading.Lock()
 
     def dies_after_five(question):
-        served.append(question)
-        return 401 if len(served) > 5 else json.dumps({"score": 1, "topic": "", "good": False})
+        with lock:  # each question has a thread: which five are answered is what the order here says, not that of `seen`
+            served.append(question)
+            refused = len(served) > 5
+        return 401 if refused else json.dumps({"score": 1, "topic": "", "good": False})
 
     fake.answer = dies_after_five
     with pytest.raises(HoneError, match="401"):
         spec(folder, fake).make(folder / "out", run=QUIET)
-    paid = {body["messages"][0]["content"] for body in fake.seen[:5]}
+    paid = set(served[:5])
     fake.seen.clear()
     fake.answer = lambda question: json.dumps({"score": 3, "topic": "", "good": False})
     made = spec(folder, fake, endpoint={"url": fake.url, "parallel": 1}).make(folder / "out", run=QUIET)
@@ -156,7 +158,7 @@ def test_shards_are_asked_about_at_once(tmp_path, fake, monkeypatch):
     for number in range(4):
         (tmp_path / "in" / f"{number}.jsonl").write_text(json.dumps({"text": story(number, 600)}))
     monkeypatch.setattr("hone.data.annotate.TASK_BYTES", 10)
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=100)  # less than the client waits; it passes only where two never meet
     fake.answer = lambda question: (both.wait() and "") or json.dumps({"score": 1, "topic": "t", "good": True})
     made = spec(tmp_path, fake).make(tmp_path / "out", run=QUIET)
     assert [row["score"] for row in parquet.read_table(made.folder / "documents").to_pylist()] == [1] * 4
