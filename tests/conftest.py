@@ -33,11 +33,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # a GPU machine that runs only what is marked gpu
     pass
-else:  # how long an example takes says something of the machine, nothing of hone
-    settings.register_profile("hone", deadline=None)
+else:  # how long an example takes to draw or to run says something of the machine, nothing of hone
+    _patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    # Each run draws the same examples, also where no variable CI says so: what passes here passes there.
+    settings.register_profile("hone", **_patient, derandomize=True, database=None)
+    settings.register_profile("explore", **_patient, derandomize=False)
+    """Other examples each time: `pytest --hypothesis-profile=explore`."""
     settings.load_profile("hone")
 
 ROOT = Path(__file__).resolve().parent.parent
