@@ -133,7 +133,7 @@ def test_a_resumed_run_asks_only_what_has_no_answer(folder, fake):
     served, lock = [], threading.Lock()
 
     def dies_after_five(question):
-        with lock:  # each question has a thread: which five are answered is what the order here says, not that of `seen`
+        with lock:  # each question has a thread: `seen` may have another order than the answers
             served.append(question)
             refused = len(served) > 5
         return 401 if refused else json.dumps({"score": 1, "topic": "", "good": False})
