@@ -66,10 +66,13 @@ class Asking(io.StringIO):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once(number):
+def test_a_signal_is_passed_on_once(number, tmp_path):
     """The ranks go on until they have saved."""
+    ready = tmp_path / "ready"  # of rank 0, whose output is not read here: before it a signal would end it
     code = (
-        f"number = signal.Signals({int(number)}); signal.pthread_sigmask(signal.SIG_BLOCK, [number])\n"
+        f"number = signal.Signals({int(number)}); signal.pthread_sigmask(signal.SIG_BLOCK, [number]); import time\n"
+        f"if not rank: open({str(ready)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(ready)!r}): time.sleep(0.01)\n"
         "if rank: print('ready', rank, flush=True)\n"
         "signal.sigwait([number])\n"
         "if rank: print('saved', rank, signal.sigpending(), flush=True)\n"
@@ -160,19 +163,19 @@ def test_two_ranks_train_save_at_ctrl_c_and_go_on(tmp_path):
     sizes = [f"--model.{name}={value}" for name, value in SHAPE.model_dump(exclude_defaults=True).items()]
     words = ["train", str(write_data(tmp_path / "data")), f"--out={out}", "--seq_len=32", "--batch_size=4", *sizes]
     command = [sys.executable, "-m", "hone", *words, "--nproc_per_node=2", "--quiet"]
-    steps = Path(f"{out}.partial") / "steps.jsonl"
-    with subprocess.Popen([*command, "--steps=80"], stderr=subprocess.PIPE, text=True) as child:
+    log, steps = Path(f"{out}.partial") / "steps.jsonl", 240  # of 12 ms and more: seconds to be interrupted in
+    with subprocess.Popen([*command, f"--steps={steps}"], stderr=subprocess.PIPE, text=True) as child:
         deadline = time.monotonic() + 300
-        while not steps.exists() or len(steps.read_text().splitlines()) < 3:
+        while not log.exists() or len(log.read_text().splitlines()) < 3:
             assert time.monotonic() < deadline and child.poll() is None, "the ranks do nothing"
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
         said = child.stderr.read()
-    saved = len(read_jsonl(steps))
+    saved = len(read_jsonl(log))
     assert child.returncode == 130
-    assert f"ended after step {saved} of 80, which is saved; the same command resumes" in said, said
-    ended = subprocess.run([*command, "--steps=80"], capture_output=True, text=True)
+    assert f"ended after step {saved} of {steps}, which is saved; the same command resumes" in said, said
+    ended = subprocess.run([*command, f"--steps={steps}"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     made = Artifact.read(out)
-    assert made.figures["num_ranks"].value == 2 and made.figures["num_steps"].value == 80
+    assert made.figures["num_ranks"].value == 2 and made.figures["num_steps"].value == steps
     assert ended.stdout.count("num_ranks") == 1
