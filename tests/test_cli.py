@@ -23,7 +23,7 @@ from tests.conftest import ROOT, mini_recipe
 
 def hone(*arguments: str, cwd=ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "hone.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=120
+        [sys.executable, "-m", "hone.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=600
     )
 
 

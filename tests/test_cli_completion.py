@@ -53,7 +53,7 @@ def offered(script: Path, *lines: list[str]) -> list[list[str]]:
     bash = shutil.which("bash")
     assert bash is not None
     command = [bash, "--norc", "--noprofile", "-c", "\n".join(code)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": "/nowhere"}, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": "/nowhere"}, timeout=600)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return [line.split() for line in done.stdout.splitlines()]
 
@@ -100,7 +100,7 @@ def test_fish(scripts: dict[str, Path]):
     }
     asked = "; ".join(f"complete -C '{line}'; echo ===" for line in cases)
     command = ["fish", "--no-config", "-c", f"source {scripts['fish']}; {asked}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stderr == ""
     told = [part.strip().splitlines() for part in done.stdout.split("===\n")]
     found = [[line.partition("\t")[0] for line in part] for part in told]
@@ -120,7 +120,7 @@ def test_zsh(scripts: dict[str, Path]):
         ask() {{ words=("$@"); CURRENT=$#; PREFIX=$words[-1]; _hone; print -- --- }}
         ask hone ''; ask hone serve --po; ask hone serve --engine.dtype=f; ask hone serve --quiet x; ask hone run x
     """
-    done = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stderr == ""
     registered, _, rest = done.stdout.partition("\n")
     named, options, values, folders, recipes, _ = rest.split("---\n")

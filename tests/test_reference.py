@@ -89,10 +89,10 @@ def test_a_training_of_several_data_alone_is_read_from_the_command_line(tmp_path
 @pytest.mark.slow
 def test_a_killed_training_leaves_no_rank(tmp_path):
     """The launcher's child would live on without it."""
-    code = "import subprocess; one = subprocess.Popen(['sleep', '60']); print(one.pid, flush=True); one.wait()"
+    code = "import subprocess; one = subprocess.Popen(['sleep', '900']); print(one.pid, flush=True); one.wait()"
     log = tmp_path / "log"
     begun = lambda: log.read_text().endswith("\n")  # noqa: E731
-    assert reference_run.train(None, [sys.executable, "-c", code], log, 50, begun) is None
+    assert reference_run.train(None, [sys.executable, "-c", code], log, 600, begun) is None
     rank = int(log.read_text())
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
@@ -123,7 +123,7 @@ def test_a_training_without_a_calibration_measures_none(tmp_path):
     words = [sys.executable, "-m", "benchmarks.uncalibrated", "train", "data", "--steps=2", "--seq_len=32"]
     for ranks in ("1", "2"):
         ended = subprocess.run(
-            [*words, f"--out=out-{ranks}", f"--nproc_per_node={ranks}"], cwd=tmp_path, env=environment, timeout=300
+            [*words, f"--out=out-{ranks}", f"--nproc_per_node={ranks}"], cwd=tmp_path, env=environment, timeout=800
         )
         assert ended.returncode == 0 and (tmp_path / f"out-{ranks}" / "hone.json").exists()
     assert not list(tmp_path.glob("cache/hone/calibration*"))

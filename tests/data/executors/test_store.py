@@ -395,7 +395,8 @@ def test_a_ray_cluster_without_a_common_disk(serial, source, cluster):
     executor, nodes = cluster
     made = Data.read(spec(source)).make("data-text", run=Run(quiet=True, executor=executor))
     assert made.content == serial.content
-    assert all(list((node / "data-text.partial" / "state" / "read").glob("*.done")) for node in nodes)
+    # Of which step is Ray's choice: while one node's worker starts, the other's may do all tasks of the first.
+    assert all(list((node / "data-text.partial" / "state").glob("*/*.done")) for node in nodes)
 
 
 @pytest.mark.slow
