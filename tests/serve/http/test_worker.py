@@ -6,13 +6,14 @@ import asyncio
 import os
 import queue
 import signal
+import socket
 import threading
 
 import psutil
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.processes.wire import RefusedRequest, pack, unpack
+from hone.serve.http.processes.wire import Channel, RefusedRequest, framed, pack, unpack
 from hone.serve.http.worker import EngineInfo, EngineProcess, Loop
 from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake
@@ -110,6 +111,19 @@ def test_ordinary_tokens_are_packed_in_columns_and_keep_their_order():
     assert unpack(columns, others) == [Output("b", [2], "y"), first, scored, behind]
 
 
+@pytest.mark.parametrize("sent", [0, 5, 8, 30, 900])
+def test_a_message_that_was_cut_off_is_the_end(sent):
+    """A front that is killed while it sends has ended, and what it asked for is aborted."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(framed("whole") + framed("a" * 1000)[:sent])
+        theirs.close()
+        channel = Channel(ours)
+        assert channel.receive() == "whole"
+        with pytest.raises(EOFError):
+            channel.receive()
+
+
 def across(test) -> None:
     """Runs coroutine `test(process)` against a fake engine in a process of its own."""
 
@@ -177,13 +191,14 @@ def test_a_large_prompt_and_a_busy_engine_do_not_block_the_caller():
         for number in range(20):
             process.submit([request(f"r{number}", *([40] * 50_000), max_tokens=1)], inbox.items.append)
         assert engine.status() == psutil.STATUS_STOPPED, "the caller waited for the engine"
-        waking.cancel()
-        engine.resume()
         while process.trouble(0.0001) is None:  # until 20 median steps have passed
             await asyncio.sleep(0.01)
-        process.fail_all("enough")
+        process.fail_all("enough")  # before the engine goes on: a step could end some of them
         assert process.outstanding == 0
         assert sum(item.error == "enough" for item in inbox.items) == 21
+        assert engine.status() == psutil.STATUS_STOPPED, "the caller waited for the engine"
+        waking.cancel()
+        engine.resume()
 
     across(talk)
 

@@ -101,11 +101,15 @@ class Channel:
         self._socket.sendall(framed(message))
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError when the other side has closed the socket."""
+        """The next message. Raises EOFError when the other side has closed the socket, or was killed while it sent one."""
         head = self._file.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             raise EOFError
-        return pickle.loads(self._file.read(_LENGTH.unpack(head)[0]))
+        (length,) = _LENGTH.unpack(head)
+        data = self._file.read(length)
+        if len(data) < length:
+            raise EOFError
+        return pickle.loads(data)
 
 
 class QueuedChannel(Channel):

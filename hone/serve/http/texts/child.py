@@ -72,6 +72,16 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+def next_job() -> tuple[Any, ...] | None:
+    """What arrives next; None when the server has ended, also where it was killed while it sent a job."""
+    head = sys.stdin.buffer.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    data = sys.stdin.buffer.read(length)
+    return pickle.loads(data) if len(data) == length else None  # type: ignore[no-any-return]
+
+
 def main() -> None:
     """Answers jobs until standard input ends or too much memory is kept."""
     replies: BinaryIO = os.fdopen(os.dup(1), "wb")
@@ -85,13 +95,18 @@ def main() -> None:
 
     def send(message: tuple[str, Any]) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        replies.write(LENGTH.pack(len(data)) + data)
-        replies.flush()
+        try:
+            replies.write(LENGTH.pack(len(data)) + data)
+            replies.flush()
+        except (
+            BrokenPipeError
+        ):  # the server was killed: an orderly end would write what is left once more, and complain
+            os._exit(0)
 
     send(("ready", None))
     start = _resident()
-    while head := sys.stdin.buffer.read(LENGTH.size):
-        reply = answer(tokenizer, *pickle.loads(sys.stdin.buffer.read(LENGTH.unpack(head)[0])))
+    while (job := next_job()) is not None:
+        reply = answer(tokenizer, *job)
         _limit_memory(2**40)
         stays = _resident() - start < KEPT_BYTES
         send((reply[0] if stays else f"last {reply[0]}", reply[1]))
