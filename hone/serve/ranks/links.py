@@ -203,12 +203,14 @@ class Links:
         return None
 
     def _hanging(self) -> str | None:
-        now = time.monotonic()
+        now, since = time.monotonic(), self._waiting_since
+        overdue = since is not None and now - since > self.timeout_s
+        # A stopped rank holds up a step from the same moment on, and which time is over first is chance: the rank is the cause.
+        most = max(self.timeout_s / 2, 3 * self._interval_s) if overdue else self.timeout_s
         for worker in self._workers:
-            if now - worker.heard_at > self.timeout_s:
+            if now - worker.heard_at > min(most, self.timeout_s):
                 return f"{worker.place} does not answer for {now - worker.heard_at:.0f} s: it is stopped or hangs"
-        since = self._waiting_since
-        if since is None or now - since <= self.timeout_s:
+        if since is None or not overdue:
             return None
         behind = min(self._workers, key=lambda one: (one.begun, one.ended))
         each = ", ".join(f"rank {one.place.rank}: {one.begun} begun, {one.ended} launched" for one in self._workers)

@@ -12,7 +12,9 @@ import pytest
 
 from hone.base.errors import SpecError
 from hone.model import hf
+from hone.parallel.place import Place
 from hone.serve.engine import Engine
+from hone.serve.ranks.links import Links, _Worker
 from hone.serve.spec import EngineSpec
 from tests.forking import Ended, forking
 from tests.serve.ranks import forked
@@ -134,7 +136,7 @@ def test_the_cache_is_sized_by_a_ranks_own_heads(call, folder: Path) -> None:
     [
         ("killed", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 ended: killed by SIGKILL"),
         ("killed", {"pipeline_parallel_size": 2}, r"RankError: rank 1 of 2 \(stage 1 of 2\) ended: killed by SIGKILL"),
-        ("stopped", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 does not answer for 3 s"),
+        ("stopped", {"tensor_parallel_size": 2}, r"RankError: rank 1 of 2 does not answer for \d+ s"),
         ("broken", {"tensor_parallel_size": 2}, "RankError: rank 1 of 2 failed: ValueError"),
         ("lead", {"tensor_parallel_size": 2}, "RankError: rank 0 failed: AttributeError"),
     ],
@@ -145,6 +147,23 @@ def test_a_lost_rank_ends_all_with_one_error(call, folder: Path, how: str, spec:
     )
     assert re.match(says, found["said"][0]) and found["said"][1] == found["said"][0]
     assert found["left"] == []
+
+
+def test_of_a_step_that_hangs_a_rank_that_is_silent_is_the_cause() -> None:
+    """Which of the two has lasted too long first is chance."""
+    links = Links([], 3.0, interval_s=0.05)
+    links.close()
+    now = time.monotonic()
+    worker = _Worker(Place.of(1, 2, 1), None, None, None, now)  # type: ignore[arg-type]
+    links._workers.append(worker)
+    assert links._hanging() is None
+    links._waiting_since = now - 3.5
+    assert links._hanging().startswith("a step has not ended for")
+    worker.heard_at = now - 2.9
+    assert links._hanging().startswith("rank 1 of 2 does not answer for 3 s")
+    links.waits(False)
+    worker.heard_at = time.monotonic()
+    assert links._hanging() is None
 
 
 @pytest.mark.parametrize(
