@@ -20,8 +20,9 @@ from typing import IO, Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-_START_S = 60.0
-plain = functools.partial(httpx.Client, timeout=60, verify=False)
+_START_S = 300.0
+"""Seconds until a server that does not start is killed: on a busy machine the imports of several processes take a minute."""
+plain = functools.partial(httpx.Client, timeout=180, verify=False)
 """A client with connections of its own that reads no certificates: that takes longer than most requests."""
 
 
@@ -109,10 +110,10 @@ class LiveServer:
         timer.cancel()
         found = re.search(r"https?://[\w.]+:\d+", self.line)
         if found is None:
-            self.process.wait(60)
+            self.process.wait(120)
             raise RuntimeError(f"the server did not start: {self.errors()}")
         self.url = found[0]
-        self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
+        self.http = httpx.Client(base_url=self.url, timeout=180, verify=False)
 
     def errors(self) -> str:
         """What the server wrote to standard error."""
@@ -128,7 +129,7 @@ class LiveServer:
         assert rows, f"no metric {name}"
         return sum(float(row) for row in rows)
 
-    def wait_for(self, name: str, value: float, seconds: float = 60.0) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 180.0) -> None:
         """Waits until metric `name` is `value`."""
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:
@@ -151,7 +152,7 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(20)
+            return self.process.wait(180)  # it may drain meanwhile
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -161,4 +162,7 @@ class LiveServer:
 
 
 def _command(pid: str) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:  # it ended meanwhile
+        return ""

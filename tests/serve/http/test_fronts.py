@@ -45,6 +45,7 @@ def server(folder: Path) -> Iterator[LiveServer]:
         api_server_count=COUNT,
         max_queue=4,
         api_key="secret",
+        drain_s=150,  # what has begun ends on a busy machine, too
     )
     live.http.headers["authorization"] = "Bearer secret"
     yield live
@@ -65,7 +66,7 @@ def fronts(server: LiveServer) -> list[psutil.Process]:
 def asked(server: LiveServer, first: int = 40, count: int = LONG, *, stream: bool = False) -> socket.socket:
     """A request that is sent, on a connection of its own that ends with the reply."""
     host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=60)
+    sock = socket.create_connection((host, int(port)), timeout=180)
     body = json.dumps({"prompt": [first], "max_tokens": count, "stream": stream}).encode()
     sock.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer secret\r\n"
@@ -99,7 +100,7 @@ def metric(server: LiveServer, name: str) -> float:
 
 
 def until(server: LiveServer, name: str, value: float) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while metric(server, name) != value:
         assert time.monotonic() < deadline, f"{name} is {metric(server, name)}, not {value}"
         time.sleep(0.05)
@@ -159,7 +160,7 @@ def test_the_queue_is_bounded_over_all_fronts(server: LiveServer):
     """4 run and 4 may wait: of 24 requests at once on connections of their own exactly 8 are taken."""
     open_ = [asked(server) for _ in range(24)]
     for _ in range(16):
-        ready, _, _ = select.select(open_, [], [], 60)
+        ready, _, _ = select.select(open_, [], [], 180)
         sock = ready[0]
         open_.remove(sock)
         with sock.makefile("rb") as file:
@@ -191,7 +192,7 @@ def test_a_front_that_is_killed_is_started_again(server: LiveServer):
     victim = max(victims, key=lambda one: len(one.net_connections("tcp")))  # it has a stream at least
     ended = len([one for one in victim.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
     victim.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(fronts(server)) < COUNT or victim.pid in {one.pid for one in fronts(server)}:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -231,13 +232,13 @@ def test_sigterm_drains_every_front(server: LiveServer):
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:
         thread.start()
-    assert all(begun.acquire(timeout=30) for _ in threads)
+    assert all(begun.acquire(timeout=180) for _ in threads)
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert server.stop() == 0
     for thread in threads:
         thread.join()
     assert [len(one) for one in lines] == [1501] * 4 and {one[-1] for one in lines} == {"data: [DONE]"}
-    assert not psutil.wait_procs(children, timeout=15)[1]
+    assert not psutil.wait_procs(children, timeout=90)[1]
 
 
 def test_the_end_of_the_engine_ends_all(folder: Path):
@@ -246,7 +247,7 @@ def test_the_end_of_the_engine_ends_all(folder: Path):
     with live.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and "the engine process ended: killed by SIGKILL" in lines[-2]
-    assert live.process.wait(30) == 1
+    assert live.process.wait(90) == 1
     found = live.errors()
     live.stop()
     assert found.count("error: the engine process ended: killed by SIGKILL") == 2  # when it happens, and at the end
@@ -258,7 +259,7 @@ def test_all_end_with_the_supervisor(folder: Path):
     live = LiveServer(folder, "tests.serve.fake_engine:build", api_server_count=2)
     children = psutil.Process(live.process.pid).children(recursive=True)
     live.process.kill()
-    gone, alive = psutil.wait_procs(children, timeout=15)
+    gone, alive = psutil.wait_procs(children, timeout=90)
     live.stop()
     assert len(gone) >= 3 and not alive
 
@@ -274,7 +275,7 @@ def test_ctrl_c_ends_all(folder: Path):
             process.send_signal(signal.SIGINT)
         *_, error, done = lines
     assert "the server was stopped" in error and done == "data: [DONE]"
-    assert live.process.wait(30) == 0
+    assert live.process.wait(90) == 0
     live.stop()
 
 
@@ -337,7 +338,7 @@ def test_a_hanging_front_stops_no_other(folder: Path):
         streams = [stream(live) for _ in range(4)]
         hung = max(fronts(live), key=lambda one: len(one.net_connections("tcp")))
         hung.suspend()
-        before, deadline = read_steps(live), time.monotonic() + 30
+        before, deadline = read_steps(live), time.monotonic() + 180
         while read_steps(live) == before:
             assert time.monotonic() < deadline, "the engine stands still"
         hung.resume()

@@ -238,7 +238,7 @@ def test_a_shared_prefix_goes_to_one_replica(server: LiveServer):
     for number in range(8):
         complete(server, prompt=shared + prompt(100 + number, 8), max_tokens=2)
     found = before
-    for _ in range(100):
+    for _ in range(1000):
         found = [now - then for now, then in zip(each(server, "prefix_hit_tokens"), before)]
         if sum(found) >= 7 * len(shared):
             break
@@ -248,7 +248,7 @@ def test_a_shared_prefix_goes_to_one_replica(server: LiveServer):
 
 def test_load_is_divided(fakes: LiveServer):
     async def main() -> list[list[float]]:
-        async with httpx.AsyncClient(base_url=fakes.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=fakes.url, timeout=180) as http:
             tasks = [
                 asyncio.create_task(
                     http.post(
@@ -273,12 +273,12 @@ def test_the_end_of_one_replica_ends_all(fakes: LiveServer):
     engines = [child for child in map(psutil.Process, fakes.workers()) if not child.net_connections("tcp")]
     assert len(engines) == 2
     body = {"prompt": prompt(5), "max_tokens": 5000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=180) as reply:
         lines = (line for line in reply.iter_lines() if line)
         next(lines)
         for engine in engines[1:] if each(fakes, "requests_outstanding")[1] else engines[:1]:
             engine.kill()
         *_, error, done = lines
     assert done == "data: [DONE]" and "ended: killed by SIGKILL" in json.loads(error[6:])["error"]["message"]
-    assert fakes.process.wait(30) == 1
+    assert fakes.process.wait(90) == 1
     assert re.search(r"error: the engine process of replica [01] ended: killed by SIGKILL", fakes.errors())

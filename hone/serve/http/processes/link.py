@@ -16,7 +16,8 @@ from hone.serve.http.processes.board import EngineReport, FrontBoard
 from hone.serve.http.processes.wire import EngineInfo, FrameProtocol, OutputColumns, RefusedRequest, unpack
 from hone.serve.request import Output, Request
 
-_REASON_S = 3.0
+_REASON_S = 12.0
+"""Seconds within which the server says why an engine ended: it waits up to 5 s twice for that process to be gone."""
 
 
 class TokenSink(Protocol):
