@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ ZERO = (
     "soak_compiling",
 )
 """Figures that are zero when no request is in progress."""
+_PATIENCE_S = 240.0
+"""Seconds for what must happen, on a busy machine too: that a server starts or ends, that nothing is in progress any more."""
 SETTLED_S = 1.0
 """Seconds after the last request until the figures are read: a worker's stats come when it rests."""
 MOST = {
@@ -96,9 +99,11 @@ class Supervised:
     """A server that is started again whenever it ends, as a service manager would."""
 
     def __init__(self, folder: Path, log: Path, engine: dict[str, Any]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        # Bound all the time, so that nobody is given the port while the server does not listen, clients that try it included.
+        self._taken = socket.socket()
+        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._taken.bind(("127.0.0.1", 0))
+        self.port = self._taken.getsockname()[1]
         self.url, self.log, self._folder = f"http://127.0.0.1:{self.port}", log, folder
         self.engine = {**FIELDS["engine"], **engine}
         self.exits: list[int] = []
@@ -108,7 +113,7 @@ class Supervised:
         self.process: subprocess.Popen[str]
         self._thread = threading.Thread(target=self._keep, daemon=True)
         self._thread.start()
-        if not self.ready.wait(120):
+        if not self.ready.wait(_PATIENCE_S):
             raise RuntimeError(f"the server did not start: {self.text()[-2000:]}")
 
     def _keep(self) -> None:
@@ -149,9 +154,10 @@ class Supervised:
     def stop(self) -> int:
         self._stopping = True
         self.process.send_signal(signal.SIGTERM)
-        self._thread.join(60)
+        self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
             self.process.kill()
+        self._taken.close()
         return self.exits[-1] if self.exits else -1
 
 
@@ -175,8 +181,8 @@ def held(pid: int) -> dict[str, float]:
 class Soak:
     """One run: load, rests, kills, and the faults found."""
 
-    def __init__(self, args: argparse.Namespace, server: Supervised) -> None:
-        self.args, self.server = args, server
+    def __init__(self, args: argparse.Namespace, server: Supervised, enough: Callable[[Soak], bool]) -> None:
+        self.args, self.server, self._enough = args, server, enough
         self.clients = Clients(server.url, args.seed, server.disturbed)
         self.rests: list[dict[str, float]] = []
         self.faults: list[str] = []
@@ -187,11 +193,11 @@ class Soak:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=60) as http:
             await self.clients.learn(http)
         begun, all_s = time.monotonic(), self.args.minutes * 60
-        while time.monotonic() - begun < all_s * (1 - self.args.killing):
+        while time.monotonic() - begun < all_s * (1 - self.args.killing) or not self._enough(self):
             await self.load(self.args.rest)
             self.rests.append(await self.rest())
             self.say(begun)
-        while time.monotonic() - begun < all_s:
+        while time.monotonic() - begun < all_s or (self.args.killing and not self.kills):
             await asyncio.gather(self.load(self.args.kill_every * 2), self.killer(self.args.kill_every))
             await self.rest()
             self.say(begun)
@@ -221,10 +227,10 @@ class Soak:
         self.kills[how] = self.kills.get(how, 0) + 1
         lives = len(self.server.exits)
         self.server.end(victim, number)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + _PATIENCE_S
         while len(self.server.exits) == lives or not self.server.ready.is_set():
             if time.monotonic() > deadline:
-                self.faults.append(f"no server 90 s after: {how}")
+                self.faults.append(f"no server {_PATIENCE_S:.0f} s after: {how}")
                 return
             await asyncio.sleep(0.1)
         expected = {"engine killed": 2, "front killed": -signal.SIGKILL, "SIGTERM": 0}[how]
@@ -253,7 +259,7 @@ class Soak:
 
     async def rest(self) -> dict[str, float]:
         """Waits until nothing is in progress; what is then held. What should not be is a fault."""
-        deadline, found = time.monotonic() + 60, {}
+        deadline, found = time.monotonic() + _PATIENCE_S, {}
         await asyncio.sleep(SETTLED_S)
         while time.monotonic() < deadline:
             if self.server.ready.is_set():
@@ -308,12 +314,12 @@ def _counted(lines: list[str]) -> list[tuple[str, int]]:
     return sorted(((one, lines.count(one)) for one in set(lines)), key=lambda pair: -pair[1])
 
 
-def soak(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Runs it; the report."""
+def soak(args: argparse.Namespace, work: Path, enough: Callable[[Soak], bool] = lambda _: True) -> dict[str, Any]:
+    """Runs it; the report. The part without kills lasts until `enough` of it was seen, beyond its time where need be."""
     folder = work / "tiny"
     folder.mkdir()
     server = Supervised(make_model(folder), work / "log", json.loads(args.engine))
-    one = Soak(args, server)
+    one = Soak(args, server, enough)
     try:
         asyncio.run(one.run())
     finally:
