@@ -39,7 +39,7 @@ def fake(folder, value=2.0, seconds=0.0, fails=""):
 
 def run_of(tmp_path, peer, *, rounds=2, loads=("batch 1", "prefill")):
     args = {"peer": "vllm", "peer_python": peer, "peer_path": "", "rounds": rounds, "loads": list(loads)}
-    args |= {"seconds": 60.0, "json": str(tmp_path / "lines.jsonl"), "profile": False}
+    args |= {"seconds": 600.0, "json": str(tmp_path / "lines.jsonl"), "profile": False}
     return serve_peer.Run(argparse.Namespace(**args), tmp_path)
 
 
