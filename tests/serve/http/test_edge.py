@@ -43,7 +43,7 @@ def server(folder: Path) -> Iterator[LiveServer]:
         api_key=KEY,
         served_model_name=["first", "second"],
         allowed_origins=["https://page.example"],
-        limits={"head_s": 0.5, "body_s": 0.5, "max_connections": 20},
+        limits={"head_s": 2.0, "body_s": 2.0, "max_connections": 20},  # a busy client sends its own within that
     )
     reconnect(live)
     yield live
@@ -58,7 +58,7 @@ def reconnect(server: LiveServer) -> None:
 
 def opened(server: LiveServer, data: bytes) -> socket.socket:
     host, port = re.fullmatch(r"https?://([\w.]+):(\d+)", server.url).groups()
-    sock = socket.create_connection((host, int(port)), timeout=60)
+    sock = socket.create_connection((host, int(port)), timeout=15)  # less than the server's usual 20 s for a head
     sock.sendall(data)
     return sock
 
@@ -96,7 +96,7 @@ def test_names_and_state(server: LiveServer):
 
 def test_a_key_of_any_letters(server: LiveServer):
     for key, status in ((KEY.encode(), 200), (KEY.encode("utf8").decode("latin-1").encode("utf8"), 401), (b"x", 401)):
-        reply = httpx.get(server.url + "/v1/models", headers={"authorization": b"Bearer " + key})
+        reply = httpx.get(server.url + "/v1/models", headers={"authorization": b"Bearer " + key}, timeout=180)
         assert reply.status_code == status
 
 
@@ -125,7 +125,7 @@ def test_pages_of_allowed_origins(server: LiveServer):
 
 
 def test_openapi_describes_every_endpoint_and_nothing_of_the_server(server: LiveServer):
-    assert httpx.get(server.url + "/openapi.json").status_code == 401
+    assert httpx.get(server.url + "/openapi.json", timeout=180).status_code == 401
     text = server.http.get("/openapi.json").text
     assert "first" not in json.loads(text)["info"].values() and KEY not in text and "127.0.0.1" not in text
     document = json.loads(text)
@@ -149,7 +149,7 @@ def test_a_half_sent_head_and_a_half_sent_body_end(server: LiveServer):
     body.close()
     dripped = opened(server, b"POST ")
     with pytest.raises(OSError):
-        for _ in range(40):  # a byte now and then does not prolong it
+        for _ in range(100):  # a byte now and then does not prolong it
             time.sleep(0.1)
             dripped.sendall(b"x")
     assert server.http.get("/health").status_code == 200
@@ -198,7 +198,7 @@ def test_shutdown_hands_back_what_has_not_begun(folder: Path):
     for name in ("waiting 0", "waiting 1", "waiting 2"):
         assert replies[name].status_code == 503 and replies[name].headers["retry-after"]
     assert b" 503 " in answer(half)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(180) == 0
     server.stop()
 
 
@@ -214,9 +214,9 @@ def test_tls(folder: Path, tmp_path: Path):
     try:
         assert server.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
-        assert httpx.get(server.url + "/health", verify=trusted).status_code == 200
+        assert httpx.get(server.url + "/health", verify=trusted, timeout=180).status_code == 200
         with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url + "/health")
+            httpx.get(server.url + "/health", timeout=180)
     finally:
         server.stop()
     for fields in ({"ssl_keyfile": str(key)}, {"ssl_certfile": "nowhere.pem"}, {"ssl_certfile": str(key)}):

@@ -352,7 +352,7 @@ def read_steps(server: LiveServer) -> float:
     """The engine's steps, from a front that does not hang; connections that reach the other one get no reply."""
     for _ in range(40):
         try:
-            with plain(timeout=0.7) as client:
+            with plain(timeout=2) as client:
                 text = client.get(f"{server.url}/metrics").text
         except httpx.TimeoutException:
             continue

@@ -28,15 +28,15 @@ def server(tiny_llama: Path) -> Iterator[LiveServer]:
 
 
 def test_the_page_is_sent_without_a_key_and_holds_nothing_of_the_server(server: LiveServer):
-    reply = httpx.get(server.url + "/")
+    reply = httpx.get(server.url + "/", timeout=180)
     assert reply.status_code == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
-    assert reply.text == TEXT and httpx.head(server.url + "/").content == b""
-    assert httpx.get(server.url + "/v1/models").status_code == 401
+    assert reply.text == TEXT and httpx.head(server.url + "/", timeout=180).content == b""
+    assert httpx.get(server.url + "/v1/models", timeout=180).status_code == 401
     assert 'hone:http_replies_total{endpoint="/"' in server.http.get("/metrics").text
 
 
 def test_the_pages_policy_allows_its_own_script_and_style_alone(server: LiveServer):
-    headers = httpx.get(server.url + "/").headers
+    headers = httpx.get(server.url + "/", timeout=180).headers
     rules = dict(rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";"))
     for tag in ("script", "style"):
         (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.S)
