@@ -40,8 +40,8 @@ else:  # how long an example takes to draw or to run says something of the machi
     _patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     # Each run draws the same examples, also where no variable CI says so: what passes here passes there.
     settings.register_profile("hone", **_patient, derandomize=True, database=None)
+    # Other examples each time: `pytest --hypothesis-profile=explore`.
     settings.register_profile("explore", **_patient, derandomize=False)
-    """Other examples each time: `pytest --hypothesis-profile=explore`."""
     settings.load_profile("hone")
 
 ROOT = Path(__file__).resolve().parent.parent

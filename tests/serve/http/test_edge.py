@@ -175,9 +175,8 @@ def test_garbage_does_not_end_the_server(server: LiveServer):
 
 
 def test_shutdown_hands_back_what_has_not_begun(folder: Path):
-    server = LiveServer(
-        folder, "tests.serve.fake_engine:build_one", drain_s=150
-    )  # what runs ends on a busy machine, too
+    # What runs ends on a busy machine, too.
+    server = LiveServer(folder, "tests.serve.fake_engine:build_one", drain_s=150)
     replies: dict[str, httpx.Response] = {}
 
     def ask(name: str, tokens: int) -> None:

@@ -98,9 +98,7 @@ def main() -> None:
         try:
             replies.write(LENGTH.pack(len(data)) + data)
             replies.flush()
-        except (
-            BrokenPipeError
-        ):  # the server was killed: an orderly end would write what is left once more, and complain
+        except BrokenPipeError:  # the server was killed; an orderly end would write the rest once more, and complain
             os._exit(0)
 
     send(("ready", None))
