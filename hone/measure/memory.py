@@ -121,6 +121,8 @@ class _Sampler:
     """A thread that reads VmRSS every 10 ms; it misses shorter peaks, so it is only the fallback."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held from reading VmRSS to keeping it: a sample from before a reset must not come after it."""
         self._peak = resident_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-memory", daemon=True)
@@ -128,12 +130,14 @@ class _Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_S):
-            self._peak = max(self._peak, resident_bytes())
+            with self._lock:
+                self._peak = max(self._peak, resident_bytes())
 
     def peak_and_reset(self) -> int:
-        now = resident_bytes()
-        peak, self._peak = max(self._peak, now), now
-        return peak
+        with self._lock:
+            now = resident_bytes()
+            peak, self._peak = max(self._peak, now), now
+            return peak
 
     def stop(self) -> None:
         self._stop.set()
