@@ -169,22 +169,33 @@ def killed(name: str, count: int, at: list) -> str:
     return "nothing"
 
 
-def late(name: str, count: int, at: list, timeout_s: float, slow_s: float) -> str:
-    """What this rank raises when pass `at` of rank 1 takes `slow_s`, or, with 0, the message that it sends is lost."""
+def late(name: str, count: int, at: list, timeout_s: float, slow: bool) -> str:
+    """What this rank raises when pass `at` of rank 1 does not end before another rank has, or the message that it sends is lost.
+
+    Rank 2, which needs it, waits `timeout_s` for each message, the others so long that they do not end before it.
+    """
     torch.set_num_threads(1)
     mesh = Mesh.from_environment()
     try:
         with mesh.together():
-            channels = Channels(mesh, [range(mesh.world_size)], "cpu", timeout_s)
+            patience = timeout_s if mesh.rank == 2 else 100.0
+            channels = Channels(mesh, [range(mesh.world_size)], "cpu", patience)
             executor, _ = _executor(SCHEDULES[name](mesh.world_size, count), channels, count)
-            if mesh.rank == 1 and slow_s:
-                _before(executor, Op(*at), lambda: time.sleep(slow_s))
+            if mesh.rank == 1 and slow:
+                _before(executor, Op(*at), lambda: _until_one_has_failed(mesh))
             elif mesh.rank == 1:
                 _before(executor, Op(*at), _drop_next)
             executor.run(LIKE)
     except HoneError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def _until_one_has_failed(mesh: Mesh) -> None:
+    since = time.monotonic()
+    while not mesh.broken():
+        assert time.monotonic() - since < 100, "no rank has failed"
+        time.sleep(0.01)
 
 
 def _drop_next() -> None:
