@@ -123,7 +123,8 @@ def test_a_disturbed_calibration_is_stored_and_marked(small):
     small.setattr(micro, "disturbance", lambda *_: "other work took 1.9 of its 2 processors")
     with pytest.warns(UserWarning, match=r"busy while it was calibrated: other work took 1.9 .* used until") as said:
         busy = micro.calibrate()
-    assert len(said) == 1
+    # A garbage collection may warn of what other tests left open.
+    assert len([one for one in said if issubclass(one.category, UserWarning)]) == 1
     assert busy.peak_flops_per_s("float32") > 0 and read_calibration(who) == busy == describe().calibration
     assert busy.busy == {"float32": "other work took 1.9 of its 2 processors"} and "1.9 of its 2" in busy.doubt
     assert ("float32 measured beside other work", busy.busy["float32"]) in busy.table()
