@@ -50,7 +50,7 @@ class Gate:
 
     def __call__(self, *arguments: Any) -> None:
         self.began.set()
-        assert self.open.wait(30)
+        assert self.open.wait(100)
         self._write(*arguments)
 
 
@@ -58,11 +58,11 @@ def test_an_asynchronous_checkpoint_has_the_state_of_its_step(monkeypatch, tmp_p
     gate, weights = Gate(monkeypatch), {"weight.a": torch.arange(8.0)}
     checkpoints = Checkpoints(tmp_path, keep=1, background=True)
     checkpoints.save(3, weights, {"done": 3})
-    assert gate.began.wait(30)
+    assert gate.began.wait(100)
     weights["weight.a"].fill_(-1.0)  # the training goes on
     assert checkpoints.newest() is None and steps_in(tmp_path) == ["step-00000003.partial"]
     gate.open.set()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while steps_in(tmp_path) != ["step-00000003"]:  # without a further call
         assert time.monotonic() < deadline
         time.sleep(0.001)
