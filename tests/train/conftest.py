@@ -73,11 +73,18 @@ def write_data(folder: Path, num_documents: int = 120, seed: int = 0) -> Path:
 
 
 _CHILD = """
-import json, sys
+import json, sys, time
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.train.loop import Trainer
 from hone.train.stage import Train
-spec, data, out = sys.argv[1:]
+spec, data, out, last = sys.argv[1:]
+step = Trainer.step
+def until_killed(self, batch):
+    while self.done == int(last):
+        time.sleep(1)
+    return step(self, batch)
+Trainer.step = until_killed
 print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
 """
 
@@ -86,26 +93,25 @@ def content_after_kills(
     spec: dict[str, Any], data: Path, out: Path, targets: Iterable[int], pause: Callable[[], float] = lambda: 0.0
 ) -> str:
     """The content of `out` as a training of `spec` makes it that is killed `pause()` seconds after steps.jsonl has each of
-    `targets` rows, and is then left to finish. Fails when no kill came in time."""
+    `targets` rows, and is then left to finish. It stands still a few steps later, so that each kill comes before its end even
+    where this process gets no processor for a while."""
     command = [sys.executable, "-c", _CHILD, json.dumps(spec), str(data), str(out)]
-    kills = 0
+    path = out.with_name(f"{out.name}.partial") / "steps.jsonl"
     for target in targets:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        path = out.with_name(f"{out.name}.partial") / "steps.jsonl"
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.read_text().count("\n") >= target:
-                time.sleep(pause())
-                child.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.001)
-        child.wait()
-        kills += child.returncode == -signal.SIGKILL
-        child.stdout.close()
-        if out.exists():
-            break
-    assert kills, "no kill came in time to mean anything"
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        last = min(target + 8, spec["steps"] - 1)
+        assert last >= target, "steps.jsonl has at least a row for each step that is done"
+        child = subprocess.Popen([*command, str(last)], stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 300
+            while not path.exists() or path.read_text().count("\n") < target:
+                assert child.poll() is None and time.monotonic() < deadline, f"it did not get to {target} rows"
+                time.sleep(0.001)
+            time.sleep(pause())
+        finally:
+            child.kill()
+            child.wait()
+        assert child.returncode == -signal.SIGKILL
+    finished = subprocess.run([*command, "-1"], capture_output=True, text=True, check=True, timeout=300)
     return finished.stdout.strip()
 
 
