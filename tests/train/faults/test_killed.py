@@ -90,7 +90,7 @@ def id_of(case: tuple[Any, ...]) -> str:
     return f"{layout}-{op}-{count}-{'during' if during else 'before'}-then-{then}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
@@ -121,7 +121,7 @@ def test_the_others_end_with_one_error_and_the_training_goes_on(case, whole, dat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_torchrun_starts_all_again_and_they_resume(num_ranks, data_folder, tmp_path):
     """`--max-restarts=1`, with one rank killed once: to the bit the training in which it lived."""

@@ -50,7 +50,7 @@ AT_START = [
 ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [pytest.param(*one, marks=[] if place < 2 else pytest.mark.slow) for place, one in enumerate(AT_START)],
@@ -70,7 +70,7 @@ IN_A_STEP = [
 ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [pytest.param(*one, marks=[] if place == 0 else pytest.mark.slow) for place, one in enumerate(IN_A_STEP)],
