@@ -53,6 +53,8 @@ ZERO = (
 """Figures that are zero when no request is in progress."""
 _PATIENCE_S = 240.0
 """Seconds for what must happen, on a busy machine too: that a server starts or ends, that nothing is in progress any more."""
+_LONGEST = 15
+"""Times its minutes that a soak lasts at most until it has seen enough."""
 SETTLED_S = 1.0
 """Seconds after the last request until the figures are read: a worker's stats come when it rests."""
 MOST = {
@@ -181,7 +183,9 @@ def held(pid: int) -> dict[str, float]:
 class Soak:
     """One run: load, rests, kills, and the faults found."""
 
-    def __init__(self, args: argparse.Namespace, server: Supervised, enough: Callable[[Soak], bool]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, server: Supervised, enough: Callable[[Soak], bool] = lambda _: True
+    ) -> None:
         self.args, self.server, self._enough = args, server, enough
         self.clients = Clients(server.url, args.seed, server.disturbed)
         self.rests: list[dict[str, float]] = []
@@ -193,7 +197,10 @@ class Soak:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=60) as http:
             await self.clients.learn(http)
         begun, all_s = time.monotonic(), self.args.minutes * 60
-        while time.monotonic() - begun < all_s * (1 - self.args.killing) or not self._enough(self):
+        most_s = _LONGEST * all_s
+        while (lasted := time.monotonic() - begun) < all_s * (1 - self.args.killing) or (
+            lasted < most_s and not self._enough(self)
+        ):
             await self.load(self.args.rest)
             self.rests.append(await self.rest())
             self.say(begun)
@@ -315,7 +322,7 @@ def _counted(lines: list[str]) -> list[tuple[str, int]]:
 
 
 def soak(args: argparse.Namespace, work: Path, enough: Callable[[Soak], bool] = lambda _: True) -> dict[str, Any]:
-    """Runs it; the report. The part without kills lasts until `enough` of it was seen, beyond its time where need be."""
+    """Runs it; the report. The part without kills lasts until `enough` was seen in it, where need be beyond its time."""
     folder = work / "tiny"
     folder.mkdir()
     server = Supervised(make_model(folder), work / "log", json.loads(args.engine))

@@ -48,6 +48,13 @@ ROOT = Path(__file__).resolve().parent.parent
 keep_kernels_apart()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures run: every test starts from the same random numbers, whatever this worker ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """The folder `name` that `make(folder)` fills: by the first worker that asks; the others wait, then share it.
 

@@ -1,4 +1,4 @@
-"""What all tests of operations share: skips without a GPU, equal random numbers, kernels in Triton's interpreter.
+"""What all tests of operations share: skips without a GPU, kernels in Triton's interpreter.
 
 Files named `interpreted*.py` hold tests of Triton kernels on CPU tensors. Kernels become interpreted when their module is
 imported, so TRITON_INTERPRET must be set before the first import: pytest does not collect these files by itself,
@@ -18,10 +18,9 @@ import torch
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips before fixtures run, so that none touches CUDA; every test starts from the same random numbers."""
+    """Skips before fixtures run, so that none touches CUDA."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    torch.manual_seed(0)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import types
 
 import torch
@@ -15,6 +14,7 @@ from hone.base.ranks import Mesh
 from hone.parallel.pipeline.executor import Channels, Executor
 from hone.parallel.pipeline.schedules import SCHEDULES
 from hone.parallel.pipeline.table import Op, Table
+from tests.waiting import wait_until
 
 WIDTH, ROWS, LR = 16, 6, 0.05
 LIKE = torch.empty(2, ROWS, WIDTH)
@@ -182,20 +182,13 @@ def late(name: str, count: int, at: list, timeout_s: float, slow: bool) -> str:
             channels = Channels(mesh, [range(mesh.world_size)], "cpu", patience)
             executor, _ = _executor(SCHEDULES[name](mesh.world_size, count), channels, count)
             if mesh.rank == 1 and slow:
-                _before(executor, Op(*at), lambda: _until_one_has_failed(mesh))
+                _before(executor, Op(*at), lambda: wait_until(mesh.broken, lambda: "no rank has failed"))
             elif mesh.rank == 1:
                 _before(executor, Op(*at), _drop_next)
             executor.run(LIKE)
     except HoneError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def _until_one_has_failed(mesh: Mesh) -> None:
-    since = time.monotonic()
-    while not mesh.broken():
-        assert time.monotonic() - since < 100, "no rank has failed"
-        time.sleep(0.01)
 
 
 def _drop_next() -> None:

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 300.0
@@ -129,12 +130,9 @@ class LiveServer:
         assert rows, f"no metric {name}"
         return sum(float(row) for row in rows)
 
-    def wait_for(self, name: str, value: float, seconds: float = 180.0) -> None:
+    def wait_for(self, name: str, value: float) -> None:
         """Waits until metric `name` is `value`."""
-        deadline = time.monotonic() + seconds
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name)}, not {value}"
-            time.sleep(0.05)
+        wait_until(lambda: self.metric(name) == value, lambda: f"{name} is {self.metric(name)}, not {value}")
 
     def workers(self) -> list[int]:
         """Process ids of the server's children that run the engine."""
@@ -142,7 +140,7 @@ class LiveServer:
             found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         except FileNotFoundError:
             return []
-        return [int(one) for one in found if re.search("spawn_main|tests.serve.starter", _command(one))]
+        return [int(one) for one in found if re.search("spawn_main|tests.serve.starter", command_of(one))]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Ends the server by a signal, if it still runs; its exit code."""
@@ -161,7 +159,8 @@ class LiveServer:
             self._log.close()
 
 
-def _command(pid: str) -> str:
+def command_of(pid: str) -> str:
+    """The words of a process's command; none where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:  # it ended meanwhile

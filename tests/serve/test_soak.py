@@ -42,7 +42,7 @@ def test_the_soak_reports_memory_growth_and_errors_as_faults(tmp_path):
         def disturbed(self, begun):
             return False
 
-    one = soak.Soak(argparse.Namespace(seed=0), Server(), lambda _: True)
+    one = soak.Soak(argparse.Namespace(seed=0), Server())
     one.clients.wrong += ["greedy: AssertionError: greedy text is 'a', was 'b'"] * 2
     steady = dict.fromkeys(soak.MOST, 5.0)
     one.rests = [steady | {"engine_mib": 100.0 + 4 * place, "front_tasks": 3.0 + 2 * place} for place in range(9)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE, STEADY, content_after_kills
 from tests.train.ranks import made
+from tests.waiting import wait_until
 
 SPEC = {
     "model": SHAPE.model_dump(),
@@ -62,10 +62,7 @@ def test_an_asynchronous_checkpoint_has_the_state_of_its_step(monkeypatch, tmp_p
     weights["weight.a"].fill_(-1.0)  # the training goes on
     assert checkpoints.newest() is None and steps_in(tmp_path) == ["step-00000003.partial"]
     gate.open.set()
-    deadline = time.monotonic() + 100
-    while steps_in(tmp_path) != ["step-00000003"]:  # without a further call
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: steps_in(tmp_path) == ["step-00000003"])  # without a further call
     assert [path.name for path in (tmp_path / "step-00000003").iterdir() if "written" in path.name] == []
     stored, numbers = checkpoints.newest()
     assert torch.equal(stored.whole("weight.a"), torch.arange(8.0)) and numbers == {"done": 3}

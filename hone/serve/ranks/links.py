@@ -203,19 +203,20 @@ class Links:
         return None
 
     def _hanging(self) -> str | None:
-        now, since = time.monotonic(), self._waiting_since
-        overdue = since is not None and now - since > self.timeout_s
-        # A stopped rank holds up a step from the same moment on, and which time is over first is chance: the rank is the cause.
-        most = max(self.timeout_s / 2, 3 * self._interval_s) if overdue else self.timeout_s
+        now, since, most = time.monotonic(), self._waiting_since, self.timeout_s
+        waited = 0.0 if since is None else now - since
+        overdue = waited > self.timeout_s
+        if overdue:  # a stopped rank holds up a step from the same moment on, and which time is over first is chance
+            most = min(most, max(most / 2, 3 * self._interval_s))
         for worker in self._workers:
-            if now - worker.heard_at > min(most, self.timeout_s):
+            if now - worker.heard_at > most:
                 return f"{worker.place} does not answer for {now - worker.heard_at:.0f} s: it is stopped or hangs"
-        if since is None or not overdue:
+        if not overdue:
             return None
         behind = min(self._workers, key=lambda one: (one.begun, one.ended))
         each = ", ".join(f"rank {one.place.rank}: {one.begun} begun, {one.ended} launched" for one in self._workers)
         return (
-            f"a step has not ended for {now - since:.0f} s: {behind.place} is furthest behind "
+            f"a step has not ended for {waited:.0f} s: {behind.place} is furthest behind "
             f"(steps sent: {self.num_steps}; {each})"
         )
 

@@ -148,7 +148,6 @@ def test_biases(family: str, family_folder, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(family_folder(family))
     config.attention_bias = True
     config.mlp_bias = True
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -24,6 +24,7 @@ from hone.serve.http.server import listen, listen_together
 from hone.serve.http.spec import ProcessesSpec, ServerSpec
 from tests.serve import fake_engine as fake
 from tests.serve.live import LiveServer, plain
+from tests.waiting import wait_until
 
 COUNT = 2
 LONG = 90_000
@@ -100,10 +101,7 @@ def metric(server: LiveServer, name: str) -> float:
 
 
 def until(server: LiveServer, name: str, value: float) -> None:
-    deadline = time.monotonic() + 180
-    while metric(server, name) != value:
-        assert time.monotonic() < deadline, f"{name} is {metric(server, name)}, not {value}"
-        time.sleep(0.05)
+    wait_until(lambda: metric(server, name) == value, lambda: f"{name} is {metric(server, name)}, not {value}")
 
 
 def test_connections_are_divided_and_metrics_are_summed(server: LiveServer):
@@ -192,10 +190,7 @@ def test_a_front_that_is_killed_is_started_again(server: LiveServer):
     victim = max(victims, key=lambda one: len(one.net_connections("tcp")))  # it has a stream at least
     ended = len([one for one in victim.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
     victim.kill()
-    deadline = time.monotonic() + 180
-    while len(fronts(server)) < COUNT or victim.pid in {one.pid for one in fronts(server)}:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: victim.pid not in {one.pid for one in fronts(server)} and len(fronts(server)) >= COUNT)
     until(server, "hone:requests_outstanding", 4 - min(ended, 4))  # the engine ended those of its streams
     for _ in range(2 * COUNT):
         assert metric(server, "hone:http_replies_total") >= counted  # counters do not go back

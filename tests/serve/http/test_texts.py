@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from hone.model.tokenizer import Tokenizer, load_tokenizer
-from hone.serve.http.texts.child import LENGTH
+from hone.serve.http.processes.messages import framed
 from hone.serve.http.texts.longest import LengthBound
 from hone.serve.http.texts.pool import ENCODE_BYTES, ENCODE_S, RENDER_BYTES, TextError, TextPool
 from tests.conftest import byte_tokenizer
@@ -114,9 +113,8 @@ def test_a_text_beyond_its_time_or_memory_and_a_killed_process(folder: Path):
 @pytest.mark.parametrize("sent", [0, 3, 8, 40])
 def test_the_process_ends_without_a_word_when_the_server_is_killed(folder: Path, sent: int):
     """Between two jobs, or in the middle of one."""
-    data = pickle.dumps(("encode", ENCODE_BYTES, (["the quick brown fox"] * 9, True)))
     command = [sys.executable, "-m", "hone.serve.http.texts.child", str(folder)]
-    told = (LENGTH.pack(len(data)) + data)[:sent]
+    told = framed(("encode", ENCODE_BYTES, (["the quick brown fox"] * 9, True)))[:sent]
     done = subprocess.run(command, input=told, capture_output=True, timeout=300)
     assert done.returncode == 0 and done.stderr == b""
 

@@ -15,8 +15,9 @@ from hone.serve.http.edge.guard import ChunkWriter
 from hone.serve.http.front import ReplyJob
 from hone.serve.http.metrics import ServerMetrics
 from hone.serve.http.processes.link import EngineLink
+from hone.serve.http.processes.messages import framed
 from hone.serve.http.processes.tallies import adopt, state_of, summed
-from hone.serve.http.processes.wire import framed, pack
+from hone.serve.http.processes.wire import pack
 from hone.serve.http.protocol import ChatBody, CompletionBody, parse_body
 from hone.serve.http.replies import ChatReply, CompletionReply, PromptTokens, Reply, TokenLabels
 from hone.serve.request import Output, Request, SamplingParams

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from hone.base.errors import MachineError, SpecError
-from hone.serve.http.processes.wire import Channel, RefusedRequest, framed, pack, unpack
+from hone.serve.http.processes.messages import framed
+from hone.serve.http.processes.wire import Channel, RefusedRequest, pack, unpack
 from hone.serve.http.worker import EngineInfo, EngineProcess, Loop
 from hone.serve.request import Output, Request, SamplingParams, TokenLogprob
 from tests.serve import fake_engine as fake

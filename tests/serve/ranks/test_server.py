@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from hone.model import hf
-from tests.serve.live import LiveServer, _command
+from tests.serve.live import LiveServer, command_of
 from tests.serve.ranks.forked import alive
 from tests.serve.small import decoder, dense_greedy
+from tests.waiting import wait_until
 
 
 def workers(server: LiveServer) -> list[int]:
@@ -20,14 +20,11 @@ def workers(server: LiveServer) -> list[int]:
     found = []
     for engine in server.workers():
         found += Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(one) for one in found if "hone.serve.ranks.worker" in _command(one)]
+    return [int(one) for one in found if "hone.serve.ranks.worker" in command_of(one)]
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 180
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{pids} still run"
-        time.sleep(0.05)
+    wait_until(lambda: not any(alive(pid) for pid in pids), lambda: f"{pids} still run")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hone.serve.http.processes.wire import EngineInfo, FrameProtocol, OutputColu
 from hone.serve.request import Output, Request
 
 _REASON_S = 12.0
-"""Seconds within which the server says why an engine ended: it waits up to 5 s twice for that process to be gone."""
+"""Seconds within which the server says why an engine ended: it waits for that process to be gone, 5 s at a time."""
 
 
 class TokenSink(Protocol):

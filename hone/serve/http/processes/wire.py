@@ -7,16 +7,15 @@ import contextlib
 import pickle
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+from hone.serve.http.processes.messages import LENGTH, framed, read_message
 from hone.serve.request import Output
 
-_LENGTH = struct.Struct("!Q")
 _values_of = attrgetter(*(field.name for field in fields(Output)))
 
 OutputColumns = tuple[list[str], list[int], list[str]]
@@ -84,12 +83,6 @@ def unpack(columns: OutputColumns, others: list[tuple[Any, ...]]) -> list[Output
     return plain + [Output(*values) for values in others]
 
 
-def framed(message: Any) -> bytes:
-    """`message` as it goes over the socket."""
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(data)) + data
-
-
 class Channel:
     """The engine's side of a socket: blocking."""
 
@@ -102,14 +95,7 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message. Raises EOFError when the other side has closed the socket, or was killed while it sent one."""
-        head = self._file.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            raise EOFError
-        (length,) = _LENGTH.unpack(head)
-        data = self._file.read(length)
-        if len(data) < length:
-            raise EOFError
-        return pickle.loads(data)
+        return read_message(self._file)
 
 
 class QueuedChannel(Channel):
@@ -144,10 +130,10 @@ class FrameProtocol(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        buffer, start, head = self._buffer, 0, _LENGTH.size
+        buffer, start, head = self._buffer, 0, LENGTH.size
         buffer += data
         while len(buffer) - start >= head:
-            end = start + head + _LENGTH.unpack_from(buffer, start)[0]
+            end = start + head + LENGTH.unpack_from(buffer, start)[0]
             if end > len(buffer):
                 break
             self._take(pickle.loads(memoryview(buffer)[start + head : end]))

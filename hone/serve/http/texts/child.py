@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
-import struct
 import sys
 from array import array
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LENGTH = struct.Struct("!Q")
+from hone.serve.http.processes.messages import framed, read_message
+
 KEPT_BYTES = 256 * 2**20
 """Resident memory above that of the start after which the process ends itself: allocators keep what a long text needed."""
 
@@ -72,16 +71,6 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def next_job() -> tuple[Any, ...] | None:
-    """What arrives next; None when the server has ended, also where it was killed while it sent a job."""
-    head = sys.stdin.buffer.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    data = sys.stdin.buffer.read(length)
-    return pickle.loads(data) if len(data) == length else None  # type: ignore[no-any-return]
-
-
 def main() -> None:
     """Answers jobs until standard input ends or too much memory is kept."""
     replies: BinaryIO = os.fdopen(os.dup(1), "wb")
@@ -94,16 +83,19 @@ def main() -> None:
     tokenizer = read_tokenizer(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
 
     def send(message: tuple[str, Any]) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
-            replies.write(LENGTH.pack(len(data)) + data)
+            replies.write(framed(message))
             replies.flush()
         except BrokenPipeError:  # the server was killed; an orderly end would write the rest once more, and complain
             os._exit(0)
 
     send(("ready", None))
     start = _resident()
-    while (job := next_job()) is not None:
+    while True:
+        try:
+            job = read_message(sys.stdin.buffer)
+        except EOFError:  # the server has ended
+            return
         reply = answer(tokenizer, *job)
         _limit_memory(2**40)
         stays = _resident() - start < KEPT_BYTES

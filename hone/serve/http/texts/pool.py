@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.base.errors import MachineError
-from hone.serve.http.texts.child import LENGTH
+from hone.serve.http.processes.messages import LENGTH, framed
 
 _START_S, _END_S = 120.0, 5.0
 ENCODE_S, ENCODE_BYTES = 60.0, 6 * 2**30
@@ -61,10 +61,8 @@ class _Child:
 
     async def ask(self, message: Any) -> tuple[str, Any]:
         """The answer to a job. Raises EOFError or OSError when the process ends instead."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         assert self._process.stdin is not None
-        self._process.stdin.write(LENGTH.pack(len(data)))
-        self._process.stdin.write(data)
+        self._process.stdin.write(framed(message))
         await self._process.stdin.drain()
         return await self._receive()
 
