@@ -36,12 +36,7 @@ def on_ranks(
     if arguments.out is not None:
         work(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["-m", f"benchmarks.{module}", *sys.argv[1:], f"--out={out}"]
-        code = _ended(command)
-        rows = json.loads(out.read_text()) if out.exists() else []
+    rows, code = rows_of(module, arguments.ranks, sys.argv[1:])
     if rows:
         print(ledger.table(rows), flush=True)
     if rows and not getattr(arguments, "no_ledger", False):
@@ -49,6 +44,15 @@ def on_ranks(
         print(ledger.append(ledger_name, rows, stamp=stamp))
     if code:
         raise SystemExit(f"benchmarks.{module}: the ranks ended with status {code} after {len(rows)} rows")
+
+
+def rows_of(module: str, ranks: int, given: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """The rows that rank 0 of `benchmarks.MODULE` wrote, and the exit status of its `ranks` ranks; `given` is their command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        code = _ended([*command, "-m", f"benchmarks.{module}", *given, f"--out={out}"])
+        return (json.loads(out.read_text()) if out.exists() else []), code
 
 
 def _ended(command: list[str]) -> int:
