@@ -123,8 +123,7 @@ def _reads(recipe: str) -> int:
 
 def held_cast_seconds(dims: ModelDims, machine: Machine, dtype: str, recipe: str) -> float:
     """Seconds in which the layers' weights are cast once, to codes for both of their products."""
-    weights = sum(layer.matmul_params for layer in dims.layers)
-    moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * weights
+    moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * sum(dims.layer_params)
     return seconds(machine, num_bytes=moved, dtype=dtype).value
 
 
@@ -164,6 +163,10 @@ def pass_seconds(
         attention += attention_seconds(machine, flops, dtype, train=True, seq_len=piece_len or seq_len)
         attention += again * attention_seconds(machine, flops, dtype, seq_len=piece_len or seq_len) if again else 0.0
     coded, instead = fp8_seconds(machine, linears, dtype, fp8, recipe, held=held) if linears else ({}, [])
+    idle = dims.num_params - dims.active_params
+    if linears and idle and not held:  # forward and backward pass cast the experts that one token does not use, too
+        moved = 2 * (_reads(recipe) * BYTES[dtype] + code_bytes(recipe)) * idle
+        coded["casts of other experts"] = seconds(machine, num_bytes=moved, dtype=dtype).value
     products += instead
     # A CPU's rates hardly depend on so many rows.
     chunk = min(loss_chunk or batch_tokens, batch_tokens) if machine.device.startswith("cuda") else batch_tokens

@@ -131,11 +131,15 @@ class Experts(Dense):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [T, in], rows sorted by expert, ends int32 [E] where each expert's rows end (`hone.ops.permute`): [T, out]."""
-        y = grouped_linear(x, self.weight, ends)
+        y = self.product(x, ends)
         if self.bias is None:
             return y
         counts = ends.diff(prepend=ends.new_zeros(1))
         return y + self.bias.repeat_interleave(counts, 0, output_size=len(x))
+
+    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """The same without the bias."""
+        return grouped_linear(x, self.weight, ends)
 
 
 class ExpertLinears(nn.ModuleList):

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from hone.base.errors import SpecError
+from hone.ops.attention.rules import attend, attend_backward, attend_latent, attend_paged
 from hone.ops.cpu.isa import cpu_isa
-from hone.ops.cpu.rules import GATHERED, ON_CPU, UP_TO_32
+from hone.ops.cpu.rules import GATHERED, HALVES, ON_CPU, UP_TO_32
 from hone.ops.where import Choice, Where
 
 
@@ -115,7 +116,6 @@ def _why_no_triton(where: Where) -> str:
 
 
 # One rule per op, in the order of hone.ops; each takes `where` and the op's case by name and returns a Choice.
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _by_dtype(otherwise: str, dtypes: tuple[torch.dtype, ...], reason: str) -> Callable[..., Choice]:
@@ -165,101 +165,10 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
     return Choice("triton", "chunked kernels, the state in registers")
 
 
-def _attend(
-    where: Where, *, dtype: torch.dtype, head_dim: int, v_dim: int, block: int, dense: bool, plain: bool
-) -> Choice:
-    """`plain`: without lse, softcap and sinks. `block` is that of the mask's table, 0 without one. `dense`: long sequences
-    under the full mask or a square causal one, and no softcap."""
-    library = Choice("torch" if plain else "reference", "")
-    if where.kind != "cuda":
-        return Choice(library.backend, "no GPU: torch's attention, or the reference for options that it lacks")
-    if dtype not in _HALVES:
-        return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
-    if max(head_dim, v_dim) > 256:
-        return Choice(library.backend, f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
-    if where.runs_gluon and dense and (head_dim, v_dim) == (192, 128):
-        return Choice("cudnn", "heads of 192 and 128 and a dense mask, on which cuDNN's kernel is faster than Triton's")
-    return _flash(where, head_dim, v_dim, block, dense)
-
-
-def _attend_backward(
-    where: Where, *, head_dim: int, v_dim: int, block: int, dense: bool, deterministic: bool
-) -> Choice:
-    """Called only where a kernel ran forward."""
-    if deterministic:
-        return Choice("triton", "no atomic additions")
-    return _flash(where, head_dim, v_dim, block, dense)
-
-
-def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> Choice:
-    if not where.runs_gluon:
-        return Choice("triton", "Gluon kernels need compute capability 9.0")
-    if head_dim != v_dim or head_dim not in (64, 128):
-        if dense and head_dim == v_dim and head_dim >= 96 and head_dim % 8 == 0:
-            return Choice(
-                "cudnn", f"heads of {head_dim} and a dense mask, on which cuDNN's kernels are faster than Triton's"
-            )
-        return Choice("triton", f"Gluon kernels have heads of 64 and 128, not {head_dim} and {v_dim}")
-    if block % 128:
-        return Choice("triton", f"tiles of 128 cross the table's blocks of {block}")
-    return Choice("gluon", "Hopper's asynchronous products")
-
-
-def _attend_paged(
-    where: Where,
-    *,
-    dtype: torch.dtype,
-    page_dtype: torch.dtype,
-    head_dim: int,
-    v_dim: int,
-    rows: int,
-    softcap: bool = False,
-) -> Choice:
-    if softcap:
-        return Choice("reference", "the paged kernels have no softcap on the scores")
-    formats = (dtype, torch.float8_e4m3fn, torch.int8)
-    if dtype not in _HALVES or page_dtype not in formats:
-        return Choice("reference", f"the kernels take 16-bit queries over pages of the same or 8 bits, not {dtype}")
-    if max(head_dim, v_dim) > 256:
-        return Choice("reference", f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
-    if page_dtype == torch.float8_e4m3fn and where.capability < (8, 9):
-        return Choice("reference", "float8 needs compute capability 8.9")
-    if page_dtype != dtype and (head_dim % 4 or v_dim % 4 or min(head_dim, v_dim) <= 32):
-        return Choice("reference", f"8-bit heads are wider than 32 and a multiple of 4, not {head_dim} and {v_dim}")
-    if rows > 8192:
-        return Choice("reference", f"the kernels schedule up to 8192 sequences, not {rows}")
-    return Choice("triton", "pages are read in place, split evenly whatever the lengths")
-
-
-def _attend_latent(
-    where: Where,
-    *,
-    dtype: torch.dtype,
-    page_dtype: torch.dtype,
-    heads: int,
-    value_dim: int,
-    rope_dim: int,
-    rows: int,
-    boxed: bool = False,
-) -> Choice:
-    """`boxed`: pages hold whole blocks of 64 aligned latents, and there is no window."""
-    if dtype not in _HALVES or page_dtype != dtype:
-        return Choice("reference", f"the kernel takes 16-bit queries and latents, not {dtype} and {page_dtype}")
-    if value_dim != 512 or rope_dim != 64:
-        return Choice("reference", f"the kernel takes latents of 512 + 64, not {value_dim} + {rope_dim}")
-    if heads > 64 and heads % 64:
-        return Choice("reference", f"the kernel takes up to 64 heads, or a multiple of 64, not {heads}")
-    if rows > 8192:
-        return Choice("reference", f"the kernel schedules up to 8192 sequences, not {rows}")
-    if where.runs_gluon and heads > 32 and boxed:
-        return Choice("gluon", "many heads: compute-bound, on Hopper's tensor cores")
-    return Choice("triton", "latents are read once for up to 64 heads")
-
-
 def _grouped_linear(
     where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool
 ) -> Choice:
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return Choice("reference", f"grouped products take dtypes of 16 bits, not {dtype}")
     if not grad and num_rows <= 32 * num_experts:
         return Choice("triton", "few tokens per expert: bound by reading the weights once")
@@ -277,7 +186,7 @@ def _linear(
     autocast."""
     if not plain:
         return Choice("cublas", "gradients and autocast need torch's product")
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return Choice("cublas", f"the kernel takes bfloat16 and float16, not {dtype}")
     if rows > 64:
         return Choice("cublas", f"{rows} rows are compute-bound: the library is fastest")
@@ -306,7 +215,7 @@ def _quantized_linear(
         return Choice("reference", "the kernel has no gradient to x")
     if not where.runs_gluon:
         return Choice("reference", "the kernel needs Hopper's tensor cores")
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return Choice("reference", f"the kernel takes bfloat16 and float16, not {dtype}")
     if group_size != in_features and (group_size < 32 or group_size & (group_size - 1)):
         return Choice("reference", f"groups of {group_size} columns: the kernel takes powers of two from 32 on")
@@ -340,10 +249,14 @@ def _fp8_block_product(
         return Choice("triton", "cuBLAS has products in blocks of 128 from CUDA 12.9 on, for Hopper alone")
     # Where 512 does not divide the sums, versions of torch differ in the padding of a weight's scales.
     if dtype != torch.bfloat16 or width % (512 if square else 128) or (square and columns % 128):
-        return Choice(
-            "triton", f"cuBLAS's layout of scales is not that of {columns} columns of {width}, or not of {dtype}"
-        )
+        return Choice("triton", f"cuBLAS does not scale {columns} columns of {width} so, or not in {dtype}")
     return Choice("cublas", "the library's kernel, scaled every 128 of the sum")
+
+
+def _fp8_grouped_linear(where: Where) -> Choice:
+    if where.runs_gluon:
+        return Choice("gluon", "Hopper's asynchronous products of codes, without padding")
+    return Choice("reference", "products of several experts' fp8 codes are made for Hopper alone")
 
 
 def _sparse_linear(
@@ -352,7 +265,7 @@ def _sparse_linear(
     """`masked`: the kernel's form of the weight exists. `plain`: neither a gradient to x nor autocast."""
     if rows > 64:
         return Choice("torch", f"{rows} rows: the library's sparse product")
-    if not (where.runs_gluon and masked and plain) or dtype not in _HALVES or in_features % 256:
+    if not (where.runs_gluon and masked and plain) or dtype not in HALVES or in_features % 256:
         return Choice("torch", "the kernel for few rows needs Hopper, 16 bits, 256s of columns and no gradient")
     return Choice("gluon", f"{rows} rows: the compressed weight is read once and unpacked in registers")
 
@@ -361,16 +274,17 @@ _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
 _PASSES = ("adamw_step", "widen")
 _SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
-    "attend": _attend,
-    "attend_backward": _attend_backward,
-    "attend_paged": _attend_paged,
-    "attend_latent": _attend_latent,
-    "attend_shared": lambda where, **case: _attend_paged(where, rows=1, **case),
+    "attend": attend,
+    "attend_backward": attend_backward,
+    "attend_paged": attend_paged,
+    "attend_latent": attend_latent,
+    "attend_shared": lambda where, **case: attend_paged(where, rows=1, **case),
     "scan": _scan,
     "linear": _linear,
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "fp8_block_product": _fp8_block_product,
+    "fp8_grouped_linear": _fp8_grouped_linear,
     "sparse_linear": _sparse_linear,
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "rms_norm": _rms_norm,
@@ -407,7 +321,10 @@ NO_GPU: dict[str, Choice] = {
     "linear": Choice("reference", "no GPU: torch's product"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
-    "fp8_block_product": Choice("reference", "no GPU: codes are decoded and multiplied in float32"),
+    **dict.fromkeys(
+        ("fp8_block_product", "fp8_grouped_linear"),
+        Choice("reference", "no GPU: codes are decoded, products in float32"),
+    ),
     **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
 }
@@ -431,6 +348,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
     "fp8_block_product": ("reference", "cublas", "triton"),
+    "fp8_grouped_linear": ("reference", "gluon"),
     "sparse_linear": ("reference", "torch", "gluon"),
     **dict.fromkeys(("input_codes", "fp8_cast"), ("reference", "triton")),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),

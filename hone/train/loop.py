@@ -102,7 +102,7 @@ class Trainer:
         self.fp8 = None
         if precision in FP8_RECIPES:
             holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
-            self.fp8 = Fp8Linears(model, FP8_RECIPES[precision], holds=holds)
+            self.fp8 = Fp8Linears(model, precision, holds=holds)
         self.routing = Routing(model, compiles=compile)
         self.done = 0
         self.tokens = 0

@@ -8,6 +8,7 @@ import torch
 
 from hone.ops.where import Choice, Where
 
+HALVES = (torch.bfloat16, torch.float16)
 UP_TO_32 = (torch.bfloat16, torch.float16, torch.float32)
 GATHERED = Choice("reference", "no GPU: sequences of similar length gathered into few calls of torch")
 

@@ -22,7 +22,10 @@ Codes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class WeightCodes(NamedTuple):
-    """A weight [N, K] as the forward pass multiplies it, codes [N, K], and as the gradient of its input does, codes [K, N]."""
+    """A weight [N, K] as the forward pass multiplies it, codes [N, K], and as the gradient of its input does, codes [K, N].
+
+    Those of several experts, in recipes with scales of rows, are [E, N, K] and [E, K, N] with scales [E, N] and [E, K].
+    """
 
     codes: Tensor
     scales: Tensor
@@ -33,7 +36,7 @@ class WeightCodes(NamedTuple):
 
 
 def weight_codes(weight: Tensor, recipe: str) -> WeightCodes:
-    """Both codes of weight [N, K], e4m3, from one read (after that for the scales, where they are not of blocks)."""
+    """Both codes of weight [N, K] or [E, N, K], e4m3, from one read (after that for the scales, where they are not of blocks)."""
     how = RECIPES[recipe]
     with torch.no_grad():
         return WeightCodes(*cast(weight, how, E4M3, maxima(weight, how), rows=True, columns=True, weight=True))

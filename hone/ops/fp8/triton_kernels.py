@@ -6,11 +6,14 @@ rows in the weight's gradient, so it is cast twice, once transposed, each time w
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.ops.fp8.recipes import MULTIPLE
 from hone.ops.fp8.reference import TOP_EXPONENT
 
 BLOCK = 128
@@ -19,10 +22,16 @@ BLOCK = 128
 
 @triton.jit
 def largest_magnitudes(
-    x, rows_max, columns_max, M, K, stride,
+    x, rows_max, columns_max, M, K, stride, apart,
     TENSORWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile: its maxima, as bits of float32, into those of all (int32, zero before)."""
+    """One tile of a matrix of a stack, which are `apart` numbers from each other: its maxima, as bits of float32, into those of all
+    (int32, zero before)."""
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * apart
+    if not TENSORWISE:
+        rows_max += matrix * M
+        columns_max += matrix * K
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
@@ -46,11 +55,20 @@ def scale_bits(largest, TOP: tl.constexpr):
 
 @triton.jit
 def cast_tile(
-    x, rows_max, columns_max, codes, scales, codes_t, scales_t, M, K, stride,
+    x, rows_max, columns_max, codes, scales, codes_t, scales_t, M, K, stride, apart, width_t,
     TENSORWISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x: its part of `codes` [M, K] where ROWS, and of `codes_t` [K, M] where COLUMNS."""
+    """One tile of a matrix of x: its part of `codes` [..., M, K] where ROWS, and of `codes_t` [..., K, width_t] where COLUMNS."""
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * apart
+    codes += matrix * M * K
+    codes_t += matrix * K * width_t
+    if not TENSORWISE:
+        rows_max += matrix * M
+        columns_max += matrix * K
+        scales += matrix * M
+        scales_t += matrix * K
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     own_rows, own_columns = rows < M, columns < K
@@ -81,18 +99,23 @@ def cast_tile(
             if tl.program_id(1) == 0:
                 tl.store(scales_t + columns, found.to(tl.float32, bitcast=True), mask=own_columns)
         turned = tl.trans(by_column.to(codes_t.dtype.element_ty))
-        places = codes_t + columns.to(tl.int64)[:, None] * M + rows[None, :]
+        places = codes_t + columns.to(tl.int64)[:, None] * width_t + rows[None, :]
         tl.store(places, turned, mask=own_columns[:, None] & own_rows[None, :])
 
 
 def maxima(x: Tensor, tensorwise: bool) -> tuple[Tensor, Tensor]:
-    """As `reference.maxima`, in one pass over x [M, K] with contiguous rows."""
-    rows, columns = x.shape
-    found = torch.zeros(1 if tensorwise else rows + columns, dtype=torch.int32, device=x.device)
-    of_rows, of_columns = (found, found) if tensorwise else (found[:rows], found[rows:])
+    """As `reference.maxima`, in one pass over x [..., M, K] with contiguous rows."""
+    x, grid, apart = _stacked(x)
+    *stack, rows, columns = x.shape
+    found = torch.zeros(1 if tensorwise else math.prod(stack) * (rows + columns), dtype=torch.int32, device=x.device)
+    if tensorwise:
+        of_rows, of_columns = found, found
+    else:
+        cut = math.prod(stack) * rows
+        of_rows, of_columns = found[:cut].view(*stack, rows), found[cut:].view(*stack, columns)
     if x.numel():
-        largest_magnitudes[(triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK))](
-            x, of_rows, of_columns, rows, columns, x.stride(0),
+        largest_magnitudes[grid](
+            x, of_rows, of_columns, rows, columns, x.stride(-2), apart,
             TENSORWISE=tensorwise, BLOCK_M=BLOCK, BLOCK_K=BLOCK, num_warps=8,
         )  # fmt: skip
     return of_rows, of_columns
@@ -101,17 +124,32 @@ def maxima(x: Tensor, tensorwise: bool) -> tuple[Tensor, Tensor]:
 def cast(
     x: Tensor, largest: tuple[Tensor, Tensor], dtype: torch.dtype, tensorwise: bool, *, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes [M, K], scales, transposed codes [K, M], their scales) of x [M, K]; those that are not asked for are empty."""
-    num_rows, num_columns = x.shape
+    """(codes [..., M, K], scales, transposed codes [..., K, M], their scales) of x [..., M, K]; those that are not asked for are empty.
+
+    The memory of transposed codes begins each row at a multiple of 16 bytes, as products read it.
+    """
+    x, grid, apart = _stacked(x)
+    *stack, num_rows, num_columns = x.shape
+    width_t = -(-num_rows // MULTIPLE) * MULTIPLE
     make = {"device": x.device}
-    codes = torch.empty((num_rows, num_columns) if rows else (0,), dtype=dtype, **make)
-    codes_t = torch.empty((num_columns, num_rows) if columns else (0,), dtype=dtype, **make)
-    scales = torch.empty((1 if tensorwise else num_rows) if rows else 0, dtype=torch.float32, **make)
-    scales_t = torch.empty((1 if tensorwise else num_columns) if columns else 0, dtype=torch.float32, **make)
+    codes = torch.empty((*stack, num_rows, num_columns) if rows else (0,), dtype=dtype, **make)
+    codes_t = torch.empty((*stack, num_columns, width_t) if columns else (0,), dtype=dtype, **make)
+    scales = torch.empty(((1,) if tensorwise else (*stack, num_rows)) if rows else 0, dtype=torch.float32, **make)
+    scales_t = torch.empty(
+        ((1,) if tensorwise else (*stack, num_columns)) if columns else 0, dtype=torch.float32, **make
+    )
     if x.numel():
-        cast_tile[(triton.cdiv(num_columns, BLOCK), triton.cdiv(num_rows, BLOCK))](
-            x, *largest, codes, scales, codes_t, scales_t, num_rows, num_columns, x.stride(0),
+        cast_tile[grid](
+            x, *largest, codes, scales, codes_t, scales_t, num_rows, num_columns, x.stride(-2), apart, width_t,
             TENSORWISE=tensorwise, ROWS=rows, COLUMNS=columns, TOP=TOP_EXPONENT[dtype],
             BLOCK_M=BLOCK, BLOCK_K=BLOCK, num_warps=8,
         )  # fmt: skip
-    return codes, scales, codes_t, scales_t
+    return codes, scales, codes_t[..., :num_rows] if columns else codes_t, scales_t
+
+
+def _stacked(x: Tensor) -> tuple[Tensor, tuple[int, int, int], int]:
+    """(x, the programs of its tiles, numbers between its matrices)."""
+    if x.dim() > 2:
+        x = x.contiguous()
+    *stack, rows, columns = x.shape
+    return x, (triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK), math.prod(stack)), rows * x.stride(-2)

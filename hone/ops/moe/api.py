@@ -252,7 +252,7 @@ def _grad_x_fake(upstream: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("hone::grouped_linear_by_weight", mutates_args=())
 def _grad_weight_op(upstream: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    from hone.ops.moe.gluon_grouped import by_weights
+    from hone.ops.moe.gluon_grouped_sums import by_weights
 
     return by_weights(upstream, x, ends)
 

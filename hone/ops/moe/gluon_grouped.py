@@ -1,9 +1,11 @@
 """Products of many tokens per expert on Hopper: one warp loads by TMA, two warpgroups multiply 64 rows each (Gluon).
 
-Two kernels, both persistent: `rows_product` for x W^T and for its gradient by x, whose tiles are rows of one expert, and
-`weights_product` for the gradient by W, which sums over an expert's rows. Nothing is padded: a tile that reaches beyond its expert's
-rows computes them for nothing and does not store them, and a sum leaves them out. While a tile is written to memory, in the
+A persistent kernel, `rows_product`, for x W^T and for its gradient by x, whose tiles are rows of one expert; the gradient by W is
+`hone.ops.moe.gluon_grouped_sums`. Nothing is padded: a tile that reaches beyond its expert's rows computes them for nothing and does not
+store them. While a tile is written to memory, in the
 background by TMA, the next one is multiplied.
+
+Factors are of 16 bits, or fp8 codes with scales of their rows, whose last axis is the one that is summed.
 
 Legend: T rows sorted by expert, E experts, F features of the product, R features or rows that are summed over.
 """
@@ -82,7 +84,7 @@ class Buffers:
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -126,7 +128,7 @@ def _load_rows(x_desc, w_desc, tiles, mem, most, num_features, steps, SPAN: gl.c
 
 
 @gluon.jit
-def _multiply(acc, mem, slot, PART: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, used):
+def multiply(acc, mem, slot, PART: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, used):
     """Issues one stage's product."""
     a = mem.a.index(2 * slot + PART)
     b = mem.b.index(slot)
@@ -138,9 +140,19 @@ def _multiply(acc, mem, slot, PART: gl.constexpr, A_TURNED: gl.constexpr, B_TURN
 
 
 @gluon.jit
+def columns_of(scales, first, until, COUNT: gl.constexpr, layout: gl.constexpr):
+    """COUNT scales of a tile's columns; each thread loads two and gets its own through shared memory, which saves registers of addresses."""
+    columns = first + gl.arange(0, COUNT, gl.BlockedLayout([2], [32], [4], [0]))
+    found = gl.load(scales + columns, mask=columns < until, other=0.0)
+    return gl.convert_layout(found, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
 def _sum_rows(
     out_desc,
     out,
+    x_scales,
+    w_scales,
     tiles,
     mem,
     most,
@@ -150,10 +162,12 @@ def _sum_rows(
     PART: gl.constexpr,
     SPAN: gl.constexpr,
     TURNED: gl.constexpr,
+    SCALED: gl.constexpr,
 ):
     """A multiplying warpgroup of `rows_product`: 64 rows of every tile."""
     BN: gl.constexpr = mem.out.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // mem.a.dtype.primitive_bitwidth])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     num_rows = gl.load(tiles + most * 3)
     done = 0
     for t in range(gl.program_id(0), num_rows * num_features, gl.num_programs(0)):
@@ -165,12 +179,18 @@ def _sum_rows(
             slot = done % mem.STAGES
             mbarrier.wait(mem.full.index(slot), (done // mem.STAGES) & 1)
             if left > 0:  # else the other warpgroup has the tensor cores for itself
-                acc = _multiply(acc, mem, slot, PART, False, TURNED, k > 0)
+                acc = multiply(acc, mem, slot, PART, False, TURNED, k > 0)
                 acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(mem.empty.index((done - 1) % mem.STAGES), pred=k > 0)
             done += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(mem.empty.index((done - 1) % mem.STAGES))
+        columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
+        if SCALED:
+            of_x = gl.load(x_scales + row + rows, mask=rows < left, other=0.0)
+            acc = (
+                acc * of_x[:, None] * columns_of(w_scales + gl.load(tiles + m * 3) * F, n * BN, F, BN, layout)[None, :]
+            )
         made = acc.to(out.dtype.element_ty)
         if left >= 64:
             staged = mem.out.index(PART)
@@ -181,8 +201,6 @@ def _sum_rows(
             warpgroup_barrier()
             tma_store(out_desc, [row, n * BN], staged)
         else:
-            rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-            columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
             places = out + (row + rows).to(gl.int64)[:, None] * F + columns[None, :]
             gl.store(places, made, mask=(rows < left)[:, None] & (columns < F)[None, :])
     tma.store_wait(0)
@@ -190,128 +208,34 @@ def _sum_rows(
 
 @gluon.jit(do_not_specialize=["most", "num_features", "steps"])
 def rows_product(
-    x_desc, w_desc, out_desc, out, tiles, most, num_features, steps, F,
-    STAGES: gl.constexpr, SPAN: gl.constexpr, TURNED: gl.constexpr, REGS: gl.constexpr,
+    x_desc, w_desc, out_desc, out, x_scales, w_scales, tiles, most, num_features, steps, F,
+    STAGES: gl.constexpr, SPAN: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
-    """out [T, F] = x [T, R] times the weight of each row's expert: w [E, F, R], or where TURNED w [E, R, F]."""
+    """out [T, F] = x [T, R] times the weight of each row's expert: w [E, F, R], or where TURNED w [E, R, F].
+
+    Where SCALED x and w are fp8 codes, with float32 scales of their rows, [T] and [E, F].
+    """
     BK: gl.constexpr = x_desc.block_type.shape[1]
     BN: gl.constexpr = out_desc.block_type.shape[1]
     mem = Buffers(
         gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BK], x_desc.layout),
         gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN] if TURNED else [STAGES, BN, BK], x_desc.layout),
-        gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], out_desc.layout),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2),
+        gl.allocate_shared_memory(out_desc.dtype, [2, 64, BN], out_desc.layout),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
     )
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_sum_rows, (out_desc, out, tiles, mem, most, num_features, steps, F, 0, SPAN, TURNED)),
-            (_sum_rows, (out_desc, out, tiles, mem, most, num_features, steps, F, 1, SPAN, TURNED)),
+            (
+                _sum_rows,
+                (out_desc, out, x_scales, w_scales, tiles, mem, most, num_features, steps, F, 0, SPAN, TURNED, SCALED),
+            ),
+            (
+                _sum_rows,
+                (out_desc, out, x_scales, w_scales, tiles, mem, most, num_features, steps, F, 1, SPAN, TURNED, SCALED),
+            ),
             (_load_rows, (x_desc, w_desc, tiles, mem, most, num_features, steps, SPAN, TURNED)),
-        ],
-        [4, 1],
-        [REGS, 24],
-    )
-
-
-@gluon.jit
-def _span_of(ends, expert):
-    """(first, end) of an expert's rows."""
-    first = gl.load(ends + expert - 1, mask=expert > 0, other=0)
-    return first, gl.load(ends + expert)
-
-
-@gluon.jit
-def _load_sums(dy_desc, x_desc, ends, mem, num_experts, tiles_m, tiles_n):
-    """The loading warp of `weights_product`."""
-    BK: gl.constexpr = mem.a.shape[1]
-    BM: gl.constexpr = 2 * mem.a.shape[2]
-    BN: gl.constexpr = mem.b.shape[2]
-    BYTES: gl.constexpr = 2 * dy_desc.block_type.nbytes + x_desc.block_type.nbytes
-    done = 0
-    for t in range(gl.program_id(0), num_experts * tiles_m * tiles_n, gl.num_programs(0)):
-        expert = t // (tiles_m * tiles_n)
-        inside = t % (tiles_m * tiles_n)
-        m = inside % tiles_m
-        n = inside // tiles_m
-        first, end = _span_of(ends, expert)
-        for k in range(gl.cdiv(end - first, BK)):
-            slot = done % mem.STAGES
-            bar = mem.full.index(slot)
-            mbarrier.wait(mem.empty.index(slot), ((done // mem.STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, BYTES)
-            tma_load(dy_desc, [first + k * BK, m * BM], bar, mem.a.index(2 * slot))
-            tma_load(dy_desc, [first + k * BK, m * BM + BM // 2], bar, mem.a.index(2 * slot + 1))
-            tma_load(x_desc, [first + k * BK, n * BN], bar, mem.b.index(slot))
-            done += 1
-
-
-@gluon.jit
-def _sum_weights(out_desc, ends, mem, num_experts, tiles_m, tiles_n, PART: gl.constexpr):
-    """A multiplying warpgroup of `weights_product`: 64 rows of the weight of every tile."""
-    BK: gl.constexpr = mem.a.shape[1]
-    BM: gl.constexpr = 2 * mem.a.shape[2]
-    BN: gl.constexpr = mem.b.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    plain: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    done = 0
-    for t in range(gl.program_id(0), num_experts * tiles_m * tiles_n, gl.num_programs(0)):
-        expert = t // (tiles_m * tiles_n)
-        inside = t % (tiles_m * tiles_n)
-        m = inside % tiles_m
-        n = inside // tiles_m
-        first, end = _span_of(ends, expert)
-        steps = gl.cdiv(end - first, BK)
-        acc = gl.zeros([64, BN], gl.float32, layout)
-        for k in range(steps):
-            slot = done % mem.STAGES
-            mbarrier.wait(mem.full.index(slot), (done // mem.STAGES) & 1)
-            left = end - first - k * BK
-            if left < BK:  # the next expert's rows do not belong to this sum
-                a = mem.a.index(2 * slot + PART)
-                rows = gl.arange(0, BK, gl.SliceLayout(1, plain))
-                kept = a.load(plain)
-                a.store(gl.where((rows < left)[:, None], kept, gl.zeros_like(kept)))
-                fence_async_shared()
-                warpgroup_barrier()
-            acc = _multiply(acc, mem, slot, PART, True, True, k > 0)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(mem.empty.index((done - 1) % mem.STAGES), pred=k > 0)
-            done += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(mem.empty.index((done - 1) % mem.STAGES), pred=steps > 0)
-        staged = mem.out.index(PART)
-        tma.store_wait(0)
-        warpgroup_barrier()
-        staged.store(acc.to(mem.out.dtype))
-        fence_async_shared()
-        warpgroup_barrier()
-        box = staged._reinterpret(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
-        tma_store(out_desc, [expert, m * BM + 64 * PART, n * BN], box)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["num_experts", "tiles_m", "tiles_n"])
-def weights_product(
-    dy_desc, x_desc, out_desc, ends, num_experts, tiles_m, tiles_n, STAGES: gl.constexpr, REGS: gl.constexpr
-):
-    """out [E, N, K]: the sum over each expert's rows of dy [T, N] times x [T, K]."""
-    BK: gl.constexpr = x_desc.block_type.shape[0]
-    BN: gl.constexpr = x_desc.block_type.shape[1]
-    mem = Buffers(
-        gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BK, 64], dy_desc.layout),
-        gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout),
-        gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], x_desc.layout),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2),
-    )
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_sum_weights, (out_desc, ends, mem, num_experts, tiles_m, tiles_n, 0)),
-            (_sum_weights, (out_desc, ends, mem, num_experts, tiles_m, tiles_n, 1)),
-            (_load_sums, (dy_desc, x_desc, ends, mem, num_experts, tiles_m, tiles_n)),
         ],
         [4, 1],
         [REGS, 24],
@@ -323,11 +247,21 @@ def tile_of(features: int) -> tuple[int, int]:
     return (128, 5) if features <= 2048 and -features % 256 >= 128 else (256, 3)
 
 
-def by_rows(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
-    """x [T, R] times each row's expert's weight: [T, F]; weight is [E, F, R], or [E, R, F] where `turned`."""
+def by_rows(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    turned: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [T, R] times each row's expert's weight: [T, F] in `dtype`, or that of x; weight is [E, F, R], or [E, R, F] where `turned`.
+
+    With `scales`, float32 [T] and [E, F], both are fp8 codes, and the weight is not turned.
+    """
     num_rows, summed = x.shape
     features = weight.shape[2 if turned else 1]
-    out = x.new_empty(num_rows, features)
+    out = x.new_empty(num_rows, features, dtype=dtype or x.dtype)
     if not out.numel() or not summed:
         return out.zero_()
     width, stages = tile_of(features)
@@ -336,25 +270,11 @@ def by_rows(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
     list_tiles[(triton.cdiv(most, 64),)](
         ends, tiles, experts, most, EXPERTS=triton.next_power_of_2(experts), BLOCK=64, TILE=ROWS, num_warps=4
     )
-    box = (1, STEP, width) if turned else (1, width, STEP)
+    step = STEP * 2 // x.element_size()
+    box = (1, step, width) if turned else (1, width, step)
     rows_product[(locate(x.device).num_sms,)](
-        boxes(x, 64, STEP), boxes(weight, *box), boxes(out, 64, width), out, tiles, most,
-        triton.cdiv(features, width), triton.cdiv(summed, STEP), features,
-        STAGES=stages, SPAN=SPAN, TURNED=turned, REGS=REGISTERS, num_warps=4, maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
-    return out
-
-
-def by_weights(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """The sum over each expert's rows of dy [T, N] times x [T, K]: [E, N, K]; 0 for an expert without rows."""
-    experts, (_, features), (_, columns) = len(ends), dy.shape, x.shape
-    out = x.new_empty(experts, features, columns)
-    if not out.numel() or not len(x):
-        return out.zero_()
-    width, stages = tile_of(columns)
-    weights_product[(locate(x.device).num_sms,)](
-        boxes(dy, STEP, 64), boxes(x, STEP, width), boxes(out, 1, 64, width), ends, experts,
-        triton.cdiv(features, ROWS), triton.cdiv(columns, width),
-        STAGES=stages, REGS=REGISTERS, num_warps=4, maxnreg=MAX_REGISTERS,
+        boxes(x, 64, step), boxes(weight, *box), boxes(out, 64, width), out, *(scales or (out, out)), tiles, most,
+        triton.cdiv(features, width), triton.cdiv(summed, step), features,
+        STAGES=stages, SPAN=SPAN, TURNED=turned, SCALED=scales is not None, REGS=REGISTERS, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out

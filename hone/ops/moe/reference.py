@@ -12,6 +12,12 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
 
 
+def grouped_sums(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The sum over each expert's rows of dy [T, N] times x [T, K]: [E, N, K], the gradient of `grouped_linear` by its weight."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.stack([one.T @ rows for one, rows in zip(dy.split(sizes), x.split(sizes), strict=True)])
+
+
 def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """`hone.ops.permute`: a stable sort."""
     flat, top_k = expert_ids.flatten(), expert_ids.shape[1]

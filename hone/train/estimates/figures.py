@@ -290,7 +290,7 @@ def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estim
         fp8=work.keeps_codes,
     )
     if work.holds_codes:
-        held = 2 * sum(one.matmul_params for one in work.part.layers)
+        held = 2 * sum(work.part.layer_params)
         said = f"{growth.formula} + fp8 codes of the layers' weights {human_bytes(held)}"
         growth = growth.model_copy(update={"value": growth.value + held, "formula": said})
     if work.context_degree > 1 and work.context is not None:

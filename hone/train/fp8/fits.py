@@ -31,26 +31,30 @@ class Training(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
 
-def in_fp8(config: ModelConfig, index: int) -> list[str]:
-    """The paths, in layer `index`, of the linears that compute in fp8: sizes are multiples of 16, and all tokens share the weight.
+def in_fp8(config: ModelConfig, index: int, precision: Precision) -> list[str]:
+    """The paths, in layer `index`, of the linears that compute in fp8: those of layers, but for routers, whose sizes are multiples of 16.
+
+    Experts are among them where the precision takes them (`Fp8.experts`); on a GPU they compute so on Hopper alone.
 
     `config` is that of one tensor-parallel rank (`ModelConfig.local`), whose part of a linear has these sizes.
     """
     return [
         path
         for path, linear in config.linears(index).items()
-        if linear.experts is None
+        if (linear.experts is None or FP8[precision].experts)
         and not linear.precise
         and not linear.out_features % MULTIPLE
         and not linear.in_features % MULTIPLE
     ]
 
 
-def fp8_parameters(config: ModelConfig, degree: int = 1) -> int:
-    """The weights of these linears, over `degree` tensor-parallel ranks."""
+def fp8_parameters(config: ModelConfig, precision: Precision, degree: int = 1) -> int:
+    """The weights of these linears, of all experts, over `degree` tensor-parallel ranks."""
     local = config.local(degree) if degree > 1 else config
-    linears = (config.linears(index)[path] for index in range(config.num_layers) for path in in_fp8(local, index))
-    return sum(linear.out_features * linear.in_features for linear in linears)
+    linears = (
+        config.linears(index)[path] for index in range(config.num_layers) for path in in_fp8(local, index, precision)
+    )
+    return sum((linear.experts or 1) * linear.out_features * linear.in_features for linear in linears)
 
 
 def check_passes(spec: Training, config: ModelConfig, num_ranks: int) -> None:
@@ -69,7 +73,7 @@ def check_passes(spec: Training, config: ModelConfig, num_ranks: int) -> None:
             f"precision {precision} does not work with enable_async_tensor_parallel, whose products are of parts of the tokens in bf16",
             fix="set parallelism.enable_async_tensor_parallel: false, or precision: bf16",
         )
-    if not fp8_parameters(config, degree):
+    if not fp8_parameters(config, precision, degree):
         of = f" of one of {degree} tensor-parallel ranks" if degree > 1 else ""
         raise SpecError(
             f"precision {precision}: no linear of the layers{of} has input and output features in multiples of {MULTIPLE}",
@@ -88,11 +92,11 @@ def fp8_notes(precision: Precision, config: ModelConfig, degree: int = 1) -> tup
     """What of the model computes in which format on `degree` tensor-parallel ranks, for a plan; none in other precisions."""
     if precision not in FP8_RECIPES:
         return ()
-    share = fp8_parameters(config, degree) / config.num_params
+    share = fp8_parameters(config, precision, degree) / config.num_params
     config = config.local(degree) if degree > 1 else config
     others = sorted(
         {path for index in range(config.num_layers) for path in config.linears(index)}
-        - {path for index in range(config.num_layers) for path in in_fp8(config, index)}
+        - {path for index in range(config.num_layers) for path in in_fp8(config, index, precision)}
     )
     also = f", {', '.join(others)}" if others else ""
     return (

@@ -14,6 +14,8 @@ class Fp8(Technique):
     """Its name in `hone.ops.fp8.recipes`."""
     products: ClassVar[int] = 3
     """How many of the forward product and the gradients of input and weight are of codes."""
+    experts: ClassVar[bool] = False
+    """Whether a mixture's experts compute in fp8 too, which they do with scales of rows."""
 
 
 class Rowwise(Fp8):
@@ -21,6 +23,7 @@ class Rowwise(Fp8):
 
     paper: ClassVar[str] = "arXiv:2209.05433"
     recipe: ClassVar[str] = "rowwise"
+    experts: ClassVar[bool] = True
 
 
 class RowwiseWithGwHp(Fp8):
@@ -29,6 +32,7 @@ class RowwiseWithGwHp(Fp8):
     paper: ClassVar[str] = "arXiv:2209.05433"
     recipe: ClassVar[str] = "rowwise_with_gw_hp"
     products: ClassVar[int] = 2
+    experts: ClassVar[bool] = True
 
 
 class Tensorwise(Fp8):

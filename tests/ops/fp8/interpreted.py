@@ -32,6 +32,20 @@ def test_codes_are_those_of_the_reference(dtype, tensorwise):
             assert torch.equal(found.float(), exact.float())
 
 
+def test_stacks_of_matrices_have_codes_of_their_own():
+    """As the weights of experts; rows of transposed codes begin at multiples of 16 bytes."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 4, (3, 40, 144), generator=draw).float() * torch.tensor([1.0, 8.0, 64.0]).view(3, 1, 1)
+    largest = triton_kernels.maxima(x, False)
+    made = triton_kernels.cast(x, largest, E4M3, False, rows=True, columns=True)
+    for turned in (False, True):
+        wanted = reference.maxima(x, False)[turned]
+        exact, by = reference.codes_of(x, wanted, E4M3, columns=turned)
+        assert torch.equal(largest[turned], wanted) and torch.equal(made[2 * turned + 1], by)
+        assert torch.equal(made[2 * turned].float(), exact.float())
+    assert made[2].stride() == (144 * 48, 48, 1)
+
+
 def test_only_what_is_asked_for():
     x = torch.randint(-3, 4, (32, 48)).float()
     largest = triton_kernels.maxima(x, False)

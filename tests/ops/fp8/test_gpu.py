@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hone.ops import fp8_trained_linear
 from hone.ops.fp8 import blocks, factors, reference, triton_blocks, triton_kernels
+from hone.ops.fp8.experts import EXPERT_RECIPES, fp8_grouped_linear
 from hone.ops.fp8.recipes import RECIPES
 from tests.ops.gpu_case import error, poison
 
@@ -48,6 +49,31 @@ def test_a_linear_is_that_of_a_cpu(recipe):
     def run(device: str) -> list[Tensor]:
         leaves = [one.bfloat16().to(device).requires_grad_() for one in given]
         y = fp8_trained_linear(*leaves, recipe=recipe)
+        y.backward(flow.to(device))
+        return [y.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+    first, second, exact = run("cuda"), run("cuda"), run("cpu")
+    for one, two, wanted in zip(first, second, exact, strict=True):
+        assert torch.equal(one, two)
+        assert error(one, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES)
+@pytest.mark.parametrize(
+    ("sizes", "out", "width"),
+    [((100, 0, 128, 283), 128, 64), ((1, 63, 64, 65, 0), 272, 208), ((0, 0, 700), 1408, 2048), ((40,) * 200, 144, 80)],
+)
+def test_experts_are_those_of_a_cpu(recipe, sizes, out, width):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    ends = torch.tensor(sizes).cumsum(0).int()
+    given = [uneven(sum(sizes), width, 1), torch.stack([uneven(out, width, 2 + one) for one in range(len(sizes))])]
+    flow = uneven(sum(sizes), out, 3).bfloat16()
+
+    def run(device: str) -> list[Tensor]:
+        leaves = [one.bfloat16().to(device).requires_grad_() for one in given]
+        poison()
+        y = fp8_grouped_linear(*leaves, ends.to(device), recipe=recipe)
         y.backward(flow.to(device))
         return [y.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
 

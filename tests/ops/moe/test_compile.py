@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hone.ops.moe.gluon_grouped import MAX_REGISTERS, REGISTERS, SPAN, STEP, rows_product, tile_of, weights_product
-from tests.ops.compiled import compile_gluon, descriptor
+from hone.ops.moe.gluon_grouped import MAX_REGISTERS, REGISTERS, SPAN, STEP, rows_product, tile_of
+from hone.ops.moe.gluon_grouped_sums import weights_product
+from tests.ops.compiled import compile_gluon, descriptor, fp32
 
 
 def integers(names: str) -> dict[str, str]:
@@ -15,21 +16,23 @@ def integers(names: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("factors", "turned"), [("bf16", False), ("bf16", True), ("fp8e4nv", False)])
 @pytest.mark.parametrize("features", [2816, 1408])
-def test_products_of_rows(features: int, turned: bool) -> None:
+def test_products_of_rows(features: int, factors: str, turned: bool) -> None:
     width, stages = tile_of(features)
+    step = STEP if factors == "bf16" else 2 * STEP
     record = compile_gluon(
         rows_product,
         {
-            "x_desc": descriptor("bf16", [64, STEP]),
-            "w_desc": descriptor("bf16", [1, STEP, width] if turned else [1, width, STEP]),
+            "x_desc": descriptor(factors, [64, step]),
+            "w_desc": descriptor(factors, [1, step, width] if turned else [1, width, step]),
             "out_desc": descriptor("bf16", [64, width]),
             "out": "*bf16",
             "tiles": "*i32",
         }
+        | fp32("x_scales", "w_scales")
         | integers("most num_features steps F"),
-        {"STAGES": stages, "SPAN": SPAN, "TURNED": turned, "REGS": REGISTERS},
+        {"STAGES": stages, "SPAN": SPAN, "TURNED": turned, "SCALED": factors != "bf16", "REGS": REGISTERS},
         num_warps=4,
         maxnreg=MAX_REGISTERS,
     )
@@ -38,19 +41,21 @@ def test_products_of_rows(features: int, turned: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("factors", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("columns", [2048, 1408])
-def test_products_of_weights(columns: int) -> None:
-    width, stages = tile_of(columns)
+def test_products_of_weights(columns: int, factors: str) -> None:
+    (width, stages), scaled = tile_of(columns), factors != "bf16"
     record = compile_gluon(
         weights_product,
         {
-            "dy_desc": descriptor("bf16", [STEP, 64]),
-            "x_desc": descriptor("bf16", [STEP, width]),
+            "dy_desc": descriptor(factors, [64, 2 * STEP] if scaled else [STEP, 64]),
+            "x_desc": descriptor(factors, [width, 2 * STEP] if scaled else [STEP, width]),
             "out_desc": descriptor("bf16", [1, 64, width]),
             "ends": "*i32",
         }
-        | integers("num_experts tiles_m tiles_n"),
-        {"STAGES": stages, "REGS": REGISTERS},
+        | fp32("dy_scales", "x_scales")
+        | integers("num_experts tiles_m tiles_n N K"),
+        {"STAGES": stages, "SCALED": scaled, "REGS": REGISTERS},
         num_warps=4,
         maxnreg=MAX_REGISTERS,
     )

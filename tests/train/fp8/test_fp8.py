@@ -29,7 +29,7 @@ from hone.train.activation_checkpointing.uniform import EveryNth
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.rerun import bits_of, check_replicas
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, fp8_products, in_fp8
-from hone.train.fp8.linears import Fp8Dense
+from hone.train.fp8.linears import Fp8Dense, Fp8Experts
 from hone.train.fp8.techniques import FP8
 from hone.train.loop import Trainer, validate
 from hone.train.optimizers.adamw import AdamW
@@ -215,11 +215,42 @@ def test_models_without_fp8_linears_are_refused():
         check_passes(Train.read(SPEC), odd.config(300), 1)
     assert "model.hidden_size" in error.value.fix
     mixed = TWO.model_copy(update={"num_heads": 3, "num_kv_heads": 1, "head_dim": 8}).config(300)
-    left = [path for path in mixed.linears(0) if path not in in_fp8(mixed, 0)]
+    left = [path for path in mixed.linears(0) if path not in in_fp8(mixed, 0, "fp8")]
     (note,) = fp8_notes("fp8", mixed)
     assert left and all(path in note for path in left) and "bf16" in note
-    assert 0 < fp8_parameters(mixed) < mixed.num_params
+    assert 0 < fp8_parameters(mixed, "fp8") < mixed.num_params
     assert fp8_notes("bf16", mixed) == ()
+
+
+EXPERTS = {"kind": "moe", "num_experts": 4, "intermediate_size": 32, "balance": ["bias"]}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise_with_gw_hp"])
+def test_experts_follow_bf16(precision, data_folder):
+    """As `test_it_follows_bf16`; routers stay in float32, and a pass's rows of one expert are any number."""
+    data = PackedTokens(data_folder)
+    config = TWO.model_copy(update={"feed_forward": (EXPERTS,)}).config(data.vocab_size)
+    how = {"steps": 20, "schedule": Cosine(warmup=2)}
+    exact, other = (
+        Trainer(build(config, seed=3), precision=one, optimizer=AdamW(lr=3e-3), **how) for one in ("bf16", precision)
+    )
+    assert {"feed_forward.gate_up", "feed_forward.down"} <= set(in_fp8(config, 0, precision))
+    assert [type(layer.feed_forward.down) for layer in other.model.layers] == [Fp8Experts] * 2
+    losses = []
+    for step in range(14):
+        batch = data.batch(step, 8, SEQ, 0)
+        losses.append((exact.step(batch).loss, other.step(batch).loss))
+    assert losses[0][0] == pytest.approx(losses[0][1], rel=2e-3) and losses[0][0] != losses[0][1]
+    assert losses[-1][0] < losses[0][0] - 1.5
+    assert losses[-1][0] == pytest.approx(losses[-1][1], rel=2e-2)
+
+
+def test_experts_are_in_fp8_with_scales_of_rows_alone():
+    config = TWO.model_copy(update={"feed_forward": (EXPERTS,)}).config(300)
+    (note,) = fp8_notes("fp8_tensorwise", config)
+    assert "feed_forward.gate_up" in note and "feed_forward.gate_up" not in fp8_notes("fp8", config)[0]
+    of_experts = sum(4 * one.out_features * one.in_features for one in config.linears(0).values() if one.experts)
+    assert fp8_parameters(config, "fp8") - fp8_parameters(config, "fp8_tensorwise") == 2 * of_experts
 
 
 def test_the_stage_says_what_it_computes_and_saves_what_bf16_saves(data_folder, tmp_path):

@@ -132,8 +132,8 @@ SPEC = {"precision": "fp8_blockwise", "batch_size": 8, "seq_len": 64}
 def test_fp8_with_tensor_parallelism():
     """Of 48 input features of the attention's output two ranks have 24 each, which are no multiple of 16."""
     config = SHAPE.config(300)
-    assert set(in_fp8(config, 0)) - set(in_fp8(config.local(2), 0)) == {"mixer.out"}
-    assert fp8_parameters(config) - fp8_parameters(config, 2) == config.num_layers * 48 * 48
+    assert set(in_fp8(config, 0, "fp8")) - set(in_fp8(config.local(2), 0, "fp8")) == {"mixer.out"}
+    assert fp8_parameters(config, "fp8") - fp8_parameters(config, "fp8", 2) == config.num_layers * 48 * 48
     [alone], [shared] = fp8_notes("fp8", config), fp8_notes("fp8", config, 2)
     assert "mixer.out" in shared and "mixer.out" not in alone
     small = SHAPE.model_copy(update={"hidden_size": 40, "head_dim": 8, "num_kv_heads": 4, "intermediate_size": 48})
