@@ -16,8 +16,8 @@ from hone.base.errors import DriftError, FitError, HoneError, SpecError, did_you
 from hone.base.lazy import resolve
 from hone.base.partial import PULL, PUSH, need_local
 from hone.base.plan import DISK, Facts, Plan, capacity, facts_of
-from hone.base.run import Run
-from hone.base.spec import Spec, dump_yaml, in_file, parse_scalar, read_yaml, set_dotted
+from hone.base.run import Ending, Run
+from hone.base.spec import Spec, dump_yaml, in_file, one_kind, parse_scalar, read_yaml, set_dotted
 from hone.base.stage import STAGES, Stage
 from hone.measure.machine import Machine, machine_of
 
@@ -119,6 +119,7 @@ class Recipe(Spec):
         The first part of a path is a kind of stage, if the recipe has only one of it, or a stage's folder name.
         """
         stages = [dict(entry) for entry in self.stages]
+        one_kind({path: parse_scalar(text) for path, text in changes.items()}, f"recipe {self.line}")
         for path, text in changes.items():
             where, _, field = path.partition(".")
             entry = self._entry(stages, where, field)
@@ -221,7 +222,8 @@ class Recipe(Spec):
         `redo` names stages to make again; stages made from them follow when they changed. 'all' is every stage,
         'drifted' every one that was made from another spec or other inputs.
         `watch(position, total, node, artifact, made)` is called after each stage; `made` is False when it existed already.
-        Raises DriftError when an artifact of the line was made from another spec.
+        Raises DriftError when an artifact of the line was made from another spec, Interrupted when Ctrl-C or SIGTERM came in a stage
+        that saves its work and ends: at once where the stage is not whole, else after it.
         """
         need_local(work, PUSH)
         run = run or Run()
@@ -241,7 +243,7 @@ class Recipe(Spec):
             there = (line / node.folder / MANIFEST).exists()
             wanted = "all" in redo or node.folder in redo
             command = f"hone run {recipe_file} --work={work} --redo={node.folder}"
-            here = replace(run, redo=wanted, command=command)
+            here = replace(run, redo=wanted, command=command, end=Ending())
             try:
                 artifact = node.within(line, nodes).make(line / node.folder, parents, here)
             except DriftError as drift:
@@ -258,6 +260,11 @@ class Recipe(Spec):
             made[node.folder] = artifact
             if watch is not None:
                 watch(position, len(nodes), node, artifact, wanted or not there)
+            # A signal that came in the last step of a stage finds it whole; any rank may be the one that got it.
+            if position < len(nodes) and any(run.mesh.gather(here.end.asked())):
+                raise here.end.interrupted(
+                    f"ended after {node.folder}, stage {position} of {len(nodes)}, which is saved"
+                )
         return line
 
 

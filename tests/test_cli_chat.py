@@ -115,6 +115,20 @@ def test_a_mistake_ends_what_no_terminal_reads(monkeypatch, capsys, line: str, w
     assert code == 2 and words in told.err and "fix:" in told.err and told.out == ""
 
 
+def test_save_replaces_no_file_of_another(monkeypatch, capsys, tmp_path: Path):
+    """Its own is written again as the conversation goes on; another one when it is told to."""
+    own, other = tmp_path / "own.json", tmp_path / "other.json"
+    other.write_text("kept")
+    code, _ = talk(Echo(), f"a\n/save {own}\nb\n/save {own}\n/save {other}\n", monkeypatch)
+    assert code == 2 and len(json.loads(own.read_text())["messages"]) == 4 and other.read_text() == "kept"
+    told = capsys.readouterr().err
+    assert f"{other} is there already" in told and f"write /save --overwrite {other}" in told
+    code, _ = talk(Echo(), f"a\n/save --overwrite {other}\n/save {other}\n", monkeypatch)
+    assert code == 0 and len(json.loads(other.read_text())["messages"]) == 2
+    code, _ = talk(Echo(), "a\n/save --overwrite\n", monkeypatch)
+    assert code == 2 and "/save needs a file" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_session(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     for interruptible in (False, True):

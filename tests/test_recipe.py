@@ -1,5 +1,8 @@
 """Recipes: branches, references, overrides, redo and what follows from it."""
 
+import os
+import signal
+
 import pytest
 import yaml
 from pydantic import Field
@@ -9,7 +12,7 @@ from hone.base.durable import read_jsonl, write_jsonl
 from hone.base.errors import DriftError, FitError, SpecError
 from hone.base.figure import Estimate
 from hone.base.plan import DISK, Facts, Plan, need
-from hone.base.run import Run
+from hone.base.run import Interrupted, Run
 from hone.base.stage import Stage
 from hone.cli import main
 from hone.recipe import Recipe
@@ -147,6 +150,47 @@ def test_a_second_run_makes_nothing(tmp_path):
     recipe().run(tmp_path, QUIET)
     assert len(MADE) == 3
     assert Recipe.load(tmp_path / "tiny" / "recipe.yaml") == recipe()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_stage_that_becomes_whole_starts_no_other(number, tmp_path, monkeypatch):
+    """As in the last step of a training; the same recipe goes on with the next stage, and after the last one nothing is left out."""
+    grown, told = Grow.run, []
+
+    def run(self, plan, draft, parents, run):
+        with run.ending() as ending:
+            if len(told) < len(asked):
+                told.append(number)
+                os.kill(os.getpid(), number)
+                assert ending.asked()
+            grown(self, plan, draft, parents, run)
+
+    monkeypatch.setattr(Grow, "run", run)
+    asked = [1]
+    with pytest.raises(Interrupted, match="ended after train-base, stage 2 of 3, which is saved") as caught:
+        recipe().run(tmp_path, QUIET)
+    assert caught.value.number == number and MADE == ["data-text", "train-base"]
+    asked.append(2)
+    recipe().run(tmp_path, QUIET)
+    assert len(told) == 2 and MADE == ["data-text", "train-base", "train-draft-base"]
+
+
+def test_the_command_ends_with_the_signals_code_after_a_stage(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(recipe().to_yaml())
+
+    def run(self, plan, draft, parents, run, grown=Grow.run):
+        with run.ending():
+            os.kill(os.getpid(), signal.SIGTERM)
+            grown(self, plan, draft, parents, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Grow, "run", run)
+        assert main(["run", str(file), f"--work={tmp_path}", "--quiet"]) == 143
+    said = "ended after train-base, stage 2 of 3, which is saved; the same command resumes where it stopped"
+    assert said in capsys.readouterr().err
+    assert main(["run", str(file), f"--work={tmp_path}", "--quiet"]) == 0
+    assert MADE == ["data-text", "train-base", "train-draft-base"]
 
 
 def test_a_changed_field_is_drift_and_redo_carries_on_to_what_follows(tmp_path):

@@ -61,6 +61,8 @@ class Run:
     wandb: dict[str, Any] | None = None
     profiling: dict[str, Any] | None = None
     mesh: Mesh = field(default_factory=Mesh.from_environment)
+    end: Ending = field(default_factory=Ending, compare=False)
+    """What the last block of `ending` was asked: work that was whole before it could end is followed by no other."""
 
     def warn(self, text: str) -> None:
         """Prints a note that the user must know, also with `quiet`."""
@@ -78,7 +80,8 @@ class Run:
         """A block that Ctrl-C and SIGTERM do not interrupt, so that it can save its work: it looks at `Ending.asked` and ends
         itself. A second one interrupts it at once. Outside the main thread, where no handler can be set, both do as before.
         """
-        ending = Ending()
+        ending = self.end
+        ending.number = None
         if threading.current_thread() is not threading.main_thread():
             yield ending
             return

@@ -7,7 +7,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,6 +87,8 @@ class Spec(BaseModel):
             raise SpecError(f"{file} is no mapping of fields", fix="write its fields as `name: value`, one a line")
         flat = {path: values.pop(path) for path in [*values] if "." in str(path)}  # as on the command line
         given = {path: parse_scalar(changes[path]) for path in sorted(changes, key=lambda one: one.count("."))}
+        one_kind(given, cls.__name__)
+        one_kind(values | flat, cls.__name__)
         for path, value in [*flat.items(), *given.items()]:
             here = values
             *parents, last = path.split(".")
@@ -108,8 +110,10 @@ class Spec(BaseModel):
         Raises SpecError for an unknown field or an impossible value.
         """
         values = self.model_dump(mode="json")
-        for path, text in changes.items():
-            set_dotted(values, path, parse_scalar(text), where=type(self).__name__)
+        given = {path: parse_scalar(text) for path, text in changes.items()}
+        one_kind(given, type(self).__name__)
+        for path, value in given.items():
+            set_dotted(values, path, value, where=type(self).__name__)
         return type(self).read(values)
 
     def identity(self) -> dict[str, Any]:
@@ -235,6 +239,16 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
             if found is not None:
                 return found
     return None
+
+
+def one_kind(given: Mapping[str, Any], where: str) -> None:
+    """Raises SpecError where `given`, values by dotted path, name two techniques for one slot: 'x.kind' and 'x' itself."""
+    for path, kind in given.items():
+        slot, _, last = str(path).rpartition(".")
+        whole = given.get(slot) if last == "kind" else None
+        named = whole.get("kind") if isinstance(whole, dict) else whole
+        if isinstance(named, str) and named != kind:
+            raise SpecError(f"{where}: {path}={kind} and {slot}={named} name two techniques", fix="give one of them")
 
 
 def set_dotted(values: Any, path: str, value: Any, *, where: str) -> None:

@@ -49,6 +49,29 @@ def test_overrides_are_dotted():
     assert Outer.from_overrides({"inner.rate": "0.5", "steps": "7"}) == Outer(steps=7, inner=Inner(rate=0.5))
 
 
+@pytest.mark.parametrize("read", [Outer.from_overrides, Outer().override])
+@pytest.mark.parametrize("whole", ["round", "{kind: round, bits: 3}"])
+@pytest.mark.parametrize("first", ["quantizer", "quantizer.kind"])
+def test_two_techniques_for_one_slot_are_refused(read, whole, first):
+    """In whatever order they come; the same one twice is not two, and a field beside the technique is its option."""
+    changes = {"quantizer": whole, "quantizer.kind": "floor"}
+    changes = {name: changes[name] for name in (first, *(changes.keys() - {first}))}
+    with pytest.raises(
+        SpecError, match=r"Outer: quantizer\.kind=floor and quantizer=round name two techniques"
+    ) as caught:
+        read(changes)
+    assert caught.value.fix == "give one of them"
+    same = Outer.from_overrides({"quantizer.kind": "round", "quantizer": "round", "quantizer.bits": "5"})
+    assert same.quantizer == TABLE.read({"kind": "round", "bits": 5})
+
+
+def test_two_techniques_in_a_file_are_refused(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("quantizer: round\nquantizer.kind: floor\n")
+    with pytest.raises(SpecError, match=r"quantizer\.kind=floor and quantizer=round name two techniques"):
+        Outer.from_overrides({}, file)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

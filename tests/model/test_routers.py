@@ -253,6 +253,11 @@ def test_jitter_changes_what_the_router_sees_in_training_alone_and_repeats() -> 
         ({"router": "switch", "balance": [{"kind": "bias"}]}, "'switch' chooses without a bias"),
         ({"router": "soft", "balance": [{"kind": "aux_loss"}]}, "'soft' balances by itself"),
         ({"router": "expert_choice", "capacity_factor": 1.0}, "'expert_choice' balances by itself"),
+        (
+            {"router": "hash", "balance": ["aux_loss"]},
+            "'hash' fixes a token's expert by its id: it has no scores to balance",
+        ),
+        ({"router": "hash", "balance": ["z_loss", "bias"]}, r"leave balance \(z_loss, bias\) out"),
         ({"router": "hash", "jitter": 0.1}, "no input that jitter could change"),
         ({"balance": [{"kind": "device_loss", "devices": 4}]}, "devices 4 does not divide 6 experts"),
         ({"balance": ["bias", "bias"]}, "two balances move one bias"),

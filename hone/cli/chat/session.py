@@ -21,7 +21,7 @@ HELP = """/clear          forget the conversation (the system prompt stays)
 /system [TEXT]  set the system prompt; without a text, show it
 /retry          answer the last question again
 /set FIELD=VALUE  change a field of sampling: /set temperature=0.2
-/save FILE      write the conversation as JSON
+/save FILE      write the conversation as JSON; over a file that another wrote with /save --overwrite FILE
 /exit           end, as Ctrl-D does
 Ctrl-C stops an answer. Between two lines of three quotes (\"\"\") a question may have several lines; one that begins
 with / is written with //."""
@@ -78,6 +78,7 @@ class Session:
 
     def __init__(self, model: Model, screen: Plain | Terminal, changes: dict[str, str], system: str = "") -> None:
         self._model, self._screen, self._changes = model, screen, changes
+        self._saved: set[Path] = set()
         self._given = SamplingParams.from_overrides(changes)
         if system and not model.chat:
             raise SpecError(
@@ -155,10 +156,15 @@ class Session:
         self._given, self._changes = SamplingParams.from_overrides(changes), changes
 
     def _save(self, name: str) -> None:
-        if not name:
+        path = Path(name.removeprefix("--overwrite").strip())
+        if not path.name:
             raise SpecError("/save needs a file", fix="write /save chat.json")
+        own = path.absolute() in self._saved or name.startswith("--overwrite")
+        if path.is_file() and not own:
+            raise SpecError(f"{path} is there already", fix=f"give another name, or write /save --overwrite {path}")
         try:
-            self.conversation.save(Path(name))
+            self.conversation.save(path)
+            self._saved.add(path.absolute())
         except OSError as error:
             raise SpecError(f"cannot write {name}: {error.strerror}", fix="give another file") from None
 

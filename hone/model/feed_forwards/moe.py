@@ -70,6 +70,9 @@ class MoE(FeedForward):
             one.check(self.num_experts)
         if not router.by_token and (self.balance or self.capacity_factor is not None):
             raise ValueError(f"router '{router.kind}' balances by itself: leave balance and capacity_factor out")
+        if router.reads_tokens and self.balance:
+            said = f"router '{router.kind}' fixes a token's expert by its id: it has no scores to balance"
+            raise ValueError(f"{said}: leave balance ({', '.join(one.kind for one in self.balance)}) out")
         moving = [one for one in self.balance if one.moves_bias]
         if moving and not router.takes_bias:
             raise ValueError(f"router '{router.kind}' chooses without a bias: take router softmax or sigmoid")
