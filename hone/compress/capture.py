@@ -54,13 +54,15 @@ class Flow:
         self.dense_states: Tensor | None = None
 
     @torch.no_grad()  # a graph would keep the embedding in memory through all layers
-    def embed(self, ends: Decoder, stored: Callable[[Decoder], None] | None = None) -> None:
-        """Computes the inputs of the first layer; `stored` makes the embedding of a model what the folder will hold."""
+    def embed(self, ends: Decoder) -> None:
+        """Computes the inputs of the first layer, by the embedding of `ends`."""
+        self.states = self._embedded(ends)
+
+    @torch.no_grad()
+    def embed_dense(self, ends: Decoder) -> None:
+        """With `paired`, computes `dense_states` of the first layer, by the embedding that is not compressed."""
         if self.paired:
             self.dense_states = self._embedded(ends)
-        if stored is not None:
-            stored(ends)
-        self.states = self._embedded(ends)
 
     def _embedded(self, ends: Decoder) -> Tensor:
         tokens = torch.from_numpy(self.own.tokens)

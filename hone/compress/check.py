@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence
 from hone.model.decoder import Decoder
-from hone.model.weights.model import ModelSource
 
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
@@ -47,12 +45,8 @@ class Check:
     ) -> None:
         self.flow = Flow(samples, batch_size, device, dtype, paired=True, mesh=mesh)
 
-    def finish(self, checkpoint: ModelSource, state: Path, stored: Callable[[Decoder], None]) -> None:
-        """Compares the predictions after the last layer, and keeps the result in `state`; `stored` makes embedding and head of a
-        model what the folder holds."""
-        dense = checkpoint.build_ends(self.flow.device, self.flow.dtype)
-        compressed = checkpoint.build_ends(self.flow.device, self.flow.dtype)
-        stored(compressed)
+    def keep(self, dense: Decoder, compressed: Decoder, state: Path) -> None:
+        """Compares the predictions after the last layer, by the heads of both models, and keeps the result in `state`."""
         checked = self.compare(dense, compressed)
         if self.flow.mesh.leads:
             write_atomic(state / FILE, json.dumps(checked._asdict()).encode())
@@ -82,7 +76,7 @@ class Check:
 
 
 def read(state: Path) -> Checked | None:
-    """The result that `Check.finish` kept; None before."""
+    """The result that `Check.keep` wrote; None before."""
     path = state / FILE
     return Checked(**json.loads(path.read_text(encoding="utf8"))) if path.exists() else None
 

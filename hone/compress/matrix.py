@@ -168,13 +168,20 @@ class Parts:
 
     def unquantized(self, dense: nn.Module) -> nn.Module:
         """`dense` with the weight that is stored as it is."""
-        return self._with(dense, lambda: torch.cat([part["weight"] for part in self.modules()]))
+        weight = self.weight
+        if weight is None:
+            weight = torch.cat([part["weight"] for part in self.modules()])
+        dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        return dense
 
     def dequantized(self, dense: nn.Module, scheme: Scheme) -> nn.Module:
         """`dense` with the weight that the stored codes mean."""
-        columns = self.linear.columns
-        read = (layouts.read(scheme, part, columns).weight(self.wide) for part in self.modules())
-        return self._with(dense, lambda: torch.cat(list(read)))
+        weight = self.weight
+        if weight is None:
+            columns = self.linear.columns
+            weight = torch.cat([layouts.read(scheme, part, columns).weight(self.wide) for part in self.modules()])
+        dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        return dense
 
     def rounding(self, dense: nn.Module, scheme: Scheme) -> nn.Module:
         """A linear of the stored codes that rounds its inputs, in place of `dense`."""
@@ -183,11 +190,6 @@ class Parts:
         rounded.load(self.modules())
         rounded.bias = None if dense.bias is None else dense.bias.detach()
         return multiply_inputs(rounded, input_hadamard(dense))
-
-    def _with(self, dense: nn.Module, read: Callable[[], Tensor]) -> nn.Module:
-        weight = read() if self.weight is None else self.weight
-        dense.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
-        return dense
 
 
 def notes_said(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:

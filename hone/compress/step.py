@@ -7,7 +7,7 @@ The engine runs the phases in order and knows no step by name:
    - layer: each step changes the layer's weights together (`change`), which still computes the same;
    - matrix: each linear passes through all steps of the phase (`apply`); one that `stores` says what is written
      (`entries` in advance, `tensors_of` a solved matrix) and all of them build what computes it (`module`);
-   - cache: each step calibrates what the layer's cache holds (`calibrate`).
+   - cache: each step makes scales of what was observed of the layer's cache (`scales`), with which the layer rounds it (`use`).
 
 `check_phases` checks the order in which a user gives them.
 
@@ -48,6 +48,8 @@ PHASES: tuple[Phase, ...] = ("model", "layer", "matrix", "cache")
 
 Targets = tuple[tuple["Linear", ...], ...]
 """The linears to compress by layer, the head after the last."""
+Ranges = tuple[list[dict[str, "Tensor"]], list[dict[str, "Tensor"]]]
+"""Statistics of a layer's keys and of its values by name: one set for each KV head, or one for all."""
 Entries = dict[str, tuple[Any, tuple[int, ...]]]
 """Torch dtype and shape of tensors by name."""
 
@@ -270,8 +272,16 @@ class CacheStep(Step):
         """Bytes moved for each calibration token and layer by its statistics."""
         raise NotImplementedError
 
-    def calibrate(self, layer: nn.Module, flow: Flow, checkpoint: ModelSource, index: int) -> dict[str, Tensor]:
-        """Observes `layer`, which has the weights that are written, and lets it round its cache from now on; the scales by name."""
+    @property
+    def cache_statistics(self) -> frozenset[str]:
+        """Statistics of a layer's keys and values that `scales` reads."""
+        raise NotImplementedError
+
+    def scales(
+        self, ranges: Ranges, config: ModelConfig, index: int, stored: torch.dtype, computed: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The scales of layer `index`, by checkpoint name, in dtype `stored`; `ranges` are the statistics of its keys and values, which
+        were `computed` in that dtype by the weights that are written."""
         raise NotImplementedError
 
     def use(self, layer: nn.Module, config: ModelConfig, index: int, stored: dict[str, Tensor]) -> None:

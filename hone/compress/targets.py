@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,6 +144,14 @@ def matrix_name(index: int, path: str) -> str:
     """Name of the linear at `path` of layer `index`: 'layers.3.mixer.qkv', or 'lm_head' of the head, after the last layer; that of
     the embedding, whatever the index, is 'embed_tokens'."""
     return path if path in (HEAD, EMBEDDED) else f"layers.{index}.{path}"
+
+
+def readers_of(linears: Iterable[Linear]) -> dict[Input | PartOf, list[str]]:
+    """The paths of the linears of a layer that read each of its inputs."""
+    found: dict[Input | PartOf, list[str]] = {}
+    for linear in linears:
+        found.setdefault(linear.reads, []).append(linear.path)
+    return found
 
 
 def has_head(targets: Sequence[Sequence[Linear]]) -> bool:

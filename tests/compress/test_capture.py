@@ -10,7 +10,6 @@ import torch
 
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
-from hone.model.decoder import Decoder
 from hone.model.hf import Checkpoint
 
 
@@ -29,10 +28,10 @@ def test_dense_states_are_those_of_the_model_that_is_not_compressed(tiny_llama: 
     calibration = Calibration(np.arange(40).reshape(5, 8), None, {})
     flow = Flow(calibration, 2, "cpu", torch.float32, paired=True)
 
-    def rounded(ends: Decoder) -> None:
-        ends.embed_tokens.weight = torch.nn.Parameter(ends.embedding.bfloat16().float())
-
-    flow.embed(checkpoint.build_ends(dtype=torch.float32), rounded)
+    ends = checkpoint.build_ends(dtype=torch.float32)
+    flow.embed_dense(ends)
+    ends.embed_tokens.weight = torch.nn.Parameter(ends.embedding.bfloat16().float())
+    flow.embed(ends)
     plain = Flow(calibration, 2, "cpu", torch.float32)
     plain.embed(checkpoint.build_ends(dtype=torch.float32))
     assert plain.dense_states is None and torch.equal(flow.dense_states, plain.states)

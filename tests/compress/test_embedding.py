@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from hone.base.errors import SpecError
 from hone.compress import calibration, stream
+from hone.compress.engine import ends
 from hone.compress.targets import embedding
 from hone.exports.api import export
 from hone.model.context import Causal
@@ -199,7 +200,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(family_folder, compress, mo
         patch.setattr(stream.Stream, "_advance", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         compress(source, step, **BOTH, name="resumed")
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "quantized_embedding", None)  # is not called again
+        patch.setattr(ends, "quantized_embedding", None)  # is not called again
         resumed = compress(source, step, **BOTH, name="resumed")
     before, after = tensors_of(whole.folder), tensors_of(resumed.folder)
     assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())

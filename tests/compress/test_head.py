@@ -13,6 +13,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.compress import calibration, stream
+from hone.compress.engine import running
 from hone.compress.stage import Compress
 from hone.model.context import Causal
 from hone.model.decoder import build
@@ -106,9 +107,9 @@ def test_an_interrupted_run_ends_with_the_same_bytes(family_folder, compress, mo
             raise KeyboardInterrupt
         return done(*args)
 
-    for name in ("_compress_layer", "_finish"):
+    for owner, name in ((stream.Stream, "_compress_layer"), (running, "_finished")):
         with monkeypatch.context() as patch:
-            patch.setattr(stream.Stream, name, stop)
+            patch.setattr(owner, name, stop)
             with pytest.raises(KeyboardInterrupt):
                 compress(source, step, **HEAD, name="resumed")
     resumed = compress(source, step, **HEAD, name="resumed")

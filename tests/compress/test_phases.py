@@ -19,8 +19,9 @@ from hone.model.quantized.rounded_inputs import RoundedInputs
 
 ROOM = Path(hone.compress.__file__).parent
 ENGINE = (
-    "stage.py", "spec.py", "step.py", "planning.py", "stream.py", "shards.py", "sizes.py", "matrix.py", "engine/job.py",
-    "engine/running.py", "structured/chain.py", "written/result.py",
+    "stage.py", "spec.py", "step.py", "planning.py", "stream.py", "shards.py", "sizes.py", "matrix.py",
+    "engine/job.py", "engine/running.py", "engine/layer_run.py", "engine/solving.py", "engine/modules.py", "engine/ends.py",
+    "engine/head.py", "structured/chain.py", "written/result.py",
 )  # fmt: skip
 RTN, GPTQ = {"kind": "rtn"}, {"kind": "gptq"}
 
@@ -33,8 +34,7 @@ def test_the_engine_knows_no_step_by_name(name: str) -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not imported & techniques
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            assert "step" not in ast.unparse(node.args[0]), ast.unparse(node)
+        assert not (isinstance(node, ast.Name) and node.id == "isinstance"), f"line {node.lineno}"
 
 
 @pytest.mark.parametrize("kind", STEPS)

@@ -17,8 +17,8 @@ from hone.base.run import Run
 from hone.compress.capture import Flow
 from hone.compress.engine.job import Job
 from hone.compress.layer import original
-from hone.compress.shards import build_layer
-from hone.compress.targets import matrix_name
+from hone.compress.targets import matrix_name, readers_of
+from hone.model.weights.exchanged import build_layer
 
 
 class Sensitivity(NamedTuple):
@@ -43,11 +43,8 @@ def measure(
         for index in range(count):
             checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
             layer = build_layer(checkpoint, index, job.device, job.dtype, job.mesh)
-            readers: dict[str, list[str]] = {}
-            for linear in job.targets[index]:
-                readers.setdefault(linear.reads, []).append(linear.path)
             with _Energies(layer) as added:
-                statistics = flow.statistics(layer, readers, {"hessian"})
+                statistics = flow.statistics(layer, readers_of(job.targets[index]), {"hessian"})
             flow.through(layer)
             shares = added.shares(job.mesh)
             mine, found = job.mine(index), []

@@ -15,15 +15,14 @@ from hone.compress.observers import OBSERVERS
 from hone.compress.observers.base import Observer
 from hone.compress.observers.min_max import MinMax
 from hone.compress.quantizers.base import RANGE_BYTES
-from hone.compress.step import CacheStep, Entries
+from hone.compress.step import CacheStep, Entries, Ranges
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-    from hone.compress.capture import Flow
     from hone.model.config import ModelConfig
     from hone.model.quantized.scheme import CacheScheme
-    from hone.model.weights.model import ModelSource
 
 
 class KVCache(CacheStep):
@@ -93,26 +92,22 @@ class KVCache(CacheStep):
         widest = max((2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in config.layers), default=0)
         return widest * sum(RANGE_BYTES[name] for name in self.observer.needs)
 
-    def calibrate(self, layer: nn.Module, flow: Flow, checkpoint: ModelSource, index: int) -> dict[str, Tensor]:
-        """Observes the keys and values of `layer` on its inputs and lets it round them from now on; the scales by name.
+    @property
+    def cache_statistics(self) -> frozenset[str]:
+        return self.observer.needs
 
-        The layer has the weights that are written: what it observes is what a served model caches. Raises ArtifactError
-        for keys or values that are not finite.
-        """
+    def scales(
+        self, ranges: Ranges, config: ModelConfig, index: int, stored: torch.dtype, computed: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The scales of keys and values by name. Raises ArtifactError for keys or values that are not finite."""
         import torch
 
-        from hone.compress.caches.ranges import observe
         from hone.model.quantized import kv_cache as rounding
 
-        mixer = checkpoint.config.layers[index].mixer
-        heads = (mixer.num_kv_heads, mixer.head_dim)
-        ranges = observe(layer, heads, flow, self.observer.needs, by_head=self.per == "head")
-        names, found = rounding.scale_names(checkpoint.config, index), {}
-        for name, parts in zip(names, ranges, strict=True):
-            scales = [self._scale(one, index, flow.dtype) for one in parts]
-            shape = rounding.scale_shape(self.cache_scheme, len(scales))
-            found[names[name]] = torch.stack(scales).view(shape).to(checkpoint.dtype)
-        self.use(layer, checkpoint.config, index, found)
+        found = {}
+        for name, parts in zip(rounding.scale_names(config, index).values(), ranges, strict=True):
+            scales = [self._scale(one, index, computed) for one in parts]
+            found[name] = torch.stack(scales).view(rounding.scale_shape(self.cache_scheme, len(scales))).to(stored)
         return found
 
     def use(self, layer: nn.Module, config: ModelConfig, index: int, stored: dict[str, Tensor]) -> None:

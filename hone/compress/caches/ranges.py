@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hone.compress.capture import Flow
 from hone.compress.statistics import RANGES
+from hone.compress.step import Ranges
 
 
 class _Observed(nn.Module):
@@ -34,9 +35,7 @@ class _Observed(nn.Module):
 
 
 @torch.no_grad()
-def observe(
-    layer: nn.Module, heads: tuple[int, int], flow: Flow, wanted: Collection[str], *, by_head: bool
-) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+def observe(layer: nn.Module, heads: tuple[int, int], flow: Flow, wanted: Collection[str], *, by_head: bool) -> Ranges:
     """Statistics `wanted` of the keys and of the values of `layer` on the inputs in `flow` of all ranks, which stay: one set
     for each KV head, or one for all. `heads`: number of KV heads and their channels."""
     sets, columns = heads if by_head else (1, heads[0] * heads[1])

@@ -1,15 +1,14 @@
-"""The engine's job: which steps work on which linears, with what bits, on which ranks; and the modules of what is written."""
+"""The engine's job: which steps work on which linears, with what bits, on which ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.compress.matrix import Parts
 from hone.compress.statistics import RANGES, STATISTICS
 from hone.compress.step import Assigned, CacheStep, Step, storing
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
@@ -42,6 +41,14 @@ class Job:
     requantized: bool = False
     """Whether the given model was quantized, whose weights have zeros of a grid that nothing pruned."""
 
+    def weights(self) -> Iterator[Tensor]:
+        """The given weights [N, K] of the linears in `targets`, by layer, a checkpoint module at a time."""
+        for linears in self.targets:
+            opened = self.checkpoint.reopened()  # so that its memory maps are freed with it
+            for linear in linears:
+                for name, _ in linear.modules:
+                    yield opened.tensor(f"{name}.weight").to(self.device)
+
     @property
     def statistics(self) -> frozenset[str]:
         """Statistics of the calibration inputs to gather: those of the steps' needs and of the output error."""
@@ -67,33 +74,6 @@ class Job:
         own = self.storage.of(index, linear)
         steps = (step for step in self.steps if step.phase == "matrix")
         return tuple(own if own is not None and step.stores else step for step in steps)
-
-    def parts(self, index: int, linear: Linear, tensors: Mapping[str, Tensor], weight: Tensor | None = None) -> Parts:
-        """What is written of a linear, among `tensors`; `weight` is what they hold, where it is known."""
-        wide = torch.promote_types(self.checkpoint.dtype, torch.float32)
-        return Parts(linear, index, self.checkpoint.config, tensors, self.device, self.dtype, wide, weight)
-
-    def module(self, dense: nn.Module, parts: Parts) -> nn.Module:
-        """The module that computes what is written of a linear, made of the one that the given model has."""
-        stored = self.storage.template is not None
-        module = dense if stored else parts.unquantized(dense)
-        for step in self.matrix_steps(parts.index, parts.linear):
-            module = step.module(module, parts)
-        return module
-
-    def put(
-        self,
-        layer: nn.Module,
-        index: int,
-        linear: Linear,
-        written: Mapping[str, Tensor],
-        weight: Tensor | None = None,
-    ) -> None:
-        """Puts a finished linear into `layer` as it is `written`; `weight` is what that holds, None to read it from there."""
-        dense = layer.get_submodule(linear.path)
-        module = self.module(dense, self.parts(index, linear, written, weight))
-        if module is not dense:
-            layer.set_submodule(linear.path, module)
 
     def mine(self, index: int) -> frozenset[str]:
         """The linears of layer `index` that this rank solves."""

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hone.base.errors import ArtifactError
+from hone.compress.caches.ranges import observe
 from hone.compress.capture import Flow
+from hone.compress.engine.head import HeadLayer
 from hone.compress.engine.job import Job
+from hone.compress.engine.modules import put
+from hone.compress.engine.solving import solve, written
 from hone.compress.layer import LayerWeights
-from hone.compress.matrix import Matrix
-from hone.compress.shards import build_layer
-from hone.compress.statistics import LEAST_TOKENS, uncalibrated
-from hone.compress.targets import HEAD, Linear, matrix_name
+from hone.compress.targets import readers_of
+from hone.model.weights.exchanged import build_layer
 
 
 class LayerRun:
@@ -28,20 +28,23 @@ class LayerRun:
     def __init__(self, job: Job, index: int, flow: Flow | None = None) -> None:
         self.job, self.index, self.flow = job, index, flow
         self.checkpoint = job.checkpoint.reopened()  # so that its memory maps are freed with it
-        self.layer = build_layer(self.checkpoint, index, job.device, job.dtype, job.mesh)
         self.linears = job.targets[index]
         self.is_head = index == self.checkpoint.config.num_layers  # no transform changes its inputs
+        if self.is_head:
+            self.layer = HeadLayer(self.checkpoint.build_ends(job.device, job.dtype))
+        else:
+            self.layer = build_layer(self.checkpoint, index, job.device, job.dtype, job.mesh)
         self.tensors: dict[str, Tensor] = {}
 
-    def replay(self, written: dict[str, Tensor], added: dict[str, Tensor]) -> None:
-        """Makes a layer that was finished before what it is on disk: its `written` shard, and adapters `added` beside it."""
+    def replay(self, stored: dict[str, Tensor], added: dict[str, Tensor]) -> None:
+        """Makes a layer that was finished before what it is on disk: its shard's tensors `stored`, and adapters `added` beside it."""
         job = self.job
         if job.transforms:
-            LayerWeights(self.checkpoint, self.index, self.layer, written, {}, frozenset(), {}).put_stored()
+            LayerWeights(self.checkpoint, self.index, self.layer, stored, {}, frozenset(), {}).put_stored()
         for linear in self.linears:
-            job.put(self.layer, self.index, linear, written | added)
+            put(job, self.layer, self.index, linear, stored | added)
         if job.cache is not None:
-            job.cache.use(self.layer, self.checkpoint.config, self.index, written)
+            job.cache.use(self.layer, self.checkpoint.config, self.index, stored)
 
     def compress(self) -> list[dict[str, Any]]:
         """Leaves in `tensors` what is written, and in the layer what computes it; one row of the report a matrix.
@@ -51,35 +54,33 @@ class LayerRun:
         job = self.job
         statistics, weight = self._prepared()
         mine, runs = job.mine(self.index), self.flow is not None and not self.is_head
-        found, made = {}, {}
+        rows, made = {}, {}
         for linear in self.linears:
-            given = statistics.pop(linear.path, {})
+            own = statistics.pop(linear.path, {})
             if linear.path not in mine:
                 continue
-            if job.gradients:
-                given = given | {"gradients": job.gradients[matrix_name(self.index, linear.path)]}
-            matrix = self._solve(linear, weight(linear.path), given)
-            found[linear.path] = matrix.row([name for name, _ in linear.modules], (step.kind for step in job.steps))
-            written = self._written(linear, matrix)
-            made.update(written)
+            matrix = solve(job, self.index, linear, weight(linear.path), own)
+            rows[linear.path] = matrix.row([name for name, _ in linear.modules], (step.kind for step in job.steps))
+            tensors = written(job, self.index, linear, matrix, self.tensors)
+            made.update(tensors)
             if runs:  # the second pass runs what is written, in its stored precision
                 held = None if matrix.stored is None else matrix.base
-                job.put(self.layer, self.index, linear, written, held)
+                put(job, self.layer, self.index, linear, tensors, held)
         made = job.mesh.exchange(made, job.device)
         for linear in self.linears:
             for name, _ in linear.modules:
                 self.tensors.pop(f"{name}.weight", None)
             if runs and linear.path not in mine:
-                job.put(self.layer, self.index, linear, made)
+                put(job, self.layer, self.index, linear, made)
         self.tensors.update(made)
-        by_path = {path: row for part in job.mesh.gather(found) for path, row in part.items()}
+        by_path = {path: row for part in job.mesh.gather(rows) for path, row in part.items()}
         if runs and job.cache is not None:
-            self.tensors.update(job.cache.calibrate(self.layer, self.flow, self.checkpoint, self.index))
+            self._calibrate_cache()
         return [by_path[linear.path] for linear in self.linears]
 
     def _prepared(self) -> tuple[dict[str, dict[str, Tensor]], Callable[[str], Tensor]]:
         """Reads the tensors, gathers statistics and applies the transforms: (statistics of each linear, its weight by path)."""
-        job, readers = self.job, self._readers()
+        job, readers = self.job, readers_of(self.linears)
         wanted = job.statistics if job.transforms and not self.is_head else job.statistics | job.ranges
         gathers = self.flow is not None and bool(readers or self.flow.paired)
         statistics = self.flow.statistics(self.layer, readers, wanted) if self.flow is not None and gathers else {}
@@ -100,52 +101,15 @@ class LayerRun:
                 statistics[path] = statistics[path] | values
         return statistics, weights.weight
 
-    def _readers(self) -> dict[Any, list[str]]:
-        """The linears that read each input."""
-        found: dict[Any, list[str]] = {}
-        for linear in self.linears:
-            found.setdefault(linear.reads, []).append(linear.path)
-        return found
+    def _calibrate_cache(self) -> None:
+        """Adds the scales of the layer's cache to what is written, and lets the layer round it with them.
 
-    def _solve(self, linear: Linear, original: Tensor, statistics: dict[str, Tensor]) -> Matrix:
-        """Runs the steps on one fused matrix. Raises ArtifactError when its inputs are not finite."""
-        job, name = self.job, matrix_name(self.index, linear.path)
-        name = name if linear.path == HEAD else f"model.{name}"
-        if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
-            raise ArtifactError(
-                f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
-                fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
-            )
-        modules = tuple(rows for _, rows in linear.modules)
-        tokens = int(statistics["tokens"]) if "tokens" in statistics else None
-        steps, storage = job.matrix_steps(self.index, linear), job.storage.of(self.index, linear)
-        quantize = None if storage is None else storage.apply
-        matrix = Matrix(
-            name, original, job.checkpoint.dtype, statistics, modules, job.model, quantize=quantize, tokens=tokens
-        )
-        if matrix.seldom:
-            matrix.statistics = uncalibrated(statistics)
-        if matrix.seldom and any(step.needs & statistics.keys() for step in steps):
-            matrix.notes.append(
-                f"an expert saw fewer than {LEAST_TOKENS} calibration tokens: compressed as without calibration"
-            )
-        matrix.keep_zeros(quantized=job.requantized)
-        for step in steps:
-            step.apply(matrix)
-        for step in steps:
-            step.finish(matrix)
-        return matrix
-
-    def _written(self, linear: Linear, matrix: Matrix) -> dict[str, Tensor]:
-        """The checkpoint tensors that replace those of the linear's modules, and what steps write beside them."""
-        names, storage, begin = [name for name, _ in linear.modules], self.job.storage.of(self.index, linear), 0
-        found = {key: tensor for step in self.job.steps for key, tensor in step.beside(matrix, names).items()}
-        for number, (name, count) in enumerate(linear.modules):
-            rows = slice(begin, begin + count)
-            begin += count
-            if storage is None:
-                part = {"weight": matrix.base[rows].to(self.tensors[f"{name}.weight"].dtype)}
-            else:
-                part = storage.tensors_of(matrix, number, rows)
-            found.update({f"{name}.{suffix}": tensor for suffix, tensor in part.items()})
-        return found
+        The layer has the weights that are written: what is observed is what a served model caches.
+        """
+        job, config = self.job, self.checkpoint.config
+        mixer = config.layers[self.index].mixer
+        heads, by_head = (mixer.num_kv_heads, mixer.head_dim), job.cache.cache_scheme.per == "head"
+        ranges = observe(self.layer, heads, self.flow, job.cache.cache_statistics, by_head=by_head)
+        scales = job.cache.scales(ranges, config, self.index, self.checkpoint.dtype, job.dtype)
+        job.cache.use(self.layer, config, self.index, scales)
+        self.tensors.update(scales)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,10 @@ from hone.base.durable import write_jsonl
 from hone.base.run import Run
 from hone.compress import calibration, capture, fitting, gradients, shards, stream
 from hone.compress import check as checks
+from hone.compress.engine import ends
+from hone.compress.engine.head import untied
 from hone.compress.engine.job import Job
+from hone.compress.matrix import notes_said
 from hone.compress.planning import CompressPlan, hadamards_of, paired, rest_dtype
 from hone.compress.spec import CompressSpec
 from hone.compress.structured import chain
@@ -36,8 +40,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         plan.chosen.run(plan.model_copy(update={"chosen": None, "notes": ()}), draft, parents, run)
         return
     folder = parents["model"].folder
-    checkpoint = _opened(folder, run)
-    requantized = isinstance(checkpoint.weights, dense.DenseWeights)  # asked before views lie over them
+    checkpoint, requantized = _opened(folder, run)
     samples = mesh.from_leader(lambda: _samples(spec, plan, checkpoint, parents))
     if samples is not None and -(-len(samples.tokens) // spec.batch_size) < mesh.world_size:
         run.warn(f"there are fewer batches of {spec.batch_size} sequences than ranks: lower batch_size to use all")
@@ -54,7 +57,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         flow = None if samples is None else capture.Flow(samples, spec.batch_size, run.device, dtype, **options)
         checkpoint, said = chain.rewrite(checkpoint, spec.model_steps, flow, plan.targets, draft, run)
         if checkpoint.config.tie_embeddings and has_head(plan.targets):
-            checkpoint = shards.untied(checkpoint)
+            checkpoint = untied(checkpoint)
         job = Job(
             checkpoint.with_each_expert(),
             spec.layer_steps,
@@ -83,7 +86,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         check = None
         if samples is not None and samples.spare is not None and not spec.reshapes:
             check = checks.Check(samples.spare, spec.batch_size, run.device, dtype, mesh)
-        rows = stream.Stream(job, flow if spec.calibrated_steps else None, draft, run, check).compress()
+        rows = _written(job, flow if spec.calibrated_steps else None, check, draft, run)
         if not mesh.leads:
             return
         checked = checks.read(draft.state)
@@ -109,16 +112,51 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         )
 
 
-def _opened(folder: Path, run: Run) -> ModelSource:
-    """The checkpoint; of a quantized one its dequantized weights, which is said."""
+def _written(
+    job: Job, flow: capture.Flow | None, check: checks.Check | None, draft: Draft, run: Run
+) -> list[dict[str, Any]]:
+    """Writes every shard of the compressed model and its index; returns one row per matrix (on rank 0; none on others).
+
+    Resumes after the last layer whose marker is in `draft.state`. `check` compares the models' predictions at the end and keeps
+    the result there.
+    """
+    mesh, count = job.mesh, len(job.targets)
+    done = mesh.from_leader(lambda: shards.finished_layers(draft, count))
+    if mesh.leads:
+        ends.write(job, draft)
+    if mesh.from_leader(lambda: checks.read(draft.state) is not None):
+        check = None
+    if done < count and job.steps and job.steps[0].reads_model:  # rank 0 alone: it computes next to nothing
+        job = replace(job, model=mesh.from_leader(lambda: job.steps[0].prepare(job.weights)))
+    stream.Stream(job, draft, run, done=done, flow=flow, checked=None if check is None else check.flow).compress()
+    if check is not None:
+        mesh.from_leader(lambda: None)  # the head is on disk
+        dense, compressed = (job.checkpoint.build_ends(job.device, job.dtype) for _ in range(2))
+        ends.put_all(job, draft, compressed)
+        check.keep(dense, compressed, draft.state)
+    return _finished(job, draft, run) if mesh.leads else []
+
+
+def _finished(job: Job, draft: Draft, run: Run) -> list[dict[str, Any]]:
+    """Writes the index over all shards and what lies beside them; returns the rows of all layers; prints notes once."""
+    rows = shards.write_index(draft, job.num_shards, ends.sizes(job), embedding=job.embedding is not None)
+    for step in job.steps:
+        step.conclude(draft, job.checkpoint.config, job.targets)
+    for line in notes_said(rows):
+        run.warn(line)
+    return rows
+
+
+def _opened(folder: Path, run: Run) -> tuple[ModelSource, bool]:
+    """The checkpoint, of a quantized one its dequantized weights, which is said; and whether it is a quantized one."""
     checkpoint = hf.Checkpoint(folder)
     if checkpoint.quantization is None:
-        return checkpoint
+        return checkpoint, False
     method = checkpoint.quantization.get("quant_method")
     run.warn(
         f"{folder} is quantized already ({method}): its dequantized weights are compressed, which adds both errors"
     )
-    return dense.dequantized(checkpoint)
+    return dense.dequantized(checkpoint), True
 
 
 def _samples(

@@ -61,7 +61,7 @@ def split(written: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 def keep(draft: Draft, index: int, added: dict[str, Tensor]) -> None:
-    """Keeps the factors of layer `index` for `finish` and for a run that resumes."""
+    """Keeps the factors of layer `index` for `write_folder` and for a run that resumes."""
     if added:
         write_shard(_file(draft, index), added)
 
@@ -72,7 +72,7 @@ def read(draft: Draft, index: int) -> dict[str, Tensor]:
     return read_shard(path) if path.exists() else {}
 
 
-def finish(draft: Draft, num_layers: int, adapter: LoRA) -> None:
+def write_folder(draft: Draft, num_layers: int, adapter: LoRA) -> None:
     """Writes the adapter's folder from the factors of all layers, which stay in their mapped files until they are written."""
     folder = draft.folder / ADAPTER
     folder.mkdir(exist_ok=True)

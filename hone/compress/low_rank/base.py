@@ -275,7 +275,7 @@ class Correction(LowRank):
         """Writes the adapter's folder, of all linears in `targets`."""
         from hone.compress.low_rank import adapter
 
-        adapter.finish(draft, len(targets), adapter.spec(self.rank, config, targets))
+        adapter.write_folder(draft, len(targets), adapter.spec(self.rank, config, targets))
 
     def config_values(self) -> dict[str, Any]:
         from hone.compress.low_rank import adapter

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError
 from hone.base.run import Run
 from hone.compress.capture import Flow, WithoutPadding
-from hone.compress.shards import build_layer
 from hone.feed.load import IGNORE
 from hone.model.decoder import DecoderLayer
 from hone.model.linear_spec import column_axis
+from hone.model.weights.exchanged import build_layer
 from hone.model.weights.model import ModelSource
 from hone.ops import linear_cross_entropy
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -279,6 +278,14 @@ def test_what_cannot_be_calibrated_is_one_clear_error(family_folder, made, compr
         made(tmp_path / "latent", {"kind": "kv_cache"})
 
 
+def _scales(step: KVCache, layer: torch.nn.Module, flow: Flow, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The scales of layer 0, observed on the inputs in `flow`."""
+    mixer = checkpoint.config.layers[0].mixer
+    by_head = step.cache_scheme.per == "head"
+    ranges = observe(layer, (mixer.num_kv_heads, mixer.head_dim), flow, step.cache_statistics, by_head=by_head)
+    return step.scales(ranges, checkpoint.config, 0, checkpoint.dtype, flow.dtype)
+
+
 def test_keys_that_are_not_finite_are_named(family_folder, calibration_text: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family_folder("llama"))
     layer = checkpoint.build_layer(0)
@@ -291,7 +298,7 @@ def test_keys_that_are_not_finite_are_named(family_folder, calibration_text: Pat
     for observer in ("min_max", "percentile"):
         step = KVCache.read({"kind": "kv_cache", "observer": {"kind": observer}})
         with pytest.raises(ArtifactError, match="keys or values of layer 0 are not all finite in float32"):
-            step.calibrate(layer, flow, SimpleNamespace(config=checkpoint.config, dtype=torch.float32), 0)
+            _scales(step, layer, flow, checkpoint)
 
 
 def test_a_cache_of_zeros_has_a_scale(family_folder, calibration_text: Path) -> None:
@@ -303,7 +310,7 @@ def test_a_cache_of_zeros_has_a_scale(family_folder, calibration_text: Path) -> 
         from_text(calibration_text, checkpoint.folder, num_sequences=2, seq_len=8, seed=0), 2, "cpu", torch.float32
     )
     flow.embed(checkpoint.build_ends())
-    found = KVCache(kind="kv_cache").calibrate(layer, flow, checkpoint, 0)
+    found = _scales(KVCache(kind="kv_cache"), layer, flow, checkpoint)
     assert all(float(scale) == pytest.approx(1 / 448) for scale in found.values())
 
 
