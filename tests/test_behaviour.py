@@ -27,7 +27,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "feed-forward": ("model/feed_forwards/test_feed_forwards.py", "model/test_moe.py"),
     "router": ("model/test_routers.py",),
     "balance": ("model/test_balance.py",),
-    "growth": ("model/growth/test_growth.py",),
+    "growth": ("model/growth/test_growth.py", "model/growth/test_upcycle.py"),
     "adapter": ("model/adapters/test_adapters.py",),
     "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),

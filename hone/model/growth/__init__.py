@@ -10,5 +10,6 @@ GROWTHS = Table(
         "net2net": "hone.model.growth.net2net:Net2Net",
         "bert2bert": "hone.model.growth.bert2bert:Bert2BERT",
         "zero_expansion": "hone.model.growth.zero_expansion:ZeroExpansion",
+        "upcycle": "hone.model.growth.upcycle:Upcycle",
     },
 )

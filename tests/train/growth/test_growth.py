@@ -91,6 +91,26 @@ def test_the_plan_says_what_growth_saves(small, grown, data_folder):
     assert other.estimates["flops_before_growth"].value > grown.figures["flops_before_growth"].value
 
 
+def test_a_training_upcycles_its_model(small, data_folder, tmp_path):
+    """The loss before its first step is the dense model's; the plan counts what a token visits, and the folder is a Mixtral."""
+    init = {"kind": "upcycle", "num_experts": 4, "granularity": 2, "router": {"kind": "softmax", "top_k": 2}}
+    spec = Train.read({**SPEC, "steps": 4, "init": init})
+    given = {"data": facts_of(Artifact.read(data_folder)), "model": facts_of(small)}
+    plan = spec.plan(given, describe("cpu"))
+    dense, config = Checkpoint(small.folder).config, plan.facts.config
+    assert plan.estimates["train_flops"].value == pytest.approx(
+        plan.estimates["flops_before_growth"].value * 4 / 8, rel=0.05
+    ), "half of the steps, of as many active weights and the router"
+    assert config.active_params == dense.num_params + 4 * 4 * config.hidden_size
+    made = spec.make(tmp_path / "train-moe", {"data": Artifact.read(data_folder), "model": small}, QUIET)
+    figures = made.figures
+    assert abs(figures["loss_after_growth"].value - figures["loss_before_growth"].value) <= 1e-5
+    assert "upcycle: the same logits" in figures["loss_after_growth"].note
+    assert figures["val_loss"].value < figures["loss_after_growth"].value
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
+    assert type(loaded).__name__ == "MixtralForCausalLM" and loaded.num_parameters() == config.num_params
+
+
 def test_init_is_a_word_a_technique_or_several():
     stack = Train.read({**SPEC, "init": "stack"})
     assert stack == Train.read({**SPEC, "init": {"kind": "stack"}}) == Train.read({**SPEC, "init": ["stack"]})
