@@ -29,6 +29,7 @@ class MoE(FeedForward):
     """The weighted sum of the experts that a router chooses for a token, and of experts that every token visits. Shazeer et al. 2017, arXiv:1701.06538."""
 
     paper: ClassVar[str] = "arXiv:1701.06538"
+    widens: ClassVar[tuple[str, ...]] = ("intermediate_size",)
 
     intermediate_size: int = Field(gt=0, description="Width of one expert.")
     num_experts: int = Field(8, gt=0, description="Experts among which the router chooses.")

@@ -34,7 +34,9 @@ class Width(Growth):
     """Whether the rows of a copy are those of the next layer."""
 
     hidden_size: int | None = Field(None, gt=0, description="Channels of the larger model's residual stream.")
-    intermediate_size: int | None = Field(None, gt=0, description="Feed-forward channels of every layer.")
+    intermediate_size: int | None = Field(
+        None, gt=0, description="Feed-forward channels of every layer; of experts those of each."
+    )
     num_heads: int | None = Field(
         None,
         gt=0,
@@ -138,7 +140,7 @@ class Width(Growth):
                 fix=f"leave {name} out",
             )
         grown = self._more(name, now)
-        if grown > now and name not in part.splits:
+        if grown > now and name not in part.splits + part.widens:
             raise SpecError(
                 f"{self.kind}: {name} of '{part.kind}' in layers.{index} cannot grow: its heads are not alike, or what it computes "
                 "depends on their number",

@@ -186,3 +186,27 @@ def test_other_feed_forwards_are_refused(tmp_path: Path) -> None:
     growths = [GROWTHS.read({"kind": "upcycle", "every_nth": 2})] * 2
     with pytest.raises(SpecError, match="'moe' of layer 1 already has experts"):
         grown_checkpoint(hf.Checkpoint(tmp_path / "llama"), growths)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@torch.no_grad()
+def test_experts_grow_wider_with_the_same_logits(family: str, tmp_path: Path) -> None:
+    """Every expert's channels, and with them the shared experts'; transformers computes the same."""
+    moe = {"kind": "moe", "num_experts": 4, "intermediate_size": 12}
+    moe |= {"num_shared_experts": 2, "shared_gate": True} if family == "qwen2_moe" else {}
+    before = dense(family, tmp_path / "small", num_layers=2, feed_forward=(moe,))(TOKENS)
+    for options in (
+        {"kind": "net2net", "intermediate_size": 24, "hidden_size": 64},
+        {"kind": "net2net", "intermediate_size": 20, "mapping": "random", "shares": "even"},
+        {"kind": "zero_expansion", "intermediate_size": 28, "num_heads": 8, "num_kv_heads": 4},
+        {"kind": "bert2bert", "intermediate_size": 24},
+    ):
+        growth = GROWTHS.read(options)
+        made = grown_checkpoint(hf.Checkpoint(tmp_path / "small"), [growth]).build(dtype=torch.float32).eval()
+        assert made.config.layers[1].feed_forward.intermediate_size == options["intermediate_size"]
+        assert made.config.num_params == sum(one.numel() for one in made.parameters())
+        hf.save(made, tmp_path / "large")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32).eval()
+        torch.testing.assert_close(again(TOKENS).logits, made(TOKENS), atol=2e-5, rtol=1e-4)
+        same = torch.allclose(made(TOKENS), before, atol=2e-5, rtol=1e-4)
+        assert same == growth.exact
