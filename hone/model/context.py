@@ -82,12 +82,13 @@ class Context:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the queries to every key that is visible to them in this context.
 
         q [..., H, Dh], k and v [..., KV, Dh], rotated already; leading shape that of the tokens. Returns [..., H, Dh].
         With `window` w a token attends to itself and the w - 1 tokens before it; with `softcap` c a score s becomes
-        c tanh(s / c). A cache stores k and v under `layer`.
+        c tanh(s / c); `sinks` [H] are one more score a head, without a value. A cache stores k and v under `layer`.
         k and v None: those that `layer` gave to `share_kv` or `rotate_and_cache` in this pass.
         """
         raise NotImplementedError
@@ -100,8 +101,8 @@ class Context:
         """
         raise NotImplementedError
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
-        """Prepares masks for layers that will `attend` with heads of `head_dim`, `window` and `softcap`, for x's device and dtype.
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
+        """Prepares masks for layers that will `attend` with heads of `head_dim` and these options, for x's device and dtype.
 
         Called before the first layer: a layer may be compiled, or run again for activation checkpointing, and must read
         the same tensors each time.
@@ -200,18 +201,17 @@ class Causal(Context):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
-        if window is None or window >= self.seq_len:
-            if softcap is not None:
-                return fused(q, k, v, scale, softcap=softcap)
-            return fused(q, k, v, scale) if has_fused(q, v) else sdpa(q, k, v, None, scale)
-        if softcap is not None or has_fused(q, v):
-            return fused(q, k, v, scale, window, softcap=softcap)
-        return sdpa(q, k, v, self._mask(window), scale)
+        window = None if window is None or window >= self.seq_len else window
+        if softcap is not None or sinks is not None or has_fused(q, v):
+            return fused(q, k, v, scale, window, softcap=softcap, sinks=sinks)
+        return sdpa(q, k, v, None if window is None else self._mask(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
-        if softcap is None and window is not None and window < self.seq_len and not runs_fused(x, head_dim):
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
+        plain = softcap is None and not sinks
+        if plain and window is not None and window < self.seq_len and not runs_fused(x, head_dim):
             self._mask(window)
 
     def _mask(self, window: int) -> Tensor:
@@ -252,20 +252,21 @@ class Packed(Context):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
         window = None if window is None or window >= self.seq_len else window
-        if softcap is not None:
-            return fused(q, k, v, scale, mask=self._documents(window), softcap=softcap)
+        if softcap is not None or sinks is not None:
+            return fused(q, k, v, scale, mask=self._documents(window), softcap=softcap, sinks=sinks)
         if self._whole and window is None:
             return sdpa(q, k, v, None, scale)
         if has_fused(q, v):
             return fused(q, k, v, scale, mask=self._documents(window))
         return sdpa(q, k, v, self._pairs(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None) -> None:
+    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
         window = None if window is None or window >= self.seq_len else window
-        if softcap is not None:
+        if softcap is not None or sinks:
             self._documents(window)
         elif not (self._whole and window is None):
             self._documents(window) if runs_fused(x, head_dim) else self._pairs(window)
@@ -310,6 +311,7 @@ def fused(
     window: int | None = None,
     mask: Any = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`hone.ops.attend` on [..., S, heads, Dh] with leading axes or without; causal unless a `mask` is given.
 
@@ -321,8 +323,8 @@ def fused(
     if mask is None:
         mask = masks.CAUSAL if window is None else masks.window(window)
     if q.dim() == 3:
-        return attend(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)[0]
-    return attend(q, k, v, mask, scale=scale, softcap=softcap)
+        return attend(q[None], k[None], v[None], mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+    return attend(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def is_visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:

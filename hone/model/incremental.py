@@ -57,13 +57,15 @@ class Incremental(Context):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if k is None or v is None:
             k, v = self._keys(layer, k, v)
         else:
             k, v = self._join(layer, k, v, window)
-        if softcap is not None:
-            return fused(q, k, v, scale, None if window is None or window >= k.shape[1] else window, softcap=softcap)
+        if softcap is not None or sinks is not None:
+            window = None if window is None or window >= k.shape[1] else window
+            return fused(q, k, v, scale, window, softcap=softcap, sinks=sinks)
         return self.attend_joined(q, k, v, scale=scale, window=window)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:

@@ -245,7 +245,7 @@ def compiles_on(machine: Machine, config: ModelConfig, dtype: str) -> bool:
         mixer = layer.mixer
         if layer.norms != "pre" or type(mixer) is not Attention or type(layer.feed_forward) is not SwiGLU:
             return False
-        if mixer.softcap is not None or mixer.rotary_dim is not None or mixer.qk_norm_over != "head":
+        if mixer.softcap is not None or mixer.sinks or mixer.rotary_dim is not None or mixer.qk_norm_over != "head":
             return False
         widths = {"head_dim": mixer.head_dim, "v_dim": mixer.head_dim}
         if choose("attend_paged", Where("cpu", cpu=cpu_isa()), **widths, **page).backend != "compiled":

@@ -53,6 +53,35 @@ def test_contexts_equal_the_reference(window: int | None, packed: bool) -> None:
     torch.testing.assert_close(mixed, reference.attend(q, k, v, mask, scale=0.3)[0])
 
 
+@pytest.mark.parametrize("window", [None, 4, 99])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_are_a_key_without_a_value_and_its_score(window: int | None, packed: bool) -> None:
+    """A key of zeros in front of all others, whose score a sink replaces: the softmax written out."""
+    q = torch.randn(2, 17, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 17, 2, 8, dtype=torch.float64)
+    sinks = torch.tensor([-3.0, 0.0, 0.5, 1.0, 2.0, 6.0], dtype=torch.float64)
+    ids = torch.stack([documents([4, 13])[0], documents([17])[0]])
+    line, wide = torch.arange(17), 17 if window is None else window
+    seen = (line <= line[:, None]) & (line > line[:, None] - wide)
+    seen = seen & (ids[:, None] == ids[..., None]) if packed else seen.expand(2, 17, 17)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(3, 2)) * 0.3
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    column = sinks.view(1, 6, 1, 1).expand(2, 6, 17, 1)
+    wanted = torch.einsum(
+        "bhqk,bkhd->bqhd", torch.cat((scores, column), -1).softmax(-1)[..., :17], v.repeat_interleave(3, 2)
+    )
+    context = Packed(ids) if packed else Causal(torch.zeros(2, 17))
+    context.expect(q.flatten(2), 8, window, sinks=True)
+    torch.testing.assert_close(context.attend(0, q, k, v, scale=0.3, window=window, sinks=sinks), wanted)
+    if not packed:
+        later, parts = Incremental(torch.zeros(2, 9)), []
+        for start, stop in ((0, 9), (9, 16), (16, 17)):
+            later = Incremental(torch.zeros(2, stop - start), start, later.carry)
+            some = (x[:, start:stop] for x in (q, k, v))
+            parts.append(later.attend(0, *some, scale=0.3, window=window, sinks=sinks))
+        torch.testing.assert_close(torch.cat(parts, 1), wanted)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_gpus_masks_are_the_same(window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"window": 7},
     {"documents": True, "window": 9, "kv_heads": 2},
     {"softcap": 2.0, "documents": True},
+    {"sinks": True, "kv_heads": 2, "window": 9},
     {"contiguous": True, "documents": True, "kv_heads": 2},
     {"dtype": "bfloat16"},
 ]
@@ -71,17 +72,22 @@ def error(
     sizes = {"q": (4, 16), "k": (kv_heads, 16), "v": (kv_heads, v_dim), "d": (4, v_dim)}
     whole = [torch.randn(2, LENGTH, *size, generator=drawn).to(getattr(torch, dtype)) for size in sizes.values()]
     context = Causal(torch.zeros(2, LENGTH)) if ids is None else Packed(ids)
+    sinks = [torch.tensor([-1.0, 0.5, 2.0, 0.0], requires_grad=True)] if options.pop("sinks", False) else []
     options = {"window": None, **options, "scale": 0.25}
-    leaves = [part.double().requires_grad_() for part in whole[:3]]
-    out = context.attend(0, *leaves, **options)
+    leaves = [part.double().requires_grad_() for part in whole[:3]] + [one.double() for one in sinks]
+    given = [{"sinks": one} for one in (leaves[3], sinks[0])] if sinks else [{}, {}]
+    out = context.attend(0, *leaves[:3], **options, **given[0])
     wanted = [out, *torch.autograd.grad(out, leaves, whole[3].double())]
     layout = Layout(LENGTH, axis.size, axis.index, zigzag=zigzag and not contiguous, document_ids=ids)
     assert torch.equal(layout.positions.expand(2, -1), layout.mine(context.positions))
     mine = [layout.mine(part).requires_grad_() for part in whole[:3]]
-    out = way(*mine, layout, axis, **options)
-    got = [out, *torch.autograd.grad(out, mine, layout.mine(whole[3]))]
-    assert all(one.dtype == getattr(torch, dtype) for one in got)
-    pairs = [(one, layout.mine(other)) for one, other in zip(got, wanted, strict=True)]
+    out = way(*mine, layout, axis, **options, **given[1])
+    got = [out, *torch.autograd.grad(out, mine + sinks, layout.mine(whole[3]))]
+    assert all(one.dtype == getattr(torch, dtype) for one in got[:4])
+    pairs = [(one, layout.mine(other)) for one, other in zip(got[:4], wanted[:4], strict=True)]
+    for one, other in zip(got[4:], wanted[4:], strict=True):
+        torch.distributed.all_reduce(one)
+        pairs.append((one, other))
     return max(((one - other).abs() / other.abs().clamp(min=1)).max().item() for one, other in pairs)
 
 

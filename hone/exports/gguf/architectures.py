@@ -128,6 +128,11 @@ def _check(config: ModelConfig, arch: Architecture, where: str) -> None:
                 f"{where}: layer {index} mixes with '{layer.mixer.kind}', which llama.cpp has not",
                 fix="export a model whose layers all have attention",
             )
+        if layer.mixer.sinks:
+            raise SpecError(
+                f"{where}: the attention of layer {index} has sinks, which this export has no tensors for",
+                fix="serve it with hone serve or, as a folder of its family, with vLLM",
+            )
     layer: Any = config.layers[0]
     mixer, kind, width = layer.mixer, layer.feed_forward.kind, layer.mixer.num_heads * layer.mixer.head_dim
     if kind != arch.activation:

@@ -1,4 +1,4 @@
-"""Softmax attention with rotary positions: grouped KV heads, sliding window, optional biases, query/key norms and softcap."""
+"""Softmax attention with rotary positions: grouped KV heads, sliding window, optional biases, query/key norms, softcap and sinks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hone.model.linear_spec import (
     NormSpec,
     Output,
     Parameter,
+    ParameterSpec,
     grouped_pieces,
     projection_in,
     projection_out,
@@ -99,6 +100,9 @@ class Attention(GroupedHeads):
     softcap: float | None = Field(
         None, gt=0, description="Cap of the scores: softcap * tanh(score / softcap); empty for none."
     )
+    sinks: bool = Field(
+        False, description="One learned score a head without a value joins the softmax (gpt-oss), arXiv:2309.17453."
+    )
 
     @model_validator(mode="after")
     def _rotation_fits(self) -> Self:
@@ -116,14 +120,16 @@ class Attention(GroupedHeads):
         return replace(qkv, bias=self.qkv_bias), replace(out, bias=self.out_bias)
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
+        sinks = (ParameterSpec("sinks", (self.num_heads,), heads=self.num_heads),) if self.sinks else ()
         if not self.qk_norm:
-            return ()
+            return sinks
         whole = self.qk_norm_over == "projection"
         queries, keys = (self.num_heads, self.num_kv_heads) if whole else (1, 1)
-        return tuple(
+        norms = tuple(
             NormSpec(f"{piece}_norm", heads * self.head_dim, over=Output("mixer.qkv", piece) if whole else None)
             for piece, heads in (("q", queries), ("k", keys))
         )
+        return norms + sinks
 
     def local(self, num_ranks: int) -> Self:
         if num_ranks > 1 and self.qk_norm and self.qk_norm_over == "projection":
@@ -149,7 +155,7 @@ class Attention(GroupedHeads):
     def prepare(self, context: Context, x: Tensor) -> None:
         if self.rotary_dim != 0:
             context.rotary(self.rope, self.rotary_dim or self.head_dim, x.dtype)
-        context.expect(x, self.head_dim, self.window, softcap=self.softcap)
+        context.expect(x, self.head_dim, self.window, softcap=self.softcap, sinks=self.sinks)
 
     def build(self, place: Placement) -> AttentionLayer:
         usual = self.rotary_dim is None and self.qk_norm_over == "head"
@@ -177,7 +183,7 @@ class AttentionLayer(GroupedHeadsLayer):
         q, k = turning.split([spec.num_heads, spec.num_kv_heads], dim=-2)
         norms = (self.q_norm, self.k_norm) if spec.qk_norm else None
         if self.kv_rounding is None and context.rotate_and_cache(self.layer, q, k, v, cos, sin, norms):
-            return self.out(context.attend(self.layer, q, None, None, **self.options).flatten(-2))
+            return self._mixed(context, q, None, None)
         if norms is not None:
             q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         else:
@@ -190,7 +196,11 @@ class AttentionLayer(GroupedHeadsLayer):
             k, v = self.kv_rounding(k, v)
         if self.shares_kv:
             context.share_kv(self.layer, k, v)
-        return self.out(context.attend(self.layer, q, k, v, **self.options).flatten(-2))
+        return self._mixed(context, q, k, v)
+
+    def _mixed(self, context: Context, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        options = {**self.options, "sinks": self.sinks} if self.spec.sinks else self.options
+        return self.out(context.attend(self.layer, q, k, v, **options).flatten(-2))
 
 
 class PartlyRotatedLayer(AttentionLayer):

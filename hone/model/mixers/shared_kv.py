@@ -51,6 +51,8 @@ class SharedKV(Mixer):
                 raise ValueError(
                     f"shared_kv has no {name}, but the layer whose keys it uses has {getattr(source, name)}"
                 )
+        if source.sinks:
+            raise ValueError("shared_kv has no sinks, but the layer whose keys it uses has them")
         if source.qk_norm_over != "head":
             raise ValueError(
                 f"shared_kv norms heads, the layer whose keys it uses has qk_norm_over {source.qk_norm_over!r}"

@@ -20,6 +20,7 @@ from hone.base.errors import SpecError
 from hone.ops.attention import reference
 from hone.ops.attention.checks import check, scale_of
 from hone.ops.attention.masks import CAUSAL, Mask, Tiles
+from hone.ops.attention.sinks import add_sinks
 from hone.ops.dispatch import backend_of
 
 _FORWARD = {
@@ -82,9 +83,7 @@ def attend(
             reverse = _choose_backward(*case, deterministic, backend)
         out, lse = _fused(q, k, v, mask, scale, softcap, chosen, reverse)
     if sinks is not None:
-        drop = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-        out = (out * drop.transpose(1, 2)[..., None]).to(out.dtype)
-        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.ops import attend, attend_backward
+from hone.ops.attention.sinks import add_sinks, sinks_gradient
 from hone.parallel.axis import Axis
 from hone.parallel.context.layout import Layout
 
@@ -26,6 +27,7 @@ def all_gather(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's q [B, s, H, Dh] to every rank's k [B, s, KV, Dh], v [B, s, KV, Dv]: [B, s, H, Dv].
 
@@ -33,7 +35,7 @@ def all_gather(
     pass gathers them again, and sums their gradients in float32 to the rank that each belongs to. Any mask costs one call for
     each chunk of queries. Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
     """
-    return _Gathered.apply(q, k, v, layout, axis, window, {"scale": scale, "softcap": softcap})
+    return _Gathered.apply(q, k, v, sinks, layout, axis, window, {"scale": scale, "softcap": softcap})
 
 
 class _Gathered(torch.autograd.Function):
@@ -43,6 +45,7 @@ class _Gathered(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         layout: Layout,
         axis: Axis,
         window: int | None,
@@ -55,14 +58,16 @@ class _Gathered(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs, 1), torch.cat(lses, 2)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.rest = layout, axis, window, options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         layout, axis, window, options = ctx.rest
         exact = torch.promote_types(q.dtype, torch.float32)
         every_k, every_v = _gathered((k, v), layout, axis)
@@ -77,7 +82,8 @@ class _Gathered(torch.autograd.Function):
             d_k[:, keys] += parts[1]
             d_v[:, keys] += parts[2]
         own_k, own_v = _summed((d_k, d_v), layout, axis)
-        return torch.cat(d_q, 1), own_k.to(k.dtype), own_v.to(v.dtype), None, None, None, None
+        d_sinks = None if sinks is None else sinks_gradient(out, lse, d_out, sinks)
+        return torch.cat(d_q, 1), own_k.to(k.dtype), own_v.to(v.dtype), d_sinks, None, None, None, None
 
 
 def _gathered(parts: tuple[Tensor, ...], layout: Layout, axis: Axis) -> list[Tensor]:

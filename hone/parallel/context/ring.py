@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.ops import attend, attend_backward, merge
+from hone.ops.attention.sinks import add_sinks, sinks_gradient
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.context.layout import Layout
 
@@ -26,6 +27,7 @@ def ring(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's q [B, s, H, Dh] to every rank's k [B, s, KV, Dh], v [B, s, KV, Dv]: [B, s, H, Dv].
 
@@ -34,7 +36,7 @@ def ring(
     with each block travels the float32 sum of its gradient, which is complete when it is home after n steps. A rank holds
     two blocks at a time, never the whole sequence. Liu et al. 2023, arXiv:2310.01889.
     """
-    return _Ring.apply(q, k, v, layout, axis, window, {"scale": scale, "softcap": softcap})
+    return _Ring.apply(q, k, v, sinks, layout, axis, window, {"scale": scale, "softcap": softcap})
 
 
 class _Ring(torch.autograd.Function):
@@ -44,6 +46,7 @@ class _Ring(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         layout: Layout,
         axis: Axis,
         window: int | None,
@@ -69,15 +72,17 @@ class _Ring(torch.autograd.Function):
             if arriving is not None:
                 _wait(moving)
                 held = arriving
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.rest = layout, axis, window, options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         layout, axis, window, options = ctx.rest
         exact = torch.promote_types(q.dtype, torch.float32)
         held, shapes = _packed(k, v), (k.shape, v.shape)
@@ -106,7 +111,8 @@ class _Ring(torch.autograd.Function):
                 held = arriving
         _wait(summing)
         d_k, d_v = _unpacked(sums, *shapes)
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None
+        d_sinks = None if sinks is None else sinks_gradient(out, lse, d_out, sinks)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None, None, None
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def ulysses(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's q [B, s, H, Dh] to every rank's k [B, s, KV, Dh], v [B, s, KV, Dv]: [B, s, H, Dv].
 
@@ -40,7 +41,8 @@ def ulysses(
         copies = axis.size // k.shape[2]
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
     q, k, v = _Exchange.apply(axis, True, q, k, v)
-    out = attend(q, k, v, layout.whole(window), scale=scale, softcap=softcap)
+    sinks = None if sinks is None else sinks.chunk(axis.size)[axis.index]
+    out = attend(q, k, v, layout.whole(window), scale=scale, softcap=softcap, sinks=sinks)
     return _Exchange.apply(axis, False, out)[0]
 
 

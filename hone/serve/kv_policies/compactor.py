@@ -129,7 +129,8 @@ class _Observing(Paged):
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
         keys = self.cache.layers[layer]["k"]
         count = int(self._batch.ends[0])
-        found = received_attention(q, keys, self._table[0], count, options["scale"], options.get("softcap"))
+        some = {name: options.get(name) for name in ("softcap", "sinks")}
+        found = received_attention(q, keys, self._table[0], count, options["scale"], **some)
         _add(self.received, {layer: found})
         return super().attend(layer, q, None, None, **options)
 
@@ -141,7 +142,13 @@ class _Observing(Paged):
 
 
 def received_attention(
-    q: Tensor, k_pages: Tensor, table: Tensor, num_slots: int, scale: float, softcap: float | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    table: Tensor,
+    num_slots: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """float32 [KV, num_slots]: causal softmax probabilities of the queries q [n, H, Dh], summed over them and each key head's group.
 
@@ -162,7 +169,11 @@ def received_attention(
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
         scores.masked_fill_(slots > indices[some, None], float("-inf"))
-        received += scores.softmax(-1).sum((1, 2))
+        shares = scores.softmax(-1)
+        if sinks is not None:
+            scores_of_sinks = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1)
+            shares *= (scores.logsumexp(-1, keepdim=True) - scores_of_sinks).sigmoid()
+        received += shares.sum((1, 2))
     return received
 
 

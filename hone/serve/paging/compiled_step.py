@@ -140,8 +140,8 @@ def _unlike(layer: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> str |
     if type(layer) is not DecoderLayer or not layer.usual:
         return "its norms or its residual stream are unlike Llama's"
     mixer, fed = layer.mixer, layer.feed_forward
-    if type(mixer) is not AttentionLayer or mixer.spec.softcap is not None:
-        return f"mixer '{mixer.spec.kind}' is not attention with whole rotary heads and without softcap"
+    if type(mixer) is not AttentionLayer or mixer.spec.softcap is not None or mixer.spec.sinks:
+        return f"mixer '{mixer.spec.kind}' is not attention with whole rotary heads and without softcap and sinks"
     if mixer.shares_kv or hasattr(mixer, "source") or mixer.kv_rounding is not None or set(tensors) != {"k", "v"}:
         return "its keys are shared or rounded"
     if type(fed) is not SwiGLULayer:

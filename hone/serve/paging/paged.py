@@ -77,6 +77,7 @@ class Paged(Context):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         k_pages, v_pages = self._kv(layer)
         window, sink_tokens = self.cache.kept.view(window)
@@ -89,15 +90,15 @@ class Paged(Context):
             if q.is_cuda:
                 runs_kernel(q, k_pages, v_pages, len(self._ends), softcap=True)  # says once that it does not, and why
         elif q.is_cuda and runs_kernel(q, k_pages, v_pages, len(self._ends)):
-            if self._shared is not None and window is None and k_pages.dtype == q.dtype:
+            if self._shared is not None and window is None and sinks is None and k_pages.dtype == q.dtype:
                 return attend_shared(q, k_pages, v_pages, self._table, self._ends, self._shared, scale=scale)
             lengths = None if self._most == 1 else self._lengths
             return attend_paged(
                 q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, sink_tokens=sink_tokens,
-                max_query_len=self._most, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
+                sinks=sinks, max_query_len=self._most, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
             )  # fmt: skip
         expanded = {name: per_token(one, k_pages) for name, one in scales.items()}
-        extras = Extras(sink_tokens, softcap=softcap, **expanded)
+        extras = Extras(sink_tokens, sinks, softcap=softcap, **expanded)
         return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:

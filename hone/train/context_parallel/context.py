@@ -35,9 +35,11 @@ class AcrossRanks(Context):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         k, v = self._keys(layer, k, v)
-        return self._attention(q, k, v, self.layout, self.axis, scale=scale, window=window, softcap=softcap)
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        return self._attention(q, k, v, self.layout, self.axis, **options)
 
     def _distinct_positions(self) -> Tensor:
         return self.layout.places if self.layout.begins is None else self.layout.positions

@@ -311,13 +311,15 @@ def test_received_attention_is_the_sum_of_softmax_probabilities() -> None:
     torch.manual_seed(0)
     pages, table = torch.randn(9, 2, 4, 8), torch.tensor([5, 2, 7, 0])
     q = torch.randn(3, 6, 8)
-    found = received_attention(q, pages, table, 10, 0.3, softcap=2.0)
+    sinks = torch.tensor([-2.0, 0.0, 0.3, 1.0, 2.0, -9.0])
+    found = received_attention(q, pages, table, 10, 0.3, softcap=2.0, sinks=sinks)
     keys = pages[[5, 2, 7]].double().permute(1, 0, 2, 3).reshape(2, 12, 8)[:, :10]
     expected = torch.zeros(2, 10, dtype=torch.float64)
     for place in range(3):
         for head in range(6):
             scores = keys[head // 3, : 8 + place] @ q[place, head].double() * 0.3
-            expected[head // 3, : 8 + place] += (2.0 * (scores / 2.0).tanh()).softmax(0)
+            scores = torch.cat((2.0 * (scores / 2.0).tanh(), sinks[head : head + 1].double()))
+            expected[head // 3, : 8 + place] += scores.softmax(0)[:-1]
     assert torch.allclose(found.double(), expected, atol=1e-6)
 
 
