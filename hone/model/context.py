@@ -101,7 +101,9 @@ class Context:
         """
         raise NotImplementedError
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
+    def expect(
+        self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False
+    ) -> None:
         """Prepares masks for layers that will `attend` with heads of `head_dim` and these options, for x's device and dtype.
 
         Called before the first layer: a layer may be compiled, or run again for activation checkpointing, and must read
@@ -209,7 +211,9 @@ class Causal(Context):
             return fused(q, k, v, scale, window, softcap=softcap, sinks=sinks)
         return sdpa(q, k, v, None if window is None else self._mask(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
+    def expect(
+        self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False
+    ) -> None:
         plain = softcap is None and not sinks
         if plain and window is not None and window < self.seq_len and not runs_fused(x, head_dim):
             self._mask(window)
@@ -264,7 +268,9 @@ class Packed(Context):
             return fused(q, k, v, scale, mask=self._documents(window))
         return sdpa(q, k, v, self._pairs(window), scale)
 
-    def expect(self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False) -> None:
+    def expect(
+        self, x: Tensor, head_dim: int, window: int | None, *, softcap: float | None = None, sinks: bool = False
+    ) -> None:
         window = None if window is None or window >= self.seq_len else window
         if softcap is not None or sinks:
             self._documents(window)

@@ -4,7 +4,7 @@ The functions are imported eagerly: three have the name of their folder, and a l
 them. No kernel is imported with them.
 """
 
-from hone.ops.activation.api import geglu, swiglu
+from hone.ops.activation.api import clamped_swiglu, geglu, swiglu
 from hone.ops.attention.api import attend, attend_backward, merge
 from hone.ops.dispatch import choose
 from hone.ops.fp8.api import fp8_trained_linear
@@ -34,6 +34,7 @@ __all__ = [
     "attend_paged",
     "attend_shared",
     "choose",
+    "clamped_swiglu",
     "count_tokens",
     "fp8_linear",
     "fp8_trained_linear",

@@ -271,7 +271,7 @@ def _sparse_linear(
 
 
 _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
-_PASSES = ("adamw_step", "widen")
+_PASSES = ("adamw_step", "widen", "clamped_swiglu")
 _SWEEPS = ("round_compensated", "prune_compensated")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": attend,
@@ -331,7 +331,10 @@ NO_GPU: dict[str, Choice] = {
 """Choices without a GPU, for any case."""
 
 _INTO_ONE = Choice("torch", "torch.compile fuses it with the operations around it")
-COMPILED: dict[str, Choice] = {"rms_norm": _INTO_ONE, "rope": _INTO_ONE, "swiglu": _INTO_ONE}
+COMPILED: dict[str, Choice] = {
+    **dict.fromkeys(("rms_norm", "rope", "swiglu"), _INTO_ONE),
+    "clamped_swiglu": Choice("reference", _INTO_ONE.reason),
+}
 """Choices under torch.compile, for any case."""
 
 _ROWS_OPS = ("reference", "torch", "triton")

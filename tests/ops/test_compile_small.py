@@ -40,7 +40,14 @@ def test_norm() -> None:
 def test_gate() -> None:
     block, warps = gate.gate_shape(14336)
     types = bf16("gate_up", "out", "upstream", "grad")
-    for kernel, loads in ((gate.swiglu_forward, 2), (gate.swiglu_backward, 3)):
+    types |= {"limit": "fp32", "alpha": "fp32"}
+    kernels = (
+        (gate.swiglu_forward, 2),
+        (gate.swiglu_backward, 3),
+        (gate.clamped_forward, 2),
+        (gate.clamped_backward, 3),
+    )
+    for kernel, loads in kernels:
         taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         early = {"EARLY": True} if "EARLY" in kernel.arg_names else {}
         record = compile_simple(kernel, taken, {"WIDTH": 14336, "BLOCK": block, **early}, warps)

@@ -250,6 +250,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     ],
     "swiglu": [(r"gate_up \(3, 7\)", lambda: ops.swiglu(X[:, :7]))],
     "geglu": [(r"gate_up \(3, 7\)", lambda: ops.geglu(X[:, :7]))],
+    "clamped_swiglu": [
+        (r"gate_up \(3, 7\)", lambda: ops.clamped_swiglu(X[:, :7])),
+        ("limit is 0", lambda: ops.clamped_swiglu(X, 0)),
+    ],
 }
 CASES = [(name, word, call) for name, cases in MISTAKES.items() for word, call in cases]
 
@@ -295,6 +299,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         ),
         "swiglu": lambda: ops.swiglu(X, backend="tritno"),
         "geglu": lambda: ops.geglu(X, backend="tritno"),
+        "clamped_swiglu": lambda: ops.clamped_swiglu(X, backend="tritno"),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
         "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),

@@ -8,10 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from hone.base.errors import SpecError
-from hone.ops import choose, geglu, linear_cross_entropy, rms_norm, rope, swiglu
+from hone.ops import choose, clamped_swiglu, geglu, linear_cross_entropy, rms_norm, rope, swiglu
 from hone.ops.dispatch import Where
 
 F64 = torch.float64
@@ -91,6 +93,21 @@ def test_geglu_is_torchs() -> None:
     x = torch.randn(4, 12, dtype=F64)
     torch.testing.assert_close(geglu(x), F.gelu(x[:, :6], approximate="tanh") * x[:, 6:])
     assert choose("geglu", H200).backend == "torch"
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    config = transformers.GptOssConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=6, swiglu_limit=1.5)
+    experts = GptOssExperts(config)
+    x = (3 * torch.randn(40, 12, dtype=F64)).requires_grad_()
+    interleaved = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    wanted, ours = experts._apply_gate(interleaved), clamped_swiglu(x, 1.5)
+    torch.testing.assert_close(ours, wanted)
+    flow = torch.randn(40, 6, dtype=F64)
+    grads = [torch.autograd.grad(out, x, flow, retain_graph=True)[0] for out in (ours, wanted)]
+    torch.testing.assert_close(*grads)
+    assert 0.2 < float((grads[0] == 0).double().mean()) < 0.8, "some numbers were clamped, some were not"
+    assert choose("clamped_swiglu", H200, dtype=torch.bfloat16).backend == "triton"
+    assert choose("clamped_swiglu", H200, dtype=F64).backend == "reference"
 
 
 def test_the_norm_keeps_its_inputs_dtype_whatever_the_weights() -> None:

@@ -1,1 +1,1 @@
-"""The gates of feed-forwards: `swiglu`."""
+"""The gates of feed-forwards: `swiglu`, `geglu`, `clamped_swiglu`."""

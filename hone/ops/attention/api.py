@@ -20,7 +20,6 @@ from hone.base.errors import SpecError
 from hone.ops.attention import reference
 from hone.ops.attention.checks import check, scale_of
 from hone.ops.attention.masks import CAUSAL, Mask, Tiles
-from hone.ops.attention.sinks import add_sinks
 from hone.ops.dispatch import backend_of
 
 _FORWARD = {
@@ -162,6 +161,28 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         (share * out.to(share.dtype) for share, out in zip(shares, outs)), start=torch.zeros_like(shares[0, :1])
     )
     return joined.to(outs[0].dtype), (highest + total.log()).masked_fill(blind, float("-inf"))
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention whose softmax has one more score a head, sinks [H], from those without: exact and differentiable.
+
+    out [B, S, H, Dv], lse [B, H, S] (-inf where a query attends to no key): the shares of all keys shrink by
+    sigmoid(lse - sink).
+    """
+    scores = sinks.to(lse.dtype)[:, None]
+    kept = torch.sigmoid(lse - scores)
+    return (out * kept.transpose(1, 2)[..., None]).to(out.dtype), torch.logaddexp(lse, scores)
+
+
+def sinks_gradient(out: Tensor, lse: Tensor, d_out: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient by sinks [H] of attention with them, from its (out, lse) and the gradient of out; that of lse is zero.
+
+    A sink is a key whose value is zero: its score's gradient is -share * (out . d_out), summed over all queries.
+    """
+    exact = torch.promote_types(out.dtype, torch.float32)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    told = (out.to(exact) * d_out.to(exact)).sum(-1).transpose(1, 2)
+    return -(share * told).sum((0, 2)).to(sinks.dtype)
 
 
 # Branches, so that torch.compile guards on the lengths and passes constants to the backend.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.ops import attend, attend_backward
-from hone.ops.attention.sinks import add_sinks, sinks_gradient
+from hone.ops.attention.api import add_sinks, sinks_gradient
 from hone.parallel.axis import Axis
 from hone.parallel.context.layout import Layout
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from hone.ops import rms_norm, rope, swiglu
+from hone.ops import clamped_swiglu, rms_norm, rope, swiglu
 from tests.ops.agree import agree, graded
 
 
 def test_swiglu() -> None:
     gate_up = torch.randn(3, 5, 34, requires_grad=True)
     agree(lambda backend: graded(swiglu(gate_up, backend=backend), gate_up), "torch")
+
+
+def test_clamped_swiglu() -> None:
+    gate_up = (4 * torch.randn(3, 5, 34)).requires_grad_()
+    agree(lambda backend: graded(clamped_swiglu(gate_up, 2.0, 1.3, backend=backend), gate_up))
+    compiled = torch.compile(lambda x: clamped_swiglu(x, 2.0, backend="triton"), fullgraph=True, backend="aot_eager")
+    for one, other in zip(*(graded(way(gate_up), gate_up) for way in (compiled, lambda x: clamped_swiglu(x, 2.0)))):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_graphs_hold_torch_ops() -> None:

@@ -73,7 +73,9 @@ def test_tokens_are_those_of_a_model_that_rounds_each_token(dtype: str) -> None:
     assert one.cache_bytes == 23 * 4 * 2 * 2 * 2 * (8 + 4)  # pages, tokens, layers, k and v, heads, numbers and a scale
 
 
-@pytest.mark.parametrize("mixer", [{"window": 6}, {"softcap": 2.0}, {"sinks": True}, {"rotary_dim": 4}, {"qk_norm": True}])
+@pytest.mark.parametrize(
+    "mixer", [{"window": 6}, {"softcap": 2.0}, {"sinks": True}, {"rotary_dim": 4}, {"qk_norm": True}]
+)
 def test_every_attention_reads_the_scales(mixer: dict) -> None:
     models = [_with_mixer(mixer), rounding(_with_mixer(mixer), torch.float8_e4m3fn)]
     one = engine(models[0], kv_cache_dtype="fp8")
