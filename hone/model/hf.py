@@ -13,12 +13,15 @@ from hone.base.errors import SpecError
 from hone.model.adapters import peft
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
+from hone.model.families import FAMILIES
 from hone.model.families.config_json import OWN, own_format, to_hf
 from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.quantized.kv_cache import rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
 from hone.model.weights.model import ModelSource, fused_linears
+from hone.model.weights.source import WeightSource
+from hone.model.weights.stacked import ApartExperts, stack_experts
 from hone.model.weights.tensors import TABLES
 from hone.model.weights.values import AS_STORED, FLOATS
 from hone.ops.dispatch import say_once
@@ -38,10 +41,16 @@ class Checkpoint(ModelSource):
                 f"{folder} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
                 "used, as in transformers"
             )
-        config, weights = peft.with_adapter(plain, values, folder), Shards(folder)
+        config, weights = peft.with_adapter(plain, values, folder), shards_of(folder, plain)
         if peft.KEY in values:
             weights = peft.AdaptedShards(weights, Shards(folder / ADAPTER, peft.WEIGHTS), config)
         super().__init__(folder, config, values, weights, quantization=values.get("quantization_config"))
+
+
+def shards_of(folder: Path, config: ModelConfig) -> WeightSource:
+    """The tensors of the folder by the names of `config`, whose family may store all experts of a layer as one."""
+    shards, stacked = Shards(folder), FAMILIES[config.family].stacked
+    return ApartExperts(shards, stacked) if stacked else shards
 
 
 def load(
@@ -87,8 +96,11 @@ def save(
     adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()
     if adapter is not None:
         added, config = peft.keys(config), config.model_copy(update={"adapters": ()})
-    write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
-    write_tensors(peft.without(cast, added, factors), folder, max_shard_bytes)
+    values = write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
+    named = peft.without(cast, added, factors)
+    if values["model_type"] != OWN and FAMILIES[config.family].stacked:
+        named = stack_experts(named, FAMILIES[config.family].stacked)
+    write_tensors(named, folder, max_shard_bytes)
     if adapter is not None:
         peft.write(folder, adapter, factors)
     if tokenizer_from is not None:
@@ -102,8 +114,8 @@ def write_config(
     quantization: dict[str, Any] | None = None,
     *,
     adapted: bool = False,
-) -> None:
-    """Writes config.json and generation_config.json; `adapted` says that the folder has an adapter."""
+) -> dict[str, Any]:
+    """Writes config.json and generation_config.json; `adapted` says that the folder has an adapter. Returns config.json's values."""
     values = config_values(config, dtype, quantization) | ({peft.KEY: ADAPTER} if adapted else {})
     if values["model_type"] == OWN:
         say_once(f"{values['note']} It is the folder {folder}")
@@ -112,6 +124,7 @@ def write_config(
     write_json(folder / CONFIG, values)
     tokens = {name: values[name] for name in ("bos_token_id", "eos_token_id") if values[name] is not None}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+    return values
 
 
 def config_values(
@@ -119,8 +132,11 @@ def config_values(
 ) -> dict[str, Any]:
     """The config.json of `config`: for transformers, or in hone's own format where it cannot express the stack or the weights."""
     name = str(dtype).removeprefix("torch.")
-    if quantization is not None and quantization.get("quant_method") == "low_rank":
+    method = None if quantization is None else quantization.get("quant_method")
+    if method == "low_rank":
         return own_format(config, name, "its weights are stored as low-rank factors")
+    if method not in (None, "mxfp4") and FAMILIES[config.family].stacked:
+        return own_format(config, name, f"its class there has one tensor of all experts, which {method} cannot store")
     try:
         return to_hf(config, name)
     except SpecError as error:

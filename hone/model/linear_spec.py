@@ -376,12 +376,12 @@ def grouped_pieces(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Pi
 
 
 def _of_expert(linears: Mapping[str, LinearSpec], reads: Input, expert: int) -> Input:
-    """The input of one expert's linear: outputs of linears that hold all experts are those of its own."""
+    """The input of one expert's linear: outputs of linears that hold all experts, and what is computed, are those of its own."""
     if isinstance(reads, Product):
         return Product(tuple(_of_expert(linears, one, expert) for one in reads.factors))
     if isinstance(reads, Output) and linears[reads.linear].experts is not None:
         return replace(reads, linear=f"{reads.linear}.{expert}")
-    return reads
+    return Computed(f"{reads}.{expert}") if isinstance(reads, Computed) else reads
 
 
 def _vocabulary(size: int, rank: int, num_ranks: int) -> slice:

@@ -21,8 +21,9 @@ NAMES: Mapping[str, str] = {
     "feed_forward_norm": "post_attention_layernorm",
     "mixer.q_norm": "self_attn.q_norm",
     "mixer.k_norm": "self_attn.k_norm",
+    "mixer.sinks": "self_attn.sinks",
 }
-"""hone's names of a layer's modules (pieces of linears: 'mixer.q', norms: 'mixer_norm') and Llama's."""
+"""hone's names of a layer's modules (pieces of linears: 'mixer.q', norms: 'mixer_norm') and parameters, and Llama's."""
 
 _BLOCKS = {"mixer": "self_attn", "feed_forward": "mlp"}
 """The checkpoint module below which pieces without a name in the family are stored."""
@@ -77,8 +78,16 @@ class Family:
     """How config.json describes its experts; None: its feed-forwards are dense."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of config.json that hone runs with these values alone, null among them."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Where its checkpoints store all experts of a layer as one tensor: its name, and the modules of one expert whose rows alternate
+    in it (hone.model.weights.stacked)."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Its names where they differ from `NAMES`. The path of a fused linear ('mixer.qkv') maps to the module that stores it whole."""
+
+    @property
+    def unscaled(self) -> dict[str, Any] | None:
+        """rope_scaling of rotary positions without one, where its class's default is a scaling."""
+        return {"rope_type": "default"} if "rope_scaling" in self.defaults else None
 
     def modules(self, layer: int, path: str, linear: LinearSpec) -> dict[str, int]:
         """The checkpoint modules of the linear at `path` below layer `layer`, in order of its rows, with their counts.
@@ -97,9 +106,9 @@ class Family:
 
     def tensor(self, layer: int, path: str) -> str:
         """The checkpoint name of the norm weight or other parameter at `path` below layer `layer`."""
-        owner, dot, leaf = path.rpartition(".")
+        owner, _, leaf = path.rpartition(".")
         name = self._name(owner, "") if leaf == "weight" else ""
-        return f"model.layers.{layer}.{name}{dot}{leaf}" if name else f"model.layers.{layer}.{path}"
+        return f"model.layers.{layer}.{name}.{leaf}" if name else f"model.layers.{layer}.{self._name(path, path)}"
 
     def _name(self, path: str, otherwise: str) -> str:
         return self.names.get(path) or NAMES.get(path, otherwise)

@@ -149,7 +149,7 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope.theta,
-        "rope_scaling": write_rope_scaling(rope),
+        "rope_scaling": write_rope_scaling(rope) or family.unscaled,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0]

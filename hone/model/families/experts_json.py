@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hone.base.errors import SpecError
@@ -27,11 +28,16 @@ class Experts:
     """Whether decoder_sparse_step and mlp_only_layers say which layers are dense."""
     shared: str = ""
     """The field with the width of all shared experts together, whose result a gate multiplies; empty: there are none."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `MoE` that all its checkpoints share."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Fields of config.json that are fields of `MoE` by the same name, with their defaults."""
 
     @property
     def usual(self) -> dict[str, Any]:
         """The feed-forward of a model of the family that says nothing else."""
-        return {"kind": "moe", **({"num_shared_experts": 1, "shared_gate": True} if self.shared else {})}
+        shared = {"num_shared_experts": 1, "shared_gate": True} if self.shared else {}
+        return {"kind": "moe", **shared, **self.fixed, **self.numbers}
 
 
 def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -55,6 +61,7 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
                 fix="hone runs shared experts of the width of the others",
             )
         moe |= {"num_shared_experts": width // moe["intermediate_size"], "shared_gate": True}
+    moe |= {**family.fixed, **{name: values.get(name, usual) for name, usual in family.numbers.items()}}
     weight, jitter = values.get(_LOSS), values.get("router_jitter_noise")
     moe["balance"] = [{"kind": "aux_loss", "weight": weight}] if weight else []
     moe["jitter"] = jitter or 0.0
@@ -87,6 +94,7 @@ def write_experts(config: Any, family: Experts) -> dict[str, Any]:
     }
     if family.normalize is None:
         values["norm_topk_prob"] = moe.router.normalize
+    values |= {name: getattr(moe, name) for name in family.numbers}
     if family.shared:
         values[family.shared] = moe.num_shared_experts * moe.intermediate_size or moe.intermediate_size
     if family.dense_layers:

@@ -17,12 +17,12 @@ from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.feed_forwards.base import FeedForward
 from hone.model.linear import Dense
-from hone.model.linear_spec import LinearSpec, Norm, Output, Parameter, ParameterSpec, Piece, Product
+from hone.model.linear_spec import Computed, Input, LinearSpec, Norm, Output, Parameter, ParameterSpec, Piece, Product
 from hone.model.routers import ROUTERS
 from hone.model.routers.base import Seen
 from hone.model.routers.routes import ByToken, Routes
 from hone.model.routers.softmax import Softmax
-from hone.ops import swiglu
+from hone.ops import clamped_swiglu, swiglu
 
 
 class MoE(FeedForward):
@@ -42,6 +42,14 @@ class MoE(FeedForward):
     shared_gate: bool = Field(
         False, description="The shared experts' result is multiplied by a sigmoid of the token (Qwen2-MoE)."
     )
+    biases: bool = Field(False, description="Biases on the router and on the experts' projections (gpt-oss).")
+    swiglu_limit: float | None = Field(
+        None,
+        gt=0,
+        description="Clamp of gpt-oss's gate: (up + 1) * gate * sigmoid(swiglu_alpha * gate), gate at most this, up within it; "
+        "empty: silu(gate) * up.",
+    )
+    swiglu_alpha: float = Field(1.702, gt=0, description="Sigmoid's factor where swiglu_limit is given.")
     balance: tuple[Annotated[Technique, Choice(BALANCES)], ...] = Field(
         (), description="What keeps the experts equally busy in training."
     )
@@ -102,13 +110,14 @@ class MoE(FeedForward):
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         inner, normed = self.intermediate_size, Norm("feed_forward_norm")
         share = self.router.visits(self.num_experts) / self.num_experts
-        found = [*_gated("", hidden_size, inner, experts=self.num_experts, share=share)]
+        options = {"bias": self.biases, "scales": self.swiglu_limit is None}
+        found = [*_gated("", hidden_size, inner, **options, experts=self.num_experts, share=share)]
         outputs = self.router.outputs(self.num_experts)
         if outputs:
-            router = LinearSpec("router", hidden_size, (Piece("router", outputs),), reads=normed, precise=True)
-            found.insert(0, router)
+            pieces = (Piece("router", outputs),)
+            found.insert(0, LinearSpec("router", hidden_size, pieces, reads=normed, bias=self.biases, precise=True))
         if self.num_shared_experts:
-            found += _gated("shared_", hidden_size, inner * self.num_shared_experts)
+            found += _gated("shared_", hidden_size, inner * self.num_shared_experts, **options)
         if self.shared_gate:
             found.append(
                 LinearSpec("shared_weight", hidden_size, (Piece("shared_weight", 1),), reads=normed, precise=True)
@@ -135,11 +144,15 @@ class MoELayer(Block):
         spec, tokens = self.spec, x.flatten(0, -2)
         routes = self._routes(tokens, x, context)
         rows, ends = routes.dispatch(tokens)
-        y = routes.combine(self.down(swiglu(self.gate_up(rows, ends)), ends))
+        y = routes.combine(self.down(self._gated(self.gate_up(rows, ends)), ends))
         if spec.num_shared_experts:
-            shared = self.shared_down(swiglu(self.shared_gate_up(tokens)))
+            shared = self.shared_down(self._gated(self.shared_gate_up(tokens)))
             y = y + (shared * self.shared_weight(tokens).sigmoid() if spec.shared_gate else shared)
         return y.view_as(x)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        limit = self.spec.swiglu_limit
+        return swiglu(gate_up) if limit is None else clamped_swiglu(gate_up, limit, self.spec.swiglu_alpha)
 
     def _routes(self, tokens: Tensor, x: Tensor, context: Context) -> Routes:
         """The router's decision, with losses and counts told to the context in a training pass."""
@@ -183,7 +196,7 @@ def _counts(routes: Routes, num_tokens: int) -> Tensor:
 def _precise(linear: torch.nn.Module, x: Tensor) -> Tensor:
     """The logits of a router in float32, computed so where its weights are dense."""
     if type(linear) is Dense:
-        return F.linear(x.float(), linear.weight.float())
+        return F.linear(x.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
     return linear(x.to(linear.weight.dtype) if hasattr(linear, "weight") else x).float()
 
 
@@ -197,17 +210,21 @@ def _ids(context: Context, count: int) -> Tensor:
     return context.tokens.reshape(-1)
 
 
-def _gated(prefix: str, hidden_size: int, inner: int, **experts: float) -> tuple[LinearSpec, LinearSpec]:
-    """Gate with up, and down, whose names begin with `prefix`."""
+def _gated(
+    prefix: str, hidden_size: int, inner: int, *, scales: bool, **options: float
+) -> tuple[LinearSpec, LinearSpec]:
+    """Gate with up, and down, whose names begin with `prefix`; `scales`: what down reads is linear in up."""
     up = f"feed_forward.{prefix}gate_up"
-    product = Product((Output(up, f"{prefix}gate"), Output(up, f"{prefix}up")))
+    product: Input = Product((Output(up, f"{prefix}gate"), Output(up, f"{prefix}up")))
+    if not scales:
+        product = Computed(f"feed_forward.{prefix}gated")
     return (
         LinearSpec(
             f"{prefix}gate_up", hidden_size, (Piece(f"{prefix}gate", inner), Piece(f"{prefix}up", inner)),
-            reads=Norm("feed_forward_norm"), shard="column", **experts,  # type: ignore[arg-type]
+            reads=Norm("feed_forward_norm"), shard="column", **options,  # type: ignore[arg-type]
         ),
         LinearSpec(
             f"{prefix}down", inner, (Piece(f"{prefix}down", hidden_size),),
-            reads=product, shard="row", residual=True, **experts,  # type: ignore[arg-type]
+            reads=product, shard="row", residual=True, **options,  # type: ignore[arg-type]
         ),
     )  # fmt: skip

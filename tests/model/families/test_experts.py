@@ -43,6 +43,14 @@ OLMOE = {
     "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
     "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 3, "head_dim": 16,
+    "hidden_act": "silu", "initial_context_length": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 64, "num_experts_per_tok": 3, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-5, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "rope_type": "yarn", "truncate": False}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 9,
+    "swiglu_limit": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "mixtral-window": {**MIXTRAL, "sliding_window": 9},
@@ -50,6 +58,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-moe-dense-layers": {**QWEN3, "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False},
     "qwen2-moe": QWEN2,
     "olmoe": OLMOE,
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-plain-rope": {
+        **{name: one for name, one in GPT_OSS.items() if name != "layer_types"},
+        "rope_scaling": {"rope_type": "default"},
+    },
 }
 
 
