@@ -14,6 +14,7 @@ METHODS = {
     "awq": "hone.model.quantized.methods.awq",
     "fp8": "hone.model.quantized.methods.fp8",
     "bitsandbytes": "hone.model.quantized.methods.bitsandbytes",
+    "mxfp4": "hone.model.quantized.methods.mxfp4",
     "low_rank": "hone.model.quantized.low_rank",
 }
 """`quant_method` of config.json -> the module that reads and writes that block: `read(values, where)` -> Quantization,

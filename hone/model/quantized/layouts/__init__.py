@@ -13,7 +13,7 @@ from hone.model.quantized.layouts.bitsandbytes_4bit import Bitsandbytes4
 from hone.model.quantized.layouts.fp8_block import FP8Block
 from hone.model.quantized.layouts.gptq import GPTQ
 from hone.model.quantized.layouts.llm_int8 import LLMInt8
-from hone.model.quantized.layouts.mxfp4 import MXFP4
+from hone.model.quantized.layouts.mxfp4 import MXFP4, ExpertsMXFP4
 from hone.model.quantized.layouts.mxfp8 import MXFP8
 from hone.model.quantized.layouts.nvfp4 import NVFP4
 from hone.model.quantized.layouts.one_byte import OneByte
@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Layout] = {
     "llm-int8": LLMInt8(),
     "nvfp4-pack-quantized": NVFP4(),
     "mxfp4-pack-quantized": MXFP4(),
+    "mxfp4": ExpertsMXFP4(),
     "mxfp8-quantized": MXFP8(),
 }
 

@@ -1,4 +1,4 @@
-"""compressed-tensors' mxfp4-pack-quantized: 4-bit floats, a power of two for every 32 columns."""
+"""MXFP4, 4-bit floats with a power of two for every 32 columns: compressed-tensors' mxfp4-pack-quantized, and gpt-oss's experts."""
 
 from __future__ import annotations
 
@@ -32,3 +32,9 @@ class MXFP4(Layout):
     def read(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
         codes = unpack_nibbles(typed(part, "weight_packed", torch.uint8), columns)
         return Stored(scheme, codes, typed(part, "weight_scale", torch.uint8).view(torch.float8_e8m0fnu))
+
+
+class ExpertsMXFP4(MXFP4):
+    """The same tensors of one expert, whose checkpoints have all experts of a layer in one tensor (hone.model.weights.stacked)."""
+
+    method = "mxfp4"
