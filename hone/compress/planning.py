@@ -19,7 +19,7 @@ from hone.compress.spec import CompressSpec
 from hone.compress.statistics import PAIRED, STATISTICS
 from hone.compress.step import Step, Targets, giving, storing
 from hone.compress.structured import chain
-from hone.compress.targets import EMBEDDED, HEAD, Linear, has_head, matrix_name, select
+from hone.compress.targets import EMBEDDED, HEAD, Linear, check_stacked, has_head, matrix_name, select
 from hone.compress.targets import embedding as embedding_of
 from hone.compress.written import engines
 from hone.compress.written.engines import Written
@@ -32,6 +32,7 @@ from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
+from hone.model.families import FAMILIES
 
 DEFAULT_SEQ_LEN = 512
 """Default tokens of a calibration sequence for models with a longer context."""
@@ -124,7 +125,11 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
         model.where,
         embedding,
     )
-    made = shard_sizes(before, targets, planned, rest_dtype(spec), dtype, embedding)
+    method = None if storage is None else storage.method(model.config.hidden_size)
+    stacked = FAMILIES[model.config.family].stacked if method in (None, "mxfp4") else {}
+    if storage is not None and method == "mxfp4":
+        check_stacked(model.config, targets)
+    made = shard_sizes(before, targets, planned, rest_dtype(spec), dtype, embedding, stacked)
     compute = spec.compute_dtype
     if compute == "auto":
         compute = "bfloat16" if machine.device.startswith("cuda") else "float32"

@@ -14,10 +14,12 @@ from hone.compress.step import Assigned
 from hone.compress.targets import HEAD, Linear, has_head
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
+from hone.model.families import FAMILIES
 from hone.model.families.stored import refuse_unread
 from hone.model.quantized.dense import cache_scales, quantized_modules
 from hone.model.shards import Shards
 from hone.model.weights.header import DTYPES, read_header
+from hone.model.weights.stacked import ApartExperts, Stacked, stack_experts
 from hone.model.weights.tensors import model_tensors
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -34,7 +36,7 @@ def entries(model: CheckpointFacts, config: ModelConfig | None = None) -> dict[s
     planned = _planned(config or model.config, getattr(torch, model.dtype))
     if not (folder / model.mark).is_file():
         return planned
-    found = _headers(folder)
+    found = _headers(folder, model.config)
     if model.quantization is not None:
         for name in cache_scales(model.config, model.quantization):
             found.pop(name, None)
@@ -63,9 +65,10 @@ def shard_sizes(
     rest_dtype: torch.dtype | None,
     dtype: torch.dtype,
     embedding: Linear | None = None,
+    stacked: Stacked | None = None,
 ) -> list[int]:
     """Bytes of every shard, the first with the tensors outside the layers, the last with the head if it is compressed. `dtype` is the checkpoint's;
-    `embedding` is given where it is compressed."""
+    `embedding` is given where it is compressed, `stacked` where experts become one tensor."""
     layers: list[dict[str, Entry]] = [{} for _ in targets]
     ends = {}
     head = f"{HEAD}.weight" if has_head(targets) else ""
@@ -84,7 +87,16 @@ def shard_sizes(
                 tensors.pop(f"{name}.weight", None)  # a missing one is an error when it is read
                 stored = quantizer.entries(rows, linear.columns, dtype)
                 tensors.update({f"{name}.{suffix}": entry for suffix, entry in stored.items()})
+    if stacked:
+        layers = [_stacked(tensors, stacked) for tensors in layers]
     return [shard_bytes((name, *entry) for name, entry in tensors.items()) for tensors in (ends, *layers)]
+
+
+def _stacked(tensors: dict[str, Entry], stacked: Stacked) -> dict[str, Entry]:
+    """The entries of `tensors` with one of all experts in place of their modules'."""
+    kinds = {name: kind for name, (kind, _) in tensors.items()}
+    empty = ((name, torch.empty(shape, dtype=kinds[name], device="meta")) for name, (_, shape) in tensors.items())
+    return {name: (made.dtype, tuple(made.shape)) for name, made in stack_experts(empty, stacked, device="meta")}
 
 
 def matrix_bytes(quantizer: Quantizer, linear: Linear, dtype: torch.dtype) -> int:
@@ -106,7 +118,7 @@ def _planned(config: ModelConfig, dtype: torch.dtype) -> dict[str, Entry]:
     return {tensor.name: (dtype, tensor.shape) for tensor in model_tensors(config)}
 
 
-def _headers(folder: Path) -> dict[str, Entry]:
+def _headers(folder: Path, config: ModelConfig) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in read_header(path).items():
@@ -116,4 +128,9 @@ def _headers(folder: Path) -> dict[str, Entry]:
                     fix=f"hone compresses checkpoints stored as {', '.join(DTYPES)}",
                 )
             found[name] = (getattr(torch, DTYPES[tensor.dtype]), tensor.shape)
-    return {name: found[name] for name in Shards(folder).names() if name in found}
+    weights = Shards(folder)
+    if not FAMILIES[config.family].stacked:
+        return {name: found[name] for name in weights.names() if name in found}
+    apart = ApartExperts(weights, FAMILIES[config.family].stacked)
+    kinds = {name: found[apart.stored(name)][0] for name in apart.names() if apart.stored(name) in found}
+    return {name: (kind, apart.shape(name)) for name, kind in kinds.items()}

@@ -25,6 +25,7 @@ from hone.compress.engine.job import Job
 from hone.compress.engine.layer_run import LayerRun
 from hone.compress.low_rank import adapter
 from hone.compress.shards import mark, read_shard, shard_file, write_shard
+from hone.model.weights.stacked import stack_experts, unstack_experts
 
 
 class Stream:
@@ -76,7 +77,7 @@ class Stream:
                 one = LayerRun(job, index)
                 for flow in flows:
                     flow.dense_through(one.layer)
-                one.replay(read_shard(self._file(index)), adapter.read(self.draft, index))
+                one.replay(unstack_experts(read_shard(self._file(index)), job.stacked), adapter.read(self.draft, index))
                 for flow in flows:
                     flow.through(one.layer)
                 bar.advance()
@@ -105,6 +106,7 @@ class Stream:
     def _keep(self, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         """Writes layer `index`: its shard, then the marker that it is complete."""
         tensors, added = adapter.split(tensors)
+        tensors = dict(stack_experts(tensors.items(), self.job.stacked))
         write_shard(self._file(index), tensors)
         adapter.keep(self.draft, index, added)
         mark(self.draft, index, rows, tensors)

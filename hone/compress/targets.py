@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hone.base.errors import SpecError, nearest
+from hone.model.families import FAMILIES
 from hone.model.linear_spec import Input, Norm, Tokens, is_router
 from hone.model.weights.tensors import matrices
 
@@ -183,6 +184,25 @@ def _like(pattern: str, names: Sequence[str]) -> str:
     lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
     near = nearest(re.sub(r"[^\w.]", "", pattern.removeprefix("re:")).rpartition(".")[2], lasts)
     return names[0] if near is None else lasts[near]
+
+
+def check_stacked(config: ModelConfig, targets: Sequence[Sequence[Linear]]) -> None:
+    """Raises SpecError unless `targets` are all experts and nothing else, of a family that stores those of a layer as one tensor."""
+    fix = r"set targets=['\.experts\.'], or use layout=mxfp4-pack-quantized"
+    if not FAMILIES[config.family].stacked:
+        raise SpecError(
+            f"layout mxfp4 stores the experts of gpt-oss, and this model is of family {config.family}", fix=fix
+        )
+    for index, chosen in enumerate(targets):
+        paths = {linear.path for linear in chosen}
+        for linear in linears(config, index):
+            name, taken = linear.modules[0][0], linear.path in paths
+            if (".experts." in name) != taken:
+                raise SpecError(
+                    "layout mxfp4 stores all experts of a layer as one tensor and nothing else, and targets and ignore "
+                    f"{'would quantize' if taken else 'leave out'} {name}",
+                    fix=fix,
+                )
 
 
 def check_modules(linear: Linear, scheme: Scheme) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from hone.base.errors import SpecError
-from tests.serve.small import VOCAB, assert_all_free, decoder, dense_greedy, engine, greedy
+from hone.model import hf
+from hone.model.decoder import Decoder, build
+from hone.model.incremental import generate
+from hone.model.quantized.layouts.nvfp4 import pack_nibbles
+from hone.model.quantized.methods.mxfp4 import SCHEME
+from hone.model.shape import Shape
+from hone.ops.rounding.float_grid import find_scales
+from tests.serve.small import VOCAB, assert_all_free, decoder, dense_greedy, drain, engine, greedy, request, tokens_of
 
 PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(1, 4 + 5 * i)] for i in range(3)]
 
@@ -29,3 +40,61 @@ def test_text_does_not_depend_on_company(router: str) -> None:
 def test_routers_that_see_later_tokens_are_refused(router: str) -> None:
     with pytest.raises(SpecError, match=f"layer 0 routes by '{router}'"):
         engine(experts(router=router))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gpt_oss_is_served_as_whole_passes_compute_it(quantized: bool, tmp_path: Path) -> None:
+    """Sinks, windows, biased experts: prompts in chunks, decoding from pages and a shared prefix, to the log-probability."""
+    moe = {"kind": "moe", "num_experts": 4, "intermediate_size": 32, "biases": True, "swiglu_limit": 1.0}
+    sizes = {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 32,
+    }
+    shape = Shape(
+        family="gpt_oss", **sizes, max_seq_len=64, tie_embeddings=False, window=9, mixers=("sliding_window", "attention"),
+        feed_forward=(moe,),
+    )  # fmt: skip
+    model = build(shape.config(60), seed=3)
+    for part in model.parameters():
+        part.normal_(*((0.5, 0.5) if part.dim() == 1 else (0.0, 0.2)))
+    if quantized:
+        model = hf.load(in_mxfp4(model, tmp_path))
+    one = engine(model, max_num_batched_tokens=16)
+    long, short = [(7 * i + 3) % 60 for i in range(40)], [5, 9, 2, 40]
+    for round in range(2):  # the second time the long prompt's pages are known
+        for name, start in (("a", long), ("b", short)):
+            one.add(request(f"{name}{round}", start, greedy(8, logprobs=0)))
+        found = drain(one)
+        for name, start in (("a", long), ("b", short)):
+            made = tokens_of(found[f"{name}{round}"])
+            assert generate(model, torch.tensor([start]), 8, chunk=7)[0, len(start) :].tolist() == made
+            tokens = torch.tensor([start + made])
+            expected = model(tokens)[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(start) - 1 :, 0]
+            served = [entry.logprob for output in found[f"{name}{round}"] for entry in output.logprobs]
+            torch.testing.assert_close(torch.tensor(served), expected, atol=1e-4, rtol=1e-4)
+    assert_all_free(one)
+
+
+def in_mxfp4(model: Decoder, folder: Path) -> Path:
+    """`model` in a folder whose experts are rounded to MXFP4."""
+    hf.save(model, folder)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        rows = tensor.transpose(1, 2).flatten(0, 1).contiguous()
+        stored = SCHEME.quantize(rows, find_scales(rows, "e2m1", 32, "absmax"))
+        shape = (*tensor.transpose(1, 2).shape[:2], -1)
+        tensors[f"{name}_blocks"] = pack_nibbles(stored.codes).view(*shape, 16)
+        tensors[f"{name}_scales"] = stored.scales.view(torch.uint8).view(shape)
+    save_file(tensors, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder

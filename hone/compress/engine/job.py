@@ -14,6 +14,7 @@ from hone.compress.step import Assigned, CacheStep, Step, storing
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
 from hone.cost.compress import share_out
 from hone.model.weights.model import ModelSource
+from hone.model.weights.stacked import Stacked
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Job:
     """The embedding, where it is compressed."""
     requantized: bool = False
     """Whether the given model was quantized, whose weights have zeros of a grid that nothing pruned."""
+    stacked: Stacked = field(default_factory=dict)
+    """The tensors of all experts of a layer that the folder has in place of those of each; empty: it has these."""
 
     def weights(self) -> Iterator[Tensor]:
         """The given weights [N, K] of the linears in `targets`, by layer, a checkpoint module at a time."""

@@ -19,6 +19,7 @@ from hone.compress.engine.job import Job
 from hone.compress.matrix import notes_said
 from hone.compress.planning import CompressPlan, hadamards_of, paired, rest_dtype
 from hone.compress.spec import CompressSpec
+from hone.compress.step import storing
 from hone.compress.structured import chain
 from hone.compress.targets import has_head
 from hone.compress.written import card, result
@@ -69,6 +70,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             cache=spec.cache,
             embedding=plan.embedding,
             requantized=requantized,
+            stacked=result.stacked_experts(checkpoint, storing(spec.steps)),
         )
         if spec.allocation is not None:
             few = samples.part(slice(spec.allocation.num_sequences))

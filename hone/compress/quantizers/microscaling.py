@@ -27,7 +27,6 @@ class Microscaling(Quantizer):
     bits: ClassVar[int]
     number: ClassVar[str]
     group_size: ClassVar[int] = 32
-    layout: ClassVar[str]
     scales: ClassVar[str] = "e8m0"
     candidates: ClassVar[int] = 4
     """Scales that a search tries."""
@@ -43,7 +42,7 @@ class Microscaling(Quantizer):
         return Scheme(
             self.bits,
             self.group_size,
-            self.layout,
+            self.layout,  # type: ignore[attr-defined]  # of a subclass, some of which have two
             number=self.number,
             scales=self.scales,
             activations=self.rounding,
@@ -92,7 +91,12 @@ class MXFP4(Microscaling):
     paper: ClassVar[str] = "arXiv:2310.10537"
     bits: ClassVar[int] = 4
     number: ClassVar[str] = "e2m1"
-    layout: ClassVar[str] = "mxfp4-pack-quantized"
+
+    layout: Literal["mxfp4-pack-quantized", "mxfp4"] = Field(
+        "mxfp4-pack-quantized",
+        description="Storage format: that of compressed-tensors, or that of gpt-oss, whose experts of a layer are one tensor: of "
+        "them alone, and of models of that family.",
+    )
 
 
 class MXFP8(Microscaling):

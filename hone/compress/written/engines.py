@@ -84,7 +84,8 @@ def _hone(written: Written) -> Iterable[tuple[str, str]]:
 def _whole(written: Written) -> Iterable[tuple[str, str]]:
     if written.factored is not None:
         yield f"factors in place of weights ({written.factored})", "use eora or loftq beside a quantizer"
-    expert = next((name for name, *_ in written.schemes if name.rpartition(".")[2].isdigit()), None)
+    apart = (name for name, scheme, _ in written.schemes if scheme.layout != "mxfp4")
+    expert = next((name for name in apart if name.rpartition(".")[2].isdigit()), None)
     if expert is not None:
         yield (
             f"quantized experts, which were not tried there ({expert})",
@@ -120,7 +121,12 @@ def _vllm(written: Written) -> Iterable[tuple[str, str]]:
             yield f"a quantized embedding, which was not tried there ({what})", "leave embed_tokens out of targets"
         if name == HEAD and (_HEAD_IN_VLLM.get(scheme.layout) != rounding or scheme.block is not None):
             yield f"a quantized lm_head, which was not tried there ({what})", "set ignore=['lm_head']"
-        if able is None:
+        if scheme.layout == "mxfp4":
+            yield (
+                f"experts in the layout mxfp4 as hone writes them, which were not tried there ({name})",
+                "compare them first",
+            )
+        elif able is None:
             yield f"the layout {scheme.layout}, at {name}", "use rtn, gptq, fp8, nvfp4 or nf4"
         elif scheme.permuted:
             yield f"groups of sorted columns ({what})", "use gptq, whose groups are of neighbours"

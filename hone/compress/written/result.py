@@ -14,15 +14,18 @@ from hone.compress import ALLOCATIONS, STEPS
 from hone.compress.check import Checked
 from hone.compress.spec import CompressSpec
 from hone.compress.statistics import STATISTICS
-from hone.compress.step import Assigned
+from hone.compress.step import Assigned, Step
 from hone.compress.targets import EMBEDDING_CLASS, HEAD, Linear, has_head, linears, matrix_name
 from hone.model.config import ModelConfig
+from hone.model.families import FAMILIES
+from hone.model.families.config_json import OWN
 from hone.model.folder import copy_companions, weights_bytes
 from hone.model.hf import Checkpoint, config_values
 from hone.model.quantized.config import to_json
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.scheme import CacheScheme, InputHadamard, Quantization, Scheme
 from hone.model.weights.model import ModelSource
+from hone.model.weights.stacked import Stacked
 
 if TYPE_CHECKING:
     from hone.compress.calibration import Calibration
@@ -86,13 +89,24 @@ def describe(
 ) -> None:
     """Writes config.json with the quantization and what steps add to it, and copies what lies beside the weights."""
     values = checkpoint.values
-    if quantization is not None and quantization["quant_method"] == "low_rank":
+    method = None if quantization is None else quantization["quant_method"]
+    if method == "low_rank" or (method not in (None, "mxfp4") and FAMILIES[checkpoint.config.family].stacked):
         values = config_values(checkpoint.config, checkpoint.dtype, quantization)
     values = values | more
     if quantization is not None:
         values["quantization_config"] = quantization
     write_atomic(draft.folder / "config.json", (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
     copy_companions(checkpoint.folder, draft.folder)
+
+
+def stacked_experts(checkpoint: ModelSource, storage: Step | None) -> Stacked:
+    """The tensors of all experts of a layer that the folder of a compression has: as its family's, with what `storage` stores.
+
+    Codes that these cannot hold are stored for each expert, in hone's own format.
+    """
+    method = None if storage is None else storage.method(checkpoint.config.hidden_size)
+    own = checkpoint.values.get("model_type") == OWN or method not in (None, "mxfp4")
+    return {} if own else FAMILIES[checkpoint.config.family].stacked
 
 
 def techniques(

@@ -84,9 +84,13 @@ class ApartExperts(View):
         """`index` of the tensor called `name`."""
         return self.tensor(name)[index] if name in self._places else self.source.part(name, index)  # type: ignore[attr-defined]
 
-    def file(self, name: str) -> Path:
+    def stored(self, name: str) -> str:
+        """The tensor of the source in which the one called `name` is."""
         place = self._places.get(name)
-        return self.source.file(name if place is None else place.stored)
+        return name if place is None else place.stored
+
+    def file(self, name: str) -> Path:
+        return self.source.file(self.stored(name))
 
 
 def _check(file: Path, name: str, shape: tuple[int, ...], suffix: str, count: int) -> None:
@@ -100,7 +104,9 @@ def _check(file: Path, name: str, shape: tuple[int, ...], suffix: str, count: in
         )
 
 
-def stack_experts(tensors: Iterable[tuple[str, Tensor]], stacked: Stacked) -> Iterator[tuple[str, Tensor]]:
+def stack_experts(
+    tensors: Iterable[tuple[str, Tensor]], stacked: Stacked, device: str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
     """`tensors` with one tensor of all experts in place of their modules', each as soon as the tensors of its layer are there.
 
     The modules of one layer must come before those of the next: the experts of one layer are held at a time. Raises
@@ -119,27 +125,52 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], stacked: Stacked) -> It
                     fix="save it with hone.save, which has a format of its own for such experts",
                 )
             if found[1] != layer:
-                yield from _joined(held, stacked)
+                yield from _joined(held, device)
                 held, layer = {}, found[1]
             whole, first, _ = pieces[found[3]]
             room = held.setdefault(f"{found[1]}.{whole}{_SUFFIXES[found[4]]}", {})
             room[int(found[2]), first] = found[4], tensor
         else:
             yield name, tensor
-    yield from _joined(held, stacked)
+    yield from _joined(held, device)
+
+
+class _Held:
+    """Tensors in memory as a source."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def file(self, name: str) -> Path:
+        return Path(name)
+
+
+def unstack_experts(tensors: Mapping[str, Tensor], stacked: Stacked) -> dict[str, Tensor]:
+    """The inverse of `stack_experts` for tensors in memory."""
+    apart = ApartExperts(_Held(tensors), stacked)  # type: ignore[arg-type]
+    return {name: apart.tensor(name) for name in apart.names()}
 
 
 def _joined(
-    held: Mapping[str, Mapping[tuple[int, int], tuple[str, Tensor]]], stacked: Stacked
+    held: Mapping[str, Mapping[tuple[int, int], tuple[str, Tensor]]], device: str
 ) -> Iterator[tuple[str, Tensor]]:
     for name, modules in held.items():
         suffix, some = next(iter(modules.values()))
         count = 1 + max(first for _, first in modules)
         experts = 1 + max(expert for expert, _ in modules)
         assert len(modules) == experts * count, f"{name}: {len(modules)} modules of {experts} experts"
-        out = torch.empty(experts, some.shape[0] * count, *some.shape[1:], dtype=some.dtype)
+        out = torch.empty(experts, some.shape[0] * count, *some.shape[1:], dtype=some.dtype, device=device)
         for (expert, first), (_, tensor) in modules.items():
-            out[expert, first::count] = tensor.cpu()
+            out[expert, first::count] = tensor.to(device)
         if suffix == "weight":
             out = out.transpose(1, 2)
         yield name, out.unflatten(-1, (-1, _GROUP_BYTES)) if suffix == "weight_packed" else out

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from hone.base.errors import SpecError
 from hone.model import hf
+from hone.model.families import FAMILIES
 from hone.model.families.config_json import from_hf, to_hf
 from hone.model.families.experts_json import TRAINING
 from hone.model.shape import Shape
+from hone.model.weights.stacked import stack_experts
 from tests.model.families.published import SMALL
 
 MIXTRAL = {
@@ -93,6 +95,32 @@ def test_logits_equal_transformers_both_ways(name: str, tmp_path: Path) -> None:
     before, after = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     torch.testing.assert_close(theirs(saved)(tokens).logits, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
+    """Of sinks, of the router's and the experts' biases, and through clamps, as of everything else."""
+    values = {**GPT_OSS, **SMALL, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**values, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(*((0.5, 0.2) if parameter.dim() == 1 else (0.0, 0.12)))
+    model.save_pretrained(tmp_path)
+    ours, tokens = hf.load(tmp_path), torch.randint(3, SMALL["vocab_size"], (2, 40))
+    flow = torch.randn(2, 40, SMALL["vocab_size"])
+    for one in (ours(tokens), model(tokens).logits):
+        (one * flow).sum().backward()
+    wanted = {name: one.grad for name, one in model.named_parameters()}
+    with torch.no_grad():
+        for one in ours.parameters():
+            assert one.grad is not None
+            one.copy_(one.grad)
+    stacked = FAMILIES["gpt_oss"].stacked
+    found = dict(stack_experts(hf.state(ours), stacked))
+    assert found.keys() == wanted.keys() and wanted["model.layers.0.self_attn.sinks"].abs().min() > 1e-3
+    for name, one in found.items():
+        torch.testing.assert_close(one, wanted[name], atol=1e-4 * float(wanted[name].abs().max()), rtol=1e-3)
 
 
 def test_layers_without_experts_are_where_the_config_says() -> None:
