@@ -98,7 +98,7 @@ class Block(nn.Module):
         for part in spec.parameters(place.hidden_size):
             norm = isinstance(part, NormSpec)
             made = (
-                rms_norm_of(part.size, place.norm_eps, place.norm_offset)
+                rms_norm_of(part.size, place.norm_eps if part.eps is None else part.eps, place.norm_offset)
                 if norm
                 else nn.Parameter(torch.empty(part.shape), requires_grad=part.trained)
             )

@@ -23,7 +23,7 @@ from hone.model.weights.model import ModelSource, fused_linears
 from hone.model.weights.source import WeightSource
 from hone.model.weights.stacked import ApartExperts, stack_experts
 from hone.model.weights.tensors import TABLES
-from hone.model.weights.values import AS_STORED, FLOATS
+from hone.model.weights.values import AS_STORED, FLOATS, IN_FLOAT32
 from hone.ops.dispatch import say_once
 
 
@@ -90,7 +90,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or decoder.dtype
     cast = (
-        (name, tensor.to(stored) if tensor.dtype in FLOATS and not name.endswith(AS_STORED) else tensor)
+        (name, tensor.to(stored) if tensor.dtype in FLOATS and not name.endswith(AS_STORED + IN_FLOAT32) else tensor)
         for name, tensor in (state(decoder) if tensors is None else tensors)
     )
     adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()

@@ -244,6 +244,8 @@ class NormSpec:
     offset: float = 0.0
     over: Output | None = None
     """The piece whose rows it norms all together; None: any other, such as each head alone."""
+    eps: float | None = None
+    """Added to the mean square; None: what the model adds (`ModelConfig.norm_eps`)."""
 
     @property
     def path(self) -> str:

@@ -42,6 +42,12 @@ class Shape(Spec):
         description="The layers' feed-forwards, as mixers has it: names or {kind: NAME, options}, repeated over the layers; empty: "
         "the family's. One without intermediate_size has the model's.",
     )
+    num_dense_layers: int = Field(
+        0,
+        ge=0,
+        description="First layers whose feed-forward is the family's dense one, before those of feed_forward (DeepSeek's "
+        "first_k_dense_replace).",
+    )
 
     @field_validator("mixers")
     @classmethod
@@ -67,7 +73,7 @@ class Shape(Spec):
 
         Only for patterns, whose options may not fit: reading them imports torch, which takes a second.
         """
-        if self.mixers or self.feed_forward:
+        if self.mixers or self.feed_forward or self.num_dense_layers:
             self.config(vocab_size=1)
         return self
 
@@ -82,6 +88,11 @@ class Shape(Spec):
                 f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}",
                 fix="change one of them, or set head_dim",
             )
+        if self.num_dense_layers > self.num_layers:
+            raise SpecError(
+                f"num_dense_layers is {self.num_dense_layers}, num_layers is {self.num_layers}",
+                fix="lower num_dense_layers, or raise num_layers",
+            )
         for name, pattern in {"mixers": self.mixers, "feed_forward": self.feed_forward}.items():
             if len(pattern) > self.num_layers:
                 raise SpecError(
@@ -89,9 +100,12 @@ class Shape(Spec):
                     fix="leave some out, or raise num_layers",
                 )
         family = FAMILIES[self.family]
+        mixers = self._layer_mixers()
+        if family.latent is not None:
+            mixers = [family.latent.full(one, self.norm_eps) if one.kind == "mla" else one for one in mixers]
         layers = [
             LayerSpec.read({"mixer": mixer, "feed_forward": feed_forward, **family.layer})
-            for mixer, feed_forward in zip(self._layer_mixers(), self._layer_feed_forwards(), strict=True)
+            for mixer, feed_forward in zip(mixers, self._layer_feed_forwards(), strict=True)
         ]
         scaled = {"embedding_multiplier": self.hidden_size**0.5} if family.embedding_sqrt else {}
         config = ModelConfig.read(
@@ -114,17 +128,14 @@ class Shape(Spec):
         return config
 
     def _layer_feed_forwards(self) -> list[Technique]:
-        """One feed-forward for each layer: those of `feed_forward` in turn, else the family's."""
+        """One feed-forward for each layer: dense ones, then those of `feed_forward` in turn, else the family's."""
         family = FAMILIES[self.family]
-        usual = (
-            ACTIVATIONS[family.defaults.get(family.activation, "silu")]
-            if family.experts is None
-            else family.experts.usual
-        )
-        pattern = self.feed_forward or (usual,)
-        options = [{"kind": entry} if isinstance(entry, str) else entry for entry in pattern]
-        read = [FEED_FORWARDS.read({"intermediate_size": self.intermediate_size, **entry}) for entry in options]
-        return [read[index % len(read)] for index in range(self.num_layers)]
+        dense = ACTIVATIONS[family.defaults.get(family.activation, "silu")]
+        pattern = self.feed_forward or (dense if family.experts is None else family.experts.usual,)
+        options = [{"kind": entry} if isinstance(entry, str) else entry for entry in (dense, *pattern)]
+        first, *read = [FEED_FORWARDS.read({"intermediate_size": self.intermediate_size, **entry}) for entry in options]
+        rest = self.num_layers - self.num_dense_layers
+        return [first] * self.num_dense_layers + [read[index % len(read)] for index in range(rest)]
 
     def _layer_mixers(self) -> list[Technique]:
         """One mixer for each layer: those of `mixers` in turn, with this shape's sizes for fields they leave out."""
@@ -140,9 +151,9 @@ class Shape(Spec):
             **family.mixer,
         }
         if not self.mixers:
-            return [MIXERS.read({"kind": "attention", **sizes_of("attention", sizes), "window": self.window})] * (
-                self.num_layers
-            )
+            usual = "attention" if family.latent is None else "mla"
+            window = {} if self.window is None else {"window": self.window}
+            return [MIXERS.read({"kind": usual, **sizes_of(usual, sizes), **window})] * self.num_layers
         chosen: list[Technique] = []
         for index in range(self.num_layers):
             entry = self.mixers[index % len(self.mixers)]

@@ -17,9 +17,12 @@ from torch import Tensor
 from hone.base.durable import kind_of
 from hone.base.errors import ArtifactError
 from hone.model.folder import read_json
+from hone.ops.dispatch import say_once
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PREDICTOR = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+"""The name of a tensor that a layer has which predicts a further token, and no other."""
 
 
 class Shards:
@@ -32,7 +35,7 @@ class Shards:
         self.folder = folder
         self.single = single
         self._files: dict[str, Any] = {}
-        self._where = self._tensor_files()
+        self._where = _without_predictors(self._tensor_files(), folder)
 
     def names(self) -> list[str]:
         """Every tensor's name."""
@@ -170,6 +173,18 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, 
             raise OSError(code, os.strerror(code), str(path)) from None
         raise
     path.chmod(mode)
+
+
+def _without_predictors(files: dict[str, str], folder: Path) -> dict[str, str]:
+    """`files` without the layers behind the last one that predict further tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    layers = tuple(found[1] for found in map(_PREDICTOR.fullmatch, files) if found)
+    if not layers:
+        return files
+    say_once(
+        f"{folder}: {', '.join(layer[:-1] for layer in layers)} predict further tokens (multi-token prediction), which hone does not "
+        "run; their tensors are left out, as transformers leaves them out"
+    )
+    return {name: file for name, file in files.items() if not name.startswith(layers)}
 
 
 def _corrupt(path: Path, error: Exception, tensor: str = "") -> ArtifactError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.model.families.base import Family
+from hone.model.families.deepseek_json import NORM_EPS, Latent, RoutedExperts
 from hone.model.families.experts_json import Experts
 
 _POST_NORMS = {
@@ -19,6 +20,28 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+_DEEPSEEK = {
+    "mixer": {"rope_interleaved": True, "latent_norm_eps": NORM_EPS},
+    "rope_scalings": ("default", "yarn"),
+    "names": {
+        "mixer.q_down": "self_attn.q_a_proj",
+        "mixer.q_up": "self_attn.q_b_proj",
+        "mixer.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "mixer.kv_up": "self_attn.kv_b_proj",
+        "mixer.q_latent_norm": "self_attn.q_a_layernorm",
+        "mixer.latent_norm": "self_attn.kv_a_layernorm",
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.router_bias": "mlp.gate.e_score_correction_bias",
+        "feed_forward.shared_gate": "mlp.shared_experts.gate_proj",
+        "feed_forward.shared_up": "mlp.shared_experts.up_proj",
+        "feed_forward.shared_down": "mlp.shared_experts.down_proj",
+    },
+}
+_DEEPSEEK_ONLY = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "moe_layer_freq": (1, None),
 }
 _CAUSAL = {"use_bidirectional_attention": (False, None)}
 
@@ -252,6 +275,56 @@ FAMILIES: dict[str, Family] = {
         ),
         stacked={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
         names={"feed_forward.router": "mlp.router"},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+        },
+        latent=Latent(),
+        experts=RoutedExperts("softmax"),
+        only={
+            **_DEEPSEEK_ONLY,
+            "mlp_bias": (False, None),
+            "norm_topk_prob": (False, None),
+            "scoring_func": ("softmax", None),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+        },
+        **_DEEPSEEK,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        latent=Latent("rope_interleave"),
+        experts=RoutedExperts("sigmoid"),
+        only={**_DEEPSEEK_ONLY, "scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+        **_DEEPSEEK,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

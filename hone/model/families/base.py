@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.model.families.deepseek_json import Latent, RoutedExperts
 from hone.model.families.experts_json import Experts
 from hone.model.linear_spec import LinearSpec
 
@@ -74,7 +75,9 @@ class Family:
     """Whether config.json's no_rope_layers says which layers have rotary positions (1) and which none (0)."""
     rope_scalings: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
     """Scalings of rotary positions that its class in transformers knows."""
-    experts: Experts | None = None
+    latent: Latent | None = None
+    """How config.json describes latent attention, which all its layers have; None: they have attention of heads."""
+    experts: Experts | RoutedExperts | None = None
     """How config.json describes its experts; None: its feed-forwards are dense."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of config.json that hone runs with these values alone, null among them."""
@@ -82,7 +85,8 @@ class Family:
     """Where its checkpoints store all experts of a layer as one tensor: its name, and the modules of one expert whose rows alternate
     in it (hone.model.weights.stacked)."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Its names where they differ from `NAMES`. The path of a fused linear ('mixer.qkv') maps to the module that stores it whole."""
+    """Its names where they differ from `NAMES`. The path of a fused linear ('mixer.qkv') maps to the module that stores it whole,
+    that of a parameter which is no norm ('feed_forward.router_bias') to its tensor."""
 
     @property
     def unscaled(self) -> dict[str, Any] | None:

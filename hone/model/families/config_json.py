@@ -9,11 +9,12 @@ from hone.base.identity import difference
 from hone.model.config import LayerSpec, ModelConfig
 from hone.model.families import FAMILIES
 from hone.model.families.base import Family
-from hone.model.families.experts_json import read_experts, write_experts
 from hone.model.families.rope_json import both_forms, positive, read_rope, write_rope_scaling
 
 OWN = "hone"
 """The model_type of folders in hone's own format."""
+
+_MIXER = "mixer."
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 """The gated feed-forward of each activation in config.json."""
@@ -30,7 +31,7 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     model_type = _model_type(values, where)
     family = FAMILIES[model_type]
     read = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
-    for name in ("sliding_window", *family.numbers):  # null says that there is none
+    for name in ("sliding_window", "q_lora_rank", *family.numbers):  # null says that there is none
         if name in values and values[name] is None:
             read[name] = None
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
@@ -42,6 +43,45 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     _only(read, where, family.activation, tuple(ACTIVATIONS), "silu")
     for name, supported in family.only.items():
         _only(read, where, name, supported, supported[0])
+    model: dict[str, Any] = dict(family.model)
+    model |= {ours: read[name] for name, ours in family.numbers.items() if "." not in ours}
+    if family.embedding_sqrt:
+        model["embedding_multiplier"] = read["hidden_size"] ** 0.5
+    feed_forward = {
+        "kind": ACTIVATIONS[read.get(family.activation, "silu")],
+        "intermediate_size": read["intermediate_size"],
+        "bias": bool(read.get("mlp_bias", False)) and family.mlp_bias,
+    }
+    feed_forwards = [feed_forward] * read["num_hidden_layers"]
+    if family.experts is not None:
+        feed_forwards = family.experts.read(read, feed_forward, where)
+    mixers = _mixers(read, family, where)
+    eos = read.get("eos_token_id")
+    return ModelConfig.read(
+        {
+            "family": model_type,
+            "vocab_size": read["vocab_size"],
+            "hidden_size": read["hidden_size"],
+            "layers": [
+                {"mixer": mixer, "feed_forward": feed_forward, **family.layer}
+                for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
+            ],
+            "norm_eps": read["rms_norm_eps"],
+            "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
+            "max_seq_len": read["max_position_embeddings"],
+            "bos_token_id": read.get("bos_token_id"),
+            "eos_token_ids": [] if eos is None else eos if isinstance(eos, list) else [eos],
+            **model,
+        }
+    )
+
+
+def _mixers(read: dict[str, Any], family: Family, where: str) -> list[dict[str, Any]]:
+    """Each layer's mixer."""
+    if family.latent is not None:
+        old, new = both_forms(read, where)
+        mixer = family.latent.read(read, {**old, **new}, where)
+        return [{**mixer, "rope": read_rope(read, family, where)}] * read["num_hidden_layers"]
     heads = read["num_attention_heads"]
     head_dim = read.get("head_dim") or max(1, read["hidden_size"] // heads)
     positive({"head_dim": head_dim}, "head_dim", where)
@@ -59,52 +99,16 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     }
     if family.query_scalar:
         mixer["scale"] = positive(read, "query_pre_attn_scalar", where) ** -0.5
-    model: dict[str, Any] = dict(family.model)
-    for name, ours in family.numbers.items():
-        into, _, field = ours.rpartition(".")
-        (mixer if into else model)[field] = read[name]
+    mixer |= {ours.removeprefix(_MIXER): read[name] for name, ours in family.numbers.items() if ours.startswith(_MIXER)}
     if mixer.get("scale") == head_dim**-0.5:
         mixer["scale"] = None
-    if family.embedding_sqrt:
-        model["embedding_multiplier"] = read["hidden_size"] ** 0.5
-    feed_forward = {
-        "kind": ACTIVATIONS[read.get(family.activation, "silu")],
-        "intermediate_size": read["intermediate_size"],
-        "bias": bool(read.get("mlp_bias", False)) and family.mlp_bias,
-    }
-    feed_forwards = [feed_forward] * read["num_hidden_layers"]
-    if family.experts is not None:
-        feed_forwards = read_experts(read, family.experts, feed_forward, where)
     rotated = _rotated_layers(read, family, where)
     windows = _windows(read, family, rotated, where)
     ropes = {windowed: read_rope(read, family, where, windowed) for windowed in {one is not None for one in windows}}
-    eos = read.get("eos_token_id")
-    return ModelConfig.read(
-        {
-            "family": model_type,
-            "vocab_size": read["vocab_size"],
-            "hidden_size": read["hidden_size"],
-            "layers": [
-                {
-                    "mixer": {
-                        **mixer,
-                        "rope": ropes[window is not None],
-                        "window": window,
-                        **({} if turned else {"rotary_dim": 0}),
-                    },
-                    "feed_forward": fed,
-                    **family.layer,
-                }
-                for window, turned, fed in zip(windows, rotated, feed_forwards, strict=True)
-            ],
-            "norm_eps": read["rms_norm_eps"],
-            "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
-            "max_seq_len": read["max_position_embeddings"],
-            "bos_token_id": read.get("bos_token_id"),
-            "eos_token_ids": [] if eos is None else eos if isinstance(eos, list) else [eos],
-            **model,
-        }
-    )
+    return [
+        {**mixer, "rope": ropes[window is not None], "window": window, **({} if turned else {"rotary_dim": 0})}
+        for window, turned in zip(windows, rotated, strict=True)
+    ]
 
 
 def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -112,26 +116,14 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
     Raises SpecError when the stack is one that no transformers class of its family can express.
     """
-    config = config.model_copy(update={"layers": tuple(map(_as_attention, config.layers))})
-    for index, layer in enumerate(config.layers):
-        if layer.mixer.kind != "attention":
-            raise SpecError(
-                f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
-                fix="save it with hone.save, which has a format of its own for such stacks, or use attention alone",
-            )
-        if layer.feed_forward.kind not in (
-            *ACTIVATIONS.values(),
-            *(["moe"] if FAMILIES[config.family].experts else []),
-        ):
-            raise SpecError(
-                f"layer {index} has feed-forward '{layer.feed_forward.kind}', which no transformers class of family "
-                f"{config.family} has",
-                fix="save it with hone.save, which has a format of its own for such stacks, or use swiglu",
-            )
+    family = FAMILIES[config.family]
+    config = config.model_copy(update={"layers": tuple(_as_attention(one, config) for one in config.layers)})
+    _must_be_known(config, family)
     first = config.layers[0]
-    mixer, family = first.mixer, FAMILIES[config.family]
-    whole = next((layer.mixer for layer in config.layers if layer.mixer.window is None), mixer)
-    local = next((layer.mixer for layer in config.layers if layer.mixer.window is not None), None)
+    mixer = first.mixer
+    windows = [getattr(layer.mixer, "window", None) for layer in config.layers]
+    whole = next((one.mixer for one, window in zip(config.layers, windows) if window is None), mixer)
+    local = next((one.mixer for one, window in zip(config.layers, windows) if window is not None), None)
     rope = whole.rope if family.local_theta else mixer.rope
     dense = next((layer.feed_forward for layer in config.layers if layer.feed_forward.kind != "moe"), None)
     activation = next(name for name, kind in ACTIVATIONS.items() if dense is None or kind == dense.kind)
@@ -143,8 +135,6 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "intermediate_size": (dense or first.feed_forward).intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
         family.activation: activation,
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
@@ -160,6 +150,11 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
     }
+    if family.latent is None:
+        values |= {"num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim}
+    else:
+        values |= family.latent.write(mixer)
+        values["rope_scaling"] = family.latent.scaling(mixer, values["rope_scaling"])
     if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
         values["pad_token_id"] = None  # its class's default would be outside the vocabulary
     if family.attention_bias:
@@ -167,7 +162,7 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     if family.mlp_bias:
         values["mlp_bias"] = first.feed_forward.bias
     if family.experts is not None:
-        values |= write_experts(config, family.experts)
+        values |= family.experts.write(config)
     for name, ours in family.numbers.items():
         into, _, field = ours.rpartition(".")
         values[name] = getattr(mixer if into else config, field)
@@ -185,7 +180,6 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     if family.nope_layers:
         values["no_rope_layers"] = [int(layer.mixer.rotary_dim != 0) for layer in config.layers]
     if family.window != "none":
-        windows = [layer.mixer.window for layer in config.layers]
         values["sliding_window"] = max((window for window in windows if window is not None), default=None)
         if family.window == "by_layer":
             values["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -219,11 +213,32 @@ def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
     }
 
 
-def _as_attention(layer: LayerSpec) -> LayerSpec:
-    """The layer, with mixer `sliding_window` replaced by `attention` with its option `window`."""
+def _as_attention(layer: LayerSpec, config: ModelConfig) -> LayerSpec:
+    """The layer, with mixer `sliding_window` replaced by `attention` with its option `window`, and what `mla`'s empty fields mean."""
+    latent = FAMILIES[config.family].latent
+    if latent is not None and layer.mixer.kind == "mla":
+        return layer.model_copy(update={"mixer": latent.full(layer.mixer, config.norm_eps)})
     if layer.mixer.kind != "sliding_window":
         return layer
     return layer.model_copy(update={"mixer": layer.mixer.as_attention()})
+
+
+def _must_be_known(config: ModelConfig, family: Family) -> None:
+    """Raises SpecError for a mixer or feed-forward that no layer of the family has."""
+    usual = "attention" if family.latent is None else "mla"
+    known = (*ACTIVATIONS.values(), *(["moe"] if family.experts else []))
+    for index, layer in enumerate(config.layers):
+        if layer.mixer.kind != usual:
+            raise SpecError(
+                f"layer {index} mixes with '{layer.mixer.kind}', which no transformers class of family {config.family} has",
+                fix=f"save it with hone.save, which has a format of its own for such stacks, or use {usual} alone",
+            )
+        if layer.feed_forward.kind not in known:
+            raise SpecError(
+                f"layer {index} has feed-forward '{layer.feed_forward.kind}', which no transformers class of family "
+                f"{config.family} has",
+                fix="save it with hone.save, which has a format of its own for such stacks, or use swiglu",
+            )
 
 
 def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:

@@ -39,22 +39,29 @@ class Experts:
         shared = {"num_shared_experts": 1, "shared_gate": True} if self.shared else {}
         return {"kind": "moe", **shared, **self.fixed, **self.numbers}
 
+    def read(self, values: dict[str, Any], dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        """Each layer's feed-forward, with `dense` where it has no experts. Raises SpecError naming the field that is wrong."""
+        return _read(values, self, dense, where)
 
-def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Each layer's feed-forward, with `dense` where it has no experts. Raises SpecError naming the field that is wrong."""
-    count = _whole(values, "num_local_experts" if values.get("num_experts") is None else "num_experts", where)
+    def write(self, config: Any) -> dict[str, Any]:
+        """The fields of config.json that a `ModelConfig` has for its first layer with experts; {} for a model without any. Raises SpecError for a router's bias."""
+        return _write(config, self)
+
+
+def _read(values: dict[str, Any], family: Experts, dense: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    count = whole(values, "num_local_experts" if values.get("num_experts") is None else "num_experts", where)
     moe = {
         "kind": "moe",
-        "intermediate_size": _whole(values, family.width, where),
+        "intermediate_size": whole(values, family.width, where),
         "num_experts": count,
         "router": {
             "kind": "softmax",
-            "top_k": _whole(values, "num_experts_per_tok", where),
+            "top_k": whole(values, "num_experts_per_tok", where),
             "normalize": bool(values.get("norm_topk_prob", False)) if family.normalize is None else family.normalize,
         },
     }
     if family.shared:
-        width = _whole(values, family.shared, where)
+        width = whole(values, family.shared, where)
         if width % moe["intermediate_size"]:
             raise SpecError(
                 f"{where}: {family.shared} is {width}, no multiple of {family.width} {moe['intermediate_size']}",
@@ -65,16 +72,11 @@ def read_experts(values: dict[str, Any], family: Experts, dense: dict[str, Any],
     weight, jitter = values.get(_LOSS), values.get("router_jitter_noise")
     moe["balance"] = [{"kind": "aux_loss", "weight": weight}] if weight else []
     moe["jitter"] = jitter or 0.0
-    own = values.get(TRAINING) or {}
-    if not isinstance(own, dict) or not own.keys() <= set(_TRAINING_FIELDS):
-        raise SpecError(
-            f"{where}: {TRAINING} is {own!r}", fix=f"give it fields of {', '.join(_TRAINING_FIELDS)} or remove it"
-        )
+    own = read_training(values, where)
     return [{**moe, **own} if has else dense for has in _with_experts(values, family, where)]
 
 
-def write_experts(config: Any, family: Experts) -> dict[str, Any]:
-    """The fields of config.json that a `ModelConfig` has for its first layer with experts; {} for a model without any. Raises SpecError for a router's bias."""
+def _write(config: Any, family: Experts) -> dict[str, Any]:
     layers = [layer.feed_forward for layer in config.layers]
     moe = next((one for one in layers if one.kind == "moe"), None)
     if moe is not None and moe.bias:
@@ -100,11 +102,25 @@ def write_experts(config: Any, family: Experts) -> dict[str, Any]:
     if family.dense_layers:
         values["decoder_sparse_step"] = 1
         values["mlp_only_layers"] = [index for index, one in enumerate(layers) if one.kind != "moe"]
+    return values | write_training(moe, with_balance=[one.kind for one in moe.balance] not in ([], ["aux_loss"]))
+
+
+def read_training(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """What only a training in hone reads, as fields of `MoE`. Raises SpecError for anything else in it."""
+    own = values.get(TRAINING) or {}
+    if not isinstance(own, dict) or not own.keys() <= set(_TRAINING_FIELDS):
+        raise SpecError(
+            f"{where}: {TRAINING} is {own!r}", fix=f"give it fields of {', '.join(_TRAINING_FIELDS)} or remove it"
+        )
+    return own
+
+
+def write_training(moe: Any, *, with_balance: bool) -> dict[str, Any]:
+    """The field with what only a training in hone reads of a `MoE`, its balance where the family cannot say it; {} for nothing."""
     dumped = moe.model_dump(mode="json")
     own = {name: dumped[name] for name in _TRAINING_FIELDS if name != "balance" and dumped[name] != type(moe).model_fields[name].default}  # fmt: skip
-    if [one.kind for one in moe.balance] not in ([], ["aux_loss"]):
-        own["balance"] = dumped["balance"]
-    return {**values, TRAINING: own} if own else values
+    own |= {"balance": dumped["balance"]} if with_balance else {}
+    return {TRAINING: own} if own else {}
 
 
 def _with_experts(values: dict[str, Any], family: Experts, where: str) -> list[bool]:
@@ -120,7 +136,8 @@ def _with_experts(values: dict[str, Any], family: Experts, where: str) -> list[b
     return [index not in dense and (index + 1) % step == 0 for index in range(count)]
 
 
-def _whole(values: dict[str, Any], name: str, where: str) -> int:
+def whole(values: dict[str, Any], name: str, where: str) -> int:
+    """values[name], a whole number above 0. Raises SpecError for anything else."""
     found = values.get(name)
     if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= 65_536:
         raise SpecError(f"{where}: {name} is {found!r}", fix=f"set {name} to a whole number above 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -39,6 +40,19 @@ class MLA(Mixer):
         None, gt=0, description="Width of the queries' latent; empty: queries are projected directly."
     )
     rope: Rope = Field(default_factory=Rope, description="Rotary positions.")
+    rope_interleaved: bool = Field(
+        False,
+        description="Rotated pairs are neighbours (0, 1), (2, 3) ..., as DeepSeek stores them; else channels i and i + rope_dim / 2.",
+    )
+    mscale_all_dim: float = Field(
+        0.0,
+        ge=0,
+        description="With a scaling of rope by a factor, scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2 (YaRN's "
+        "temperature as DeepSeek applies it); 0: they are not.",
+    )
+    latent_norm_eps: float | None = Field(
+        None, gt=0, description="Added to the mean square in the norms of latents; the model's norm_eps when empty."
+    )
 
     @model_validator(mode="after")
     def _pairs(self) -> MLA:
@@ -50,6 +64,13 @@ class MLA(Mixer):
     def values(self) -> int:
         """Width of a head's value."""
         return self.value_dim or self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """The scale of the scores."""
+        scaled = self.rope.scaling != "none" and self.rope.factor > 1
+        warmer = 0.1 * self.mscale_all_dim * math.log(self.rope.factor) + 1.0 if scaled else 1.0
+        return (self.head_dim + self.rope_dim) ** -0.5 * warmer * warmer
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         """Queries (through their latent, if any), latent with the rotated key, keys and values, out."""
@@ -73,8 +94,8 @@ class MLA(Mixer):
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         low = self.q_latent_dim
-        norms = () if low is None else (NormSpec("q_latent_norm", low),)
-        return (*norms, NormSpec("latent_norm", self.latent_dim))
+        norms = () if low is None else (NormSpec("q_latent_norm", low, eps=self.latent_norm_eps),)
+        return (*norms, NormSpec("latent_norm", self.latent_dim, eps=self.latent_norm_eps))
 
     def mixing_flops(self, seq_len: int) -> float:
         """FLOPs of the expanded form, which training uses."""
@@ -105,18 +126,24 @@ class MLALayer(Block):
 
     def __init__(self, spec: MLA, place: Placement) -> None:
         super().__init__(spec, place)
-        self.scale = (spec.head_dim + spec.rope_dim) ** -0.5
+        self.scale = spec.scale
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec = self.spec
         cos, sin = context.rotary(spec.rope, spec.rope_dim, x.dtype)
         q = self.q(x) if spec.q_latent_dim is None else self.q_up(self.q_latent_norm(self.q_down(x)))
         q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.rope_dim], -1)
-        q_rope = rope(q_rope, cos, sin)
+        q_rope = self._rotated(q_rope, cos, sin)
         latent, k_rope = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
-        latent, k_rope = self.latent_norm(latent), rope(k_rope.unsqueeze(-2), cos, sin)
+        latent, k_rope = self.latent_norm(latent), self._rotated(k_rope.unsqueeze(-2), cos, sin)
         mix = self._absorbed if context.cached else self._expanded
         return self.out(mix(q_plain, q_rope, latent, k_rope, context))
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [..., heads, rope_dim] rotated. Interleaved pairs come out as halves, in queries and keys alike: scores are the same."""
+        if self.spec.rope_interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rope(x, cos, sin)
 
     def _expanded(self, q_plain: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> Tensor:
         """Attention with every head's keys and values materialised: [..., H * value_dim]."""

@@ -23,6 +23,10 @@ AS_STORED = (
 """Ends of the names of floats whose dtype stays: scales of quantized weights, to which a wider one adds up to one bit a weight."""
 
 
+IN_FLOAT32 = (".router_bias", ".e_score_correction_bias")
+"""Ends of the names of floats that are float32 whatever the model computes in: a router's bias moves in steps that fewer bits would lose."""
+
+
 def stated_dtype(values: dict[str, Any]) -> torch.dtype | None:
     """The float dtype that the values of a config.json name, if they do."""
     name = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
@@ -32,8 +36,10 @@ def stated_dtype(values: dict[str, Any]) -> torch.dtype | None:
 def kept(
     file: Path, name: str, stored: Tensor, device: torch.device | str, dtype: torch.dtype, *, integers: bool = False
 ) -> Tensor:
-    """A copy of `stored`, all or a part of the tensor `name` of `file`, as a model keeps it: floats in `dtype`, scales as stored."""
-    taken = converted(file, name, stored, device, None if name.endswith(AS_STORED) else dtype, integers=integers)
+    """A copy of `stored`, all or a part of the tensor `name` of `file`, as a model keeps it: floats in `dtype`, scales as stored, biases
+    of routers in float32."""
+    kind = torch.float32 if name.endswith(IN_FLOAT32) else None if name.endswith(AS_STORED) else dtype
+    taken = converted(file, name, stored, device, kind, integers=integers)
     # Copied, because a mapped tensor would change or fault when the file is written again.
     return taken.clone() if taken.data_ptr() == stored.data_ptr() else taken
 

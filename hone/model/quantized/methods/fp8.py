@@ -10,6 +10,8 @@ from hone.model.quantized.scheme import Quantization, Scheme
 _FIX = (
     "hone reads fp8 weights with a float32 scale per block and inputs rounded at run time (activation_scheme dynamic)"
 )
+_ROUTERS = r"re:.*\.(mlp|block_sparse_moe)\.gate$"
+"""Routers of experts: no linears in transformers, so that no list names them, and never quantized."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "activation_scheme": ("dynamic", None),
     "fmt": ("e4m3", None),
@@ -33,7 +35,7 @@ def read(values: dict[str, Any], where: str) -> Quantization:
     skipped = values.get("modules_to_not_convert")
     skipped = values.get("ignored_layers") if skipped is None else skipped
     skipped = ["lm_head"] if skipped is None else skipped  # without a list transformers leaves the head alone
-    return Quantization(((("Linear",), checked(scheme, where, _FIX)),), skipping(skipped), "fp8")
+    return Quantization(((("Linear",), checked(scheme, where, _FIX)),), (*skipping(skipped), _ROUTERS), "fp8")
 
 
 def to_json(quantization: Quantization) -> dict[str, Any]:
