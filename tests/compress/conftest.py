@@ -77,7 +77,7 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
         if key in made:
             return made[key]
         tokenizer = byte_tokenizer()
-        more = MORE.get(family, {}) | options
+        more = {"num_key_value_heads": 2} | MORE.get(family, {}) | options
         config = transformers.AutoConfig.for_model(
             family,
             vocab_size=len(tokenizer),
@@ -85,7 +85,6 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory):
             intermediate_size=intermediate_size,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=2,
             max_position_embeddings=128,
             tie_word_embeddings=family in ("llama", "qwen3", "gemma2", "smollm3"),
             eos_token_id=tokenizer.eos_token_id,

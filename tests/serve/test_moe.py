@@ -18,7 +18,18 @@ from hone.model.quantized.layouts.nvfp4 import pack_nibbles
 from hone.model.quantized.methods.mxfp4 import SCHEME
 from hone.model.shape import Shape
 from hone.ops.rounding.float_grid import find_scales
-from tests.serve.small import VOCAB, assert_all_free, decoder, dense_greedy, drain, engine, greedy, request, tokens_of
+from tests.serve.small import (
+    VOCAB,
+    assert_all_free,
+    decoder,
+    dense_greedy,
+    drain,
+    engine,
+    greedy,
+    poison_freed_pages,
+    request,
+    tokens_of,
+)
 
 PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(1, 4 + 5 * i)] for i in range(3)]
 
@@ -33,6 +44,27 @@ def test_text_does_not_depend_on_company(router: str) -> None:
     one = engine(model)
     for prompt, completion in zip(PROMPTS, one.generate(PROMPTS, greedy(12))):
         assert completion.tokens == dense_greedy(model, prompt, 12)
+    assert_all_free(one)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latents_of_a_family_with_a_dense_first_layer(family: str) -> None:
+    """DeepSeek's: chunks of prompts, shared pages and freed ones full of NaN change no token."""
+    latent = {"kind": "mla", "head_dim": 8, "value_dim": 6, "rope_dim": 4, "latent_dim": 12}
+    latent |= {"mscale_all_dim": 0.7, "rope": {"scaling": "yarn", "factor": 4.0, "original_max_seq_len": 16}}
+    model = decoder(seed=3, family=family, num_layers=3, num_dense_layers=1, num_kv_heads=4, mixers=(latent,))
+    assert [layer.feed_forward.kind for layer in model.config.layers] == ["swiglu", "moe", "moe"]
+    with torch.no_grad():
+        for layer in model.layers[1:] if family == "deepseek_v3" else ():
+            layer.feed_forward.router_bias.normal_(0.0, 0.2)
+    one = engine(model, num_pages=22, max_num_batched_tokens=9)
+    poison_freed_pages(one)
+    expected = [dense_greedy(model, prompt, 16) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    for _ in range(2):
+        assert [done.tokens for done in one.generate(PROMPTS, greedy(16))] == expected
+    assert [sorted(tensors) for tensors in one.runner.cache.layers] == [["latent"]] * 3
+    assert one.cache_bytes == 3 * 23 * 4 * (12 + 4) * 4  # layers, pages and the null page, tokens, numbers, bytes
     assert_all_free(one)
 
 
