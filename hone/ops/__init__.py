@@ -13,6 +13,7 @@ from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
+from hone.ops.moe.experts import choose_experts, expert_swiglu
 from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
 from hone.ops.paged.shared import attend_shared
@@ -34,8 +35,10 @@ __all__ = [
     "attend_paged",
     "attend_shared",
     "choose",
+    "choose_experts",
     "clamped_swiglu",
     "count_tokens",
+    "expert_swiglu",
     "fp8_linear",
     "fp8_trained_linear",
     "geglu",

@@ -179,6 +179,41 @@ def _grouped_linear(
     return Choice("torch", "many tokens per expert, or a gradient, on another GPU than Hopper: torch's grouped product")
 
 
+def _choose_experts(where: Where, *, dtype: torch.dtype | None, num_experts: int, top_k: int) -> Choice:
+    """`dtype` None: x and the router's weight differ."""
+    if dtype not in _HALVES:
+        return Choice("reference", f"the kernels take a router of 16 bits and x of the same, not {dtype}")
+    if num_experts > 1024 or top_k > 32:
+        return Choice("reference", f"the kernels take up to 32 of 1024 experts, not {top_k} of {num_experts}")
+    return Choice("triton", "two kernels: logits summed in float32, and the best of them")
+
+
+def _expert_swiglu(
+    where: Where,
+    *,
+    dtype: torch.dtype | None,
+    visits: int,
+    num_experts: int,
+    sizes: tuple[int, int],
+    kind: str,
+    plain: bool,
+) -> Choice:
+    """`dtype` None: x and dense weights differ. `kind` of both weights, "mixed" where they differ; `plain`: no gradient."""
+    dense = kind == "dense"
+    if dense and (not plain or visits > 32 * num_experts):
+        return Choice("grouped", "many tokens per expert, or a gradient: sorted by expert, for grouped products")
+    if not plain:
+        return Choice("reference", "codes have no kernel with a gradient")
+    if dtype not in _HALVES:
+        return Choice("grouped" if dense else "reference", f"the kernels take 16 bits, not {dtype}")
+    if num_experts > 1024 or any(size % 16 for size in sizes):
+        said = f"the kernels take up to 1024 experts and sizes in sixteens, not {num_experts} of {sizes}"
+        return Choice("grouped" if dense else "reference", said)
+    if kind == "mixed":
+        return Choice("triton", "codes of two kinds, widened in registers")
+    return Choice("triton", "x is read where it is, and each expert's weights once")
+
+
 def _linear(
     where: Where, *, dtype: torch.dtype | None, rows: int, out_features: int, in_features: int, in_rows: bool, plain: bool
 ) -> Choice:  # fmt: skip
@@ -295,6 +330,8 @@ RULES: dict[str, Callable[..., Choice]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "grouped_linear": _grouped_linear,
     "permute": _by_dtype("reference", UP_TO_32, "counting sort in two kernels"),
+    "choose_experts": _choose_experts,
+    "expert_swiglu": _expert_swiglu,
     **dict.fromkeys(_CHOOSING, _by_dtype("reference", UP_TO_32, "one pass over the logits")),
     "count_tokens": _by_dtype("reference", (torch.int32,), "one atomic operation a token"),
     **dict.fromkeys(_SWEEPS, _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column")),
@@ -315,6 +352,8 @@ NO_GPU: dict[str, Choice] = {
     ),
     "grouped_linear": Choice("reference", "no GPU: one product an expert"),
     "permute": Choice("reference", "no GPU: torch's stable sort"),
+    "choose_experts": Choice("reference", "no GPU: torch's product and topk"),
+    "expert_swiglu": Choice("reference", "no GPU: one expert after another"),
     **dict.fromkeys((*_CHOOSING, "count_tokens"), Choice("reference", "no GPU: torch's sort, argmax and masks")),
     **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
     **dict.fromkeys(_PASSES, Choice("reference", "no GPU: torch in few passes over memory")),
@@ -359,6 +398,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("reference", "triton"),
     "grouped_linear": ("reference", "torch", "triton", "gluon"),
     "permute": ("reference", "triton"),
+    "choose_experts": ("reference", "triton"),
+    "expert_swiglu": ("reference", "grouped", "triton"),
     **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS, *_PASSES), ("reference", "triton")),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""

@@ -16,6 +16,7 @@ from hone.model.balance import BALANCES
 from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.feed_forwards.base import FeedForward
+from hone.model.feed_forwards.moe_fused import fused
 from hone.model.linear import Dense
 from hone.model.linear_spec import Computed, Input, LinearSpec, Norm, Output, Parameter, ParameterSpec, Piece, Product
 from hone.model.routers import ROUTERS
@@ -142,13 +143,18 @@ class MoELayer(Block):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec, tokens = self.spec, x.flatten(0, -2)
-        routes = self._routes(tokens, x, context)
-        rows, ends = routes.dispatch(tokens)
-        y = routes.combine(self.down(self._gated(self.gate_up(rows, ends)), ends))
+        y = fused(self, tokens, x, context)
+        if y is None:
+            routes = self._routes(tokens, x, context)
+            y = routes.combine(self.experts_of(*routes.dispatch(tokens)))
         if spec.num_shared_experts:
             shared = self.shared_down(self._gated(self.shared_gate_up(tokens)))
             y = y + (shared * self.shared_weight(tokens).sigmoid() if spec.shared_gate else shared)
         return y.view_as(x)
+
+    def experts_of(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What experts make of their rows [R, D], sorted by expert; ends int32 [E]."""
+        return self.down(self._gated(self.gate_up(rows, ends)), ends)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         limit = self.spec.swiglu_limit

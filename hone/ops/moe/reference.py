@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from hone.ops.moe.weights import ExpertWeights
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -32,3 +35,30 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
     rows = y[place.flatten().long()].view(*place.shape, y.shape[1])
     wide = rows.to(torch.promote_types(y.dtype, torch.float32))
     return (wide if weights is None else wide * weights[..., None].to(wide.dtype)).sum(1).to(y.dtype)
+
+
+def choose_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, *, sigmoid: bool, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`hone.ops.choose_experts`, in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), weight.to(wide))
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    ids = (scores if bias is None else scores + bias).topk(top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
+    return ids.to(torch.int32), (weights * scale).float()
+
+
+def expert_swiglu(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
+    """`hone.ops.expert_swiglu`: one expert after another, of which only those with tokens are widened."""
+    rows, ends, place = permute(x, ids.long(), gate_up.sizes[0])
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    made = []
+    for expert, own in enumerate(rows.split(sizes)):
+        if len(own):
+            first, second = (one.expert(expert).dequantize(x.dtype)[0] for one in (gate_up, down))
+            gate, up = F.linear(own, first).chunk(2, -1)
+            made.append(F.linear(F.silu(gate) * up, second))
+    return unpermute(torch.cat(made) if made else rows, place, weights)

@@ -1,0 +1,151 @@
+"""A layer of experts without a gradient: the router's choice, and the SwiGLU experts of the tokens that chose them.
+
+Legend: T tokens, k experts a token, E experts, D width, F inner width of an expert. Nothing here waits for a GPU, and no shape
+depends on what is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hone.base.errors import SpecError
+from hone.ops.activation.api import swiglu
+from hone.ops.dispatch import backend_of
+from hone.ops.moe import reference
+from hone.ops.moe.api import _order_op, grouped_linear, permute, unpermute
+from hone.ops.moe.weights import ExpertWeights, check_weights
+
+
+def choose_experts(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, k], weights float32 [T, k]): the k experts with the largest score of x [T, D], best first.
+
+    Scores are the softmax or sigmoids of x times weight [E, D] transposed, summed in float32; `bias` [E] is added for the choice
+    alone; weights are scores, made to sum to 1 with `normalize`, times `scale`. No gradient. Raises SpecError for shapes that do
+    not fit.
+    """
+    fits = x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1] and x.shape[1] > 0
+    if not fits or not 0 < top_k <= len(weight) or (bias is not None and bias.shape != (len(weight),)):
+        given = None if bias is None else tuple(bias.shape)
+        raise SpecError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {given} and top_k {top_k} do not fit",
+            fix="give x [T, D], weight [E, D], bias [E] or None, and a top_k from 1 to E",
+        )
+    if score not in ("softmax", "sigmoid"):
+        raise SpecError(f"score is {score!r}", fix="give 'softmax' or 'sigmoid'")
+    same = x.dtype if x.dtype == weight.dtype else None
+    sigmoid = score == "sigmoid"
+    if backend_of("choose_experts", x.device, backend, dtype=same, num_experts=len(weight), top_k=top_k) == "triton":
+        return _choose_op(x, weight, bias, top_k, sigmoid, normalize, scale)
+    return reference.choose_experts(x, weight, bias, top_k, sigmoid=sigmoid, normalize=normalize, scale=scale)
+
+
+def expert_swiglu(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """[T, D]: of each token of x [T, D] the sum of its experts' SwiGLU feed-forwards, times weights float32 [T, k].
+
+    ids integer [T, k], each in [0, E), which a GPU does not check; gate_up [E, 2 F, D], gate first, and down [E, D, F], dense or
+    codes. Sums are float32. No gradient. Raises SpecError for shapes that do not fit.
+    """
+    for name, own in (("gate_up", gate_up), ("down", down)):
+        check_weights(name, own)
+    (experts, both, width), (others, out, inner) = gate_up.sizes, down.sizes
+    if x.dim() != 2 or ids.dim() != 2 or len(ids) != len(x) or weights.shape != ids.shape or ids.is_floating_point():
+        raise SpecError(
+            f"x {tuple(x.shape)}, ids {ids.dtype} {tuple(ids.shape)} and weights {tuple(weights.shape)} do not fit",
+            fix="give x [T, D], and ids and weights [T, k] as choose_experts returns them",
+        )
+    if (experts, both, width, width) != (others, 2 * inner, x.shape[1], out):
+        raise SpecError(
+            f"x {tuple(x.shape)}, gate_up {gate_up.sizes} and down {down.sizes} do not fit",
+            fix="give gate_up [E, 2 F, D], gate and up stacked, and down [E, D, F] of equally many experts",
+        )
+    kinds = {gate_up.kind, down.kind}
+    plain = not (torch.is_grad_enabled() and (x.requires_grad or gate_up.values.requires_grad))
+    same = gate_up.kind != "dense" or gate_up.values.dtype == x.dtype == down.values.dtype
+    chosen = backend_of(
+        "expert_swiglu", x.device, backend, dtype=x.dtype if same else None, visits=ids.numel(), num_experts=experts,
+        sizes=(inner, width), kind=gate_up.kind if len(kinds) == 1 else "mixed", plain=plain,
+    )  # fmt: skip
+    if chosen == "triton":
+        return _experts_op(x, ids, weights, gate_up.values, gate_up.scales, down.values, down.scales)
+    if chosen == "grouped":
+        rows, ends, place = permute(x, ids, experts)
+        made = grouped_linear(swiglu(grouped_linear(rows, gate_up.values, ends)), down.values, ends)
+        return unpermute(made, place, weights)
+    return reference.expert_swiglu(x, ids, weights, gate_up, down)
+
+
+@torch.library.custom_op("hone::choose_experts", mutates_args=())
+def _choose_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    from hone.ops.moe.triton_routing import launch_route
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    ids, weights = _choose_fake(x, weight, bias, top_k, sigmoid, normalize, scale)
+    launch_route(
+        x, weight.contiguous(), None if bias is None else bias.contiguous(), ids, weights,
+        sigmoid=sigmoid, normalize=normalize, scale=scale,
+    )  # fmt: skip
+    return ids, weights
+
+
+@_choose_op.register_fake
+def _choose_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    shares = torch.empty(len(x), top_k, dtype=torch.float32, device=x.device)
+    return torch.empty(len(x), top_k, dtype=torch.int32, device=x.device), shares
+
+
+@torch.library.custom_op("hone::expert_swiglu", mutates_args=())
+def _experts_op(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+) -> Tensor:
+    from hone.ops.moe.launch_experts import SEARCHED, launch_experts
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    ids, weights = ids.contiguous(), weights.contiguous().float()
+    both = ExpertWeights(gate_up.contiguous(), None if gate_up_scales is None else gate_up_scales.contiguous())
+    last = ExpertWeights(down.contiguous(), None if down_scales is None else down_scales.contiguous())
+    listed = _order_op(ids, len(gate_up))[1:] if ids.numel() > SEARCHED else None
+    return launch_experts(x, ids, weights, both, last, listed)
+
+
+@_experts_op.register_fake
+def _experts_fake(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

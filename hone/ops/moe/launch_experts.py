@@ -1,0 +1,119 @@
+"""Launches of the kernels of `triton_experts`: tiles from the problem's sizes alone, buffers and grids."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.ops.early import early_launch, launch_options
+from hone.ops.linear.shapes import power_of_2
+from hone.ops.moe import triton_experts as kernels
+from hone.ops.moe.weights import ExpertWeights
+
+SEARCHED = 512
+"""Up to this many visits every program looks for those of its expert itself; more are listed by expert first."""
+
+SUMMED = 2
+"""Up to this many tokens a program of the second product sums all of a token's experts."""
+
+_PROGRAMS = 264
+"""Programs that fill a GPU: twice an H100's multiprocessors."""
+
+
+class ExpertShape(NamedTuple):
+    """Tile and pipeline of a product of experts: output features and tokens of a tile, columns and stages of its sum, warps."""
+
+    block_n: int
+    tokens: int
+    block_k: int
+    stages: int
+    warps: int
+
+
+def expert_shape(visits: int, experts: int, features: int, columns: int, block: int, rows_each: int) -> ExpertShape:
+    """For `visits` of `experts` experts of `features` output features, of which a tile has `rows_each` for each; `block`: columns
+    that share a scale, 0 for dense weights."""
+    mean = visits / experts
+    tokens = 16 if mean <= 9 else 32 if mean <= 20 else 64
+    visited = experts * (1.0 - (1.0 - 1.0 / experts) ** visits)
+    block_n = 64
+    while block_n > 16 and visited * -(-features // block_n) < _PROGRAMS:
+        block_n //= 2
+    block_n = min(block_n, max(16, power_of_2(features)))
+    block_k = block or min(128, max(16, power_of_2(columns)))
+    stage = 2 * rows_each * block_n * block_k + 2 * tokens * block_k
+    stages = max(2, min(6 if block_n < 64 else 4, (110 << 10) // stage))
+    return ExpertShape(block_n, tokens, block_k, stages, 4)
+
+
+def _weights(weights: ExpertWeights, block_k: int) -> dict[str, Any]:
+    """The constants of a kernel that say how weights are stored."""
+    columns, groups = weights.sizes[2], 1 if weights.scales is None else weights.scales.shape[1]
+    even = columns % block_k == 0
+    return {"KIND": weights.kind, "BLOCK": block_k, "EVEN": even, "GROUPED": weights.scales is not None and groups > 1}
+
+
+def launch_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, listed: tuple[Tensor, Tensor] | None
+) -> Tensor:  # fmt: skip
+    """[T, D] of x [T, D] with contiguous rows, ids integer and weights float32 [T, k], both contiguous.
+
+    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`.
+    """
+    (num_tokens, width), top_k = x.shape, ids.shape[1]
+    experts, both, _ = gate_up.sizes
+    inner, visits = both // 2, num_tokens * top_k
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    early = launch_options(early_launch(x.device))
+    order, ends = (ids, ids) if listed is None else listed
+    by_visit = listed is None and visits < experts
+    slots = visits if by_visit else experts
+    found = {
+        "LISTED": listed is not None,
+        "BY_VISIT": by_visit,
+        "IDS": max(16, power_of_2(visits)) if listed is None else 16,
+        **early,
+    }
+    h = torch.empty(visits, inner, dtype=x.dtype, device=x.device)
+    shape = expert_shape(visits, experts, inner, width, gate_up.block, 2)
+    values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
+    kernels.gate_up_swiglu[(slots * -(-inner // shape.block_n),)](
+        x, values, scales, ids, order, ends, h, x.stride(0), visits, top_k, inner, width, _groups(gate_up),
+        **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
+        num_warps=shape.warps, **found,
+    )  # fmt: skip
+    values, scales = down.values, down.values if down.scales is None else down.scales
+    if num_tokens <= SUMMED:
+        shape = summed_shape(num_tokens, width, inner, down.block)
+        stored = _weights(down, shape.block_k)
+        del stored["GROUPED"]
+        kernels.down_summed[(num_tokens * -(-width // shape.block_n),)](
+            h, values, scales, ids, weights, out, top_k, width, inner, _groups(down), **stored,
+            TOP_K=power_of_2(top_k), BLOCK_N=shape.block_n, STAGES=shape.stages, num_warps=shape.warps, **early,
+        )  # fmt: skip
+        return out
+    y = torch.empty(visits, width, dtype=x.dtype, device=x.device)
+    shape = expert_shape(visits, experts, width, inner, down.block, 1)
+    kernels.down_visits[(slots * -(-width // shape.block_n),)](
+        h, values, scales, ids, order, ends, y, visits, width, inner, _groups(down), **_weights(down, shape.block_k),
+        TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages, num_warps=shape.warps, **found,
+    )  # fmt: skip
+    columns = min(1024, power_of_2(width))
+    kernels.sum_visits[(num_tokens, -(-width // columns))](
+        y, weights, out, width, top_k, TOP_K=power_of_2(top_k), BLOCK=columns, num_warps=4, **early
+    )
+    return out
+
+
+def summed_shape(num_tokens: int, features: int, columns: int, block: int) -> ExpertShape:
+    """Of `down_summed`: 16 features a program, as few tokens have few programs."""
+    block_k = block or min(128, max(16, power_of_2(columns)))
+    return ExpertShape(16, 16, block_k, 8, 4)
+
+
+def _groups(weights: ExpertWeights) -> int:
+    return 1 if weights.scales is None else weights.scales.shape[1]

@@ -1,0 +1,243 @@
+"""A layer of SwiGLU experts for tokens that chose them: gate and up with the gate of their products, then down, then the weighted sum.
+
+A program multiplies some rows of one expert's weights with the tokens that chose it, and reads their rows of x where they are: nothing
+is sorted into place. Weights are dense, or codes of 4 or 8 bits that are widened in registers; a block of columns that share a scale
+is one sum, which the scale multiplies. Weights are the rows of the tensor cores' products, tokens their columns.
+
+Legend: T tokens, k experts a token, P = T k visits (visit p is of token p // k), E experts, D width, F inner width of an expert.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hone.ops.early import previous_kernel_done, start_next_kernel
+
+
+@triton.jit
+def _widened(codes, KIND: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """Codes as exact numbers of dtype, 16 or 32 bits. int4: of the low or high halves of bytes."""
+    if KIND == "int4":
+        halves = (codes >> 4) if HIGH else (codes & 15)
+        if dtype == tl.bfloat16:  # 128 + q and 1024 + q are numbers whose last bits are q
+            numbers = (halves.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+        elif dtype == tl.float16:
+            numbers = (halves.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+        else:
+            numbers = halves.to(dtype) - 8.0
+    elif KIND == "int8" and dtype != tl.float32:  # the same in float32, faster than a conversion of integers
+        wide = (((codes.to(tl.int32) & 0xFF) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        numbers = wide.to(dtype)
+    else:
+        numbers = codes.to(dtype)
+    return numbers
+
+
+@triton.jit
+def _add_block(
+    total, rows, scales, inputs, begin, num_in, real, by,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """total [N, TOKENS] + the product of BLOCK columns from `begin`, times the scales of their group where GROUPED.
+
+    rows, scales [N, 1] and inputs [1, TOKENS] are pointers to the first column, the group's scales, and the tokens' inputs.
+    `by` multiplies the product where it is no constant 1. ONCE: nothing else reads the weights.
+    """
+    if KIND == "int4":
+        HALF: tl.constexpr = BLOCK // 2
+        at = tl.arange(0, HALF)
+        low = tl.load(inputs + (begin + at)[:, None], mask=real, other=0.0)
+        high = tl.load(inputs + (begin + HALF + at)[:, None], mask=real, other=0.0)
+        pairs = tl.load(rows + (begin // 2 + at)[None, :])
+        piece = tl.dot(_widened(pairs, KIND, False, low.dtype), low)
+        piece = tl.dot(_widened(pairs, KIND, True, low.dtype), high, piece)
+    else:
+        k = begin + tl.arange(0, BLOCK)
+        if EVEN:
+            given = tl.load(inputs + k[:, None], mask=real, other=0.0)
+            if ONCE:
+                own = tl.load(rows + k[None, :], eviction_policy="evict_first")
+            else:
+                own = tl.load(rows + k[None, :])
+        else:
+            given = tl.load(inputs + k[:, None], mask=real & (k < num_in)[:, None], other=0.0)
+            own = tl.load(rows + k[None, :], mask=(k < num_in)[None, :], other=0.0)
+        if KIND == "dense" and by is None:
+            return tl.dot(own, given, total)
+        piece = tl.dot(_widened(own, KIND, False, given.dtype), given)
+    if GROUPED:
+        piece *= tl.load(scales).to(tl.float32)
+    if by is not None:
+        piece *= by
+    return total + piece
+
+
+@triton.jit
+def _visits(
+    ids, order, ends, slot, first, num_visits,
+    LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """(expert, how many visits it has, the visits int32 [TOKENS] from its `first` one on) of a slot of the grid.
+
+    LISTED: slot e is expert e, whose visits are order[ends[e - 1]: ends[e]]. Otherwise ids [P] are searched; BY_VISIT: slot p is
+    the expert of visit p, and has none if an earlier visit has the same expert.
+    """
+    if LISTED:
+        end = tl.load(ends + slot)
+        begin = tl.load(ends + slot - 1, mask=slot > 0, other=0)
+        at = begin + first + tl.arange(0, TOKENS)
+        count = end - begin
+        visits = tl.load(order + at, mask=at < end, other=0)
+        expert = slot
+    else:
+        at = tl.arange(0, IDS)
+        chosen = tl.load(ids + at, mask=at < num_visits, other=-1).to(tl.int32)
+        expert = slot
+        if BY_VISIT:
+            expert = tl.load(ids + slot).to(tl.int32)
+        here = (chosen == expert).to(tl.int32)
+        count = tl.sum(here, 0)
+        if BY_VISIT:
+            count = tl.where(tl.min(tl.where(here > 0, at, IDS), 0) == slot, count, 0)
+        rank = tl.cumsum(here, 0) - 1
+        wanted = first + tl.arange(0, TOKENS)
+        match = (here[None, :] > 0) & (rank[None, :] == wanted[:, None])
+        visits = tl.sum(tl.where(match, at[None, :], 0), 1)
+    return expert, count, visits
+
+
+@triton.jit(do_not_specialize=["num_visits", "top_k"])
+def gate_up_swiglu(
+    x, weight, scales, ids, order, ends, out, x_stride, num_visits, top_k, inner, num_in, groups,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
+    LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [P, F] = silu(gate) * up of each visit, gate and up the halves of weight [E, 2 F, D] (int4: D / 2 bytes) times x [T, D].
+
+    One program per slot (`_visits`) and BLOCK_N of the F features; scales [E, G, 2 F].
+    """
+    tiles = tl.cdiv(inner, BLOCK_N)
+    slot = tl.program_id(0) // tiles
+    features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.minimum(features, inner - 1)
+    stored = num_in // 2 if KIND == "int4" else num_in
+    width = num_in // groups
+    previous_kernel_done(EARLY)
+    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+    half = inner.to(tl.int64) * stored
+    gate_rows = weight + expert.to(tl.int64) * 2 * half + mine.to(tl.int64)[:, None] * stored
+    up_rows = gate_rows + half
+    own_scales = scales + expert.to(tl.int64) * groups * 2 * inner + mine[:, None]
+    for first in range(0, count, TOKENS):
+        if first > 0:
+            expert, count, visits = _visits(ids, order, ends, slot, first, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+        real = (first + tl.arange(0, TOKENS) < count)[None, :]
+        inputs = x + (visits // top_k).to(tl.int64)[None, :] * x_stride
+        gate = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        up = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        for begin in tl.range(0, num_in, BLOCK, num_stages=STAGES):
+            here = own_scales + (begin // width) * 2 * inner
+            gate = _add_block(
+                gate, gate_rows, here, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
+            )
+            up = _add_block(
+                up, up_rows, here + inner, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
+            )
+        if KIND != "dense" and not GROUPED:
+            gate *= tl.load(own_scales).to(tl.float32)
+            up *= tl.load(own_scales + inner).to(tl.float32)
+        active = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+        places = out + visits.to(tl.int64)[None, :] * inner + features[:, None]
+        tl.store(places, active.to(out.dtype.element_ty), mask=real & (features < inner)[:, None])
+    start_next_kernel(EARLY)
+
+
+@triton.jit(do_not_specialize=["num_visits"])
+def down_visits(
+    h, weight, scales, ids, order, ends, out, num_visits, num_out, num_in, groups,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
+    LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [P, D] = h [P, F] times weight [E, D, F] of each visit's expert; scales [E, G, D]."""
+    tiles = tl.cdiv(num_out, BLOCK_N)
+    slot = tl.program_id(0) // tiles
+    features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.minimum(features, num_out - 1)
+    stored = num_in // 2 if KIND == "int4" else num_in
+    width = num_in // groups
+    previous_kernel_done(EARLY)
+    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+    rows = weight + expert.to(tl.int64) * num_out * stored + mine.to(tl.int64)[:, None] * stored
+    own_scales = scales + expert.to(tl.int64) * groups * num_out + mine[:, None]
+    for first in range(0, count, TOKENS):
+        if first > 0:
+            expert, count, visits = _visits(ids, order, ends, slot, first, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+        real = (first + tl.arange(0, TOKENS) < count)[None, :]
+        inputs = h + visits.to(tl.int64)[None, :] * num_in
+        total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        for begin in tl.range(0, num_in, BLOCK, num_stages=STAGES):
+            here = own_scales + (begin // width) * num_out
+            total = _add_block(
+                total, rows, here, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
+            )
+        if KIND != "dense" and not GROUPED:
+            total *= tl.load(own_scales).to(tl.float32)
+        places = out + visits.to(tl.int64)[None, :] * num_out + features[:, None]
+        tl.store(places, total.to(out.dtype.element_ty), mask=real & (features < num_out)[:, None])
+    start_next_kernel(EARLY)
+
+
+@triton.jit
+def down_summed(
+    h, weight, scales, ids, weights, out, top_k, num_out, num_in, groups,
+    TOP_K: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [T, D]: the sum of a token's visits times weights [T, k], its experts one after another in one program."""
+    tiles = tl.cdiv(num_out, BLOCK_N)
+    token = tl.program_id(0) // tiles
+    features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.minimum(features, num_out - 1)
+    stored = num_in // 2 if KIND == "int4" else num_in
+    width = num_in // groups
+    columns = tl.arange(0, 16)
+    real = (columns == 0)[None, :]
+    steps = tl.cdiv(num_in, BLOCK)
+    ranks = tl.arange(0, TOP_K)
+    previous_kernel_done(EARLY)
+    # Loaded before the loop: an address that a load of the same loop gives would halve the loads that are under way.
+    chosen = tl.load(ids + token * top_k + ranks, mask=ranks < top_k, other=0).to(tl.int32)
+    shares = tl.load(weights + token * top_k + ranks, mask=ranks < top_k, other=0.0)
+    total = tl.zeros([BLOCK_N, 16], tl.float32)
+    for step in tl.range(0, top_k * steps, num_stages=STAGES):
+        rank = step // steps
+        begin = (step % steps) * BLOCK
+        visit = token * top_k + rank
+        expert = tl.sum(tl.where(ranks == rank, chosen, 0), 0).to(tl.int64)
+        by = tl.sum(tl.where(ranks == rank, shares, 0.0), 0)
+        rows = weight + expert * num_out * stored + mine.to(tl.int64)[:, None] * stored
+        here = scales + expert * groups * num_out + mine[:, None] + (begin // width) * num_out
+        inputs = h + visit.to(tl.int64) * num_in + 0 * columns[None, :]
+        total = _add_block(total, rows, here, inputs, begin, num_in, real, by, KIND, BLOCK, EVEN, KIND != "dense", True)
+    start_next_kernel(EARLY)
+    result = tl.sum(total, 1)
+    tl.store(out + token.to(tl.int64) * num_out + features, result.to(out.dtype.element_ty), mask=features < num_out)
+
+
+@triton.jit
+def sum_visits(y, weights, out, width, top_k, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """out [T, D]: the sum over j of weights[t, j] y[t k + j], in float32 in the order of j."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    previous_kernel_done(EARLY)
+    start_next_kernel(EARLY)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        if j < top_k:
+            values = tl.load(y + (token * top_k + j) * width + columns, mask=inside, other=0.0).to(tl.float32)
+            total += values * tl.load(weights + token * top_k + j)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,73 @@
+"""The kernels of a layer of experts in the interpreter against plain torch: every kind of weights, every way to find an expert's tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.ops import choose_experts, expert_swiglu
+from hone.ops.moe import launch_experts
+from hone.ops.moe.weights import ExpertWeights, pack_pairs
+from tests.ops.agree import agree
+
+FP8 = torch.float8_e4m3fn
+
+
+def weights_of(kind: str, experts: int, rows: int, columns: int, groups: int) -> ExpertWeights:
+    draw = torch.Generator().manual_seed(rows + columns)
+    values = torch.randn(experts, rows, columns, generator=draw) / columns**0.5
+    if kind == "dense":
+        return ExpertWeights(values)
+    scales = torch.rand(experts, groups, rows, generator=draw) * 0.02 + 0.01
+    if kind == "fp8":
+        return ExpertWeights((values * 30).to(FP8), scales)
+    most = 7 if kind == "int4" else 127
+    codes = (values * most).round().clamp(-most - 1, most).to(torch.int8)
+    if kind == "int8":
+        return ExpertWeights(codes, scales)
+    block = ExpertWeights(codes, scales).block
+    return ExpertWeights(pack_pairs(codes, block), scales)
+
+
+@pytest.mark.parametrize(
+    ("score", "normalize", "tokens", "experts", "top_k", "biased"),
+    [("softmax", True, 3, 20, 3, False), ("sigmoid", True, 1, 16, 2, True), ("softmax", False, 70, 5, 1, False)],
+)
+def test_choice(score: str, normalize: bool, tokens: int, experts: int, top_k: int, biased: bool) -> None:
+    x, weight = torch.randn(tokens, 272), torch.randn(experts, 272) / 16
+    bias = torch.linspace(-1, 1, experts) if biased else None
+
+    def run(backend: str) -> list[torch.Tensor]:
+        options = {"score": score, "normalize": normalize, "scale": 1.5, "bias": bias}
+        return list(choose_experts(x, weight, top_k, **options, backend=backend))  # type: ignore[arg-type]
+
+    agree(run)
+
+
+def test_a_token_that_is_not_finite_chooses_experts_that_exist() -> None:
+    x = torch.full((2, 64), float("nan"))
+    ids, weights = choose_experts(x, torch.randn(6, 64), 4, backend="triton")
+    assert ((ids >= 0) & (ids < 6)).all() and weights.isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_experts(kind: str, groups: int, tokens: int) -> None:
+    x = torch.randn(tokens, 128)
+    ids = torch.stack([torch.randperm(7)[:2] for _ in range(tokens)])
+    ids[ids == 3] = 4  # an expert without tokens, and one that may come twice
+    shares = torch.rand(tokens, 2)
+    gate_up, down = weights_of(kind, 7, 96, 128, groups), weights_of(kind, 7, 128, 48 if kind == "dense" else 64, 2)
+    if kind != "dense":
+        gate_up = weights_of(kind, 7, 128, 128, groups)
+    agree(lambda backend: [expert_swiglu(x, ids, shares, gate_up, down, backend=backend)])
+
+
+def test_listed_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_experts, "SEARCHED", 8)
+    x, shares = torch.randn(40, 32), torch.rand(40, 3)
+    ids = torch.randint(0, 4, (40, 3))
+    ids[:, 0] = 2  # more than a tile holds
+    gate_up, down = weights_of("int8", 6, 64, 32, 1), weights_of("int8", 6, 32, 32, 1)
+    agree(lambda backend: [expert_swiglu(x, ids, shares, gate_up, down, backend=backend)])
