@@ -72,6 +72,27 @@ SHAPES = {
         ),
         151936,
     ),
+    "qwen3-30b-a3b": (
+        Shape(
+            family="qwen3_moe",
+            hidden_size=2048,
+            num_layers=48,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            intermediate_size=6144,
+            max_seq_len=8192,
+            rope_theta=1000000.0,
+            tie_embeddings=False,
+            feed_forward={  # type: ignore[arg-type]
+                "kind": "moe",
+                "num_experts": 128,
+                "intermediate_size": 768,
+                "router": {"kind": "softmax", "top_k": 8},
+            },
+        ),
+        151936,
+    ),
 }
 
 

@@ -35,7 +35,9 @@ def write_form(shape: str, form: str, under: Path) -> Path:
     with tempfile.TemporaryDirectory() as plain:
         values = json.loads((folder_of(shape, Path(plain)) / "config.json").read_text(encoding="utf8"))
     if scheme is not None:
-        values["quantization_config"] = to_json(Quantization(((("Linear",), scheme),), ("lm_head",)))
+        values["quantization_config"] = to_json(
+            Quantization(((("Linear",), scheme),), ("lm_head", "re:.*mlp\\.gate$"))  # and no router of experts
+        )
     folder = under / f"{Path(shape).name}-{form}"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values), encoding="utf8")

@@ -68,7 +68,7 @@ Go = Callable[[list[list[int]], list[int]], float]
 """Seconds to continue all prompts by exactly these numbers of tokens, drawn at temperature 1."""
 
 
-def open_hone(folder: str, kv_cache_dtype: str = "auto") -> tuple[Go, dict[str, float], Any]:
+def open_hone(folder: str, kv_cache_dtype: str = "auto", part: float = MEMORY) -> tuple[Go, dict[str, float], Any]:
     import torch
 
     from hone.model.families.config_json import from_hf
@@ -77,7 +77,7 @@ def open_hone(folder: str, kv_cache_dtype: str = "auto") -> tuple[Go, dict[str, 
 
     begun = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    memory = MEMORY if device == "cuda" else None
+    memory = part if device == "cuda" else None
     length = min(
         MAX_MODEL_LEN, from_hf(json.loads((Path(folder) / "config.json").read_text(encoding="utf8"))).max_seq_len
     )
@@ -104,7 +104,7 @@ def open_hone(folder: str, kv_cache_dtype: str = "auto") -> tuple[Go, dict[str, 
     return go, times, engine
 
 
-def open_vllm(folder: str, kv_cache_dtype: str = "auto") -> tuple[Go, dict[str, float], Any]:
+def open_vllm(folder: str, kv_cache_dtype: str = "auto", part: float = MEMORY) -> tuple[Go, dict[str, float], Any]:
     import os
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -117,7 +117,7 @@ def open_vllm(folder: str, kv_cache_dtype: str = "auto") -> tuple[Go, dict[str, 
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
-        gpu_memory_utilization=MEMORY,
+        gpu_memory_utilization=part,
         max_num_seqs=MAX_NUM_SEQS,
         seed=0,
         enable_prefix_caching=True,
@@ -172,10 +172,16 @@ def limit(
     dims = config.dims()
     token = cache_bytes * dims.state_values(1)
     head = config.vocab_size * config.hidden_size
-    body = config.num_params - (1 if config.tie_embeddings else 2) * head
-    weights, seqs = weight_bytes * body + 2.0 * head, len(load.prompts)
+    ends = (1 if config.tie_embeddings else 2) * head
+    stored, body, seqs = config.num_params - ends, config.active_params - ends, len(load.prompts)
+
+    def weights(tokens: int) -> float:
+        """Bytes of weights that a step of so many sequences reads: of experts those that some of them visit."""
+        unread = sum(one.routed.params - one.routed.read(tokens) for one in dims.layers)
+        return weight_bytes * (stored - unread) + 2.0 * head
+
     if name == "batch 1":
-        return 1e3 * (weights + token * (len(load.prompts[0]) + load.outputs[0] / 2)) / read
+        return 1e3 * (weights(1) + token * (len(load.prompts[0]) + load.outputs[0] / 2)) / read
     shared = 4096 if name.startswith("shared") else 0
     own = [len(prompt) - shared for prompt in load.prompts]
     computed = sum(own) + (shared if "cold" in name else 0) + sum(load.outputs) - seqs
@@ -183,8 +189,10 @@ def limit(
     heads = sum(4.0 * layer.mixing.num_heads * layer.mixing.head_dim for layer in dims.layers)
     flops = 2.0 * body * computed / product_rate + 2.0 * head * sum(load.outputs) + heads * attended
     cached = sum(out * (length + out / 2) for length, out in zip(own, load.outputs)) + shared * max(load.outputs)
+    most = 300 if body == stored else MAX_NUM_SEQS + 1  # beyond, products take longer than reading weights
     few = sum(
-        max(0.0, weights / read - 2.0 * (body / product_rate + head) * n / products) for n in _running(load.outputs)
+        max(0.0, weights(n) / read - 2.0 * (body / product_rate + head) * n / products)
+        for n in _running(load.outputs, most)
     )
     seconds = flops / products + token * cached / read + few
     if name.startswith("shared"):
@@ -192,16 +200,15 @@ def limit(
     return (sum(map(len, load.prompts)) if name == "prefill" else sum(load.outputs)) / seconds
 
 
-def _running(outputs: list[int]) -> list[int]:
-    """Sequences that still run at each step, if all begin together (at most MAX_NUM_SEQS of them)."""
-    ends = sorted(outputs)
-    return [sum(end > step for end in ends) for step in range(max(ends)) if sum(end > step for end in ends) < 300]
+def _running(outputs: list[int], most: int) -> list[int]:
+    """Sequences that still run at each step, if all begin together (at most MAX_NUM_SEQS of them), where fewer than `most` do."""
+    running = (sum(end > step for end in outputs) for step in range(max(outputs)))
+    return [count for count in running if count < most]
 
 
 def busy(engine: Any, config: Any, steps: int) -> dict[str, Any]:
     """Share of wall time in which some kernel runs, over `steps` steps of 512 sequences that come and go."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from hone.serve.request import Request, SamplingParams
 
@@ -218,6 +225,20 @@ def busy(engine: Any, config: Any, steps: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     plain = (time.perf_counter() - begun) / steps
     before = engine.stats()["output_tokens"]
+    found = kernels_of(engine, steps)
+    for place in range(700):
+        engine.abort(f"busy-{place}")
+    while engine.has_work:
+        engine.step()
+    tokens = (engine.stats()["output_tokens"] - before) / steps
+    return found | {"ms_step_unprofiled": plain * 1e3, "tokens_step": tokens}
+
+
+def kernels_of(engine: Any, steps: int) -> dict[str, Any]:
+    """Share of wall time in which some kernel runs over the next `steps` steps, the longest kernels and the largest gaps."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             engine.step()
@@ -233,21 +254,36 @@ def busy(engine: Any, config: Any, steps: int) -> dict[str, Any]:
     by_name: dict[str, float] = {}
     for start, stop, name in spans:
         by_name[name[:70]] = by_name.get(name[:70], 0.0) + (stop - start) / 1e3 / steps
-    for place in range(700):
-        engine.abort(f"busy-{place}")
-    while engine.has_work:
-        engine.step()
     top = dict(sorted(by_name.items(), key=lambda one: -one[1])[:16])
     return {
         "value": union / wall,
         "unit": "of wall time",
         "ms_step": wall / 1e3 / steps,
-        "ms_step_unprofiled": plain * 1e3,
         "kernels_step": len(spans) / steps,
-        "tokens_step": (engine.stats()["output_tokens"] - before) / steps,
         "gaps": [f"{size:.0f} us before {name}" for size, name in sorted(gaps, reverse=True)[:6]],
         "top_ms": {name: round(value, 3) for name, value in top.items()},
     }
+
+
+def decoding(engine: Any, num_seqs: int, steps: int) -> dict[str, Any]:
+    """`kernels_of` steps of `num_seqs` sequences that all decode."""
+    from hone.serve.request import Request, SamplingParams
+
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=2 * steps + 60)
+    for place in range(num_seqs):
+        engine.add(Request(f"decoding-{place}", [3 + place] * 128, params))
+    for _ in range(20):
+        engine.step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    plain = (time.perf_counter() - begun) / steps
+    found = kernels_of(engine, steps)
+    for place in range(num_seqs):
+        engine.abort(f"decoding-{place}")
+    while engine.has_work:
+        engine.step()
+    return found | {"ms_step_unprofiled": plain * 1e3}
 
 
 def host_time(engine: Any, config: Any, steps: int) -> dict[str, Any]:
@@ -301,6 +337,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="times that all loads run")
     parser.add_argument("--profile", action="store_true", help="hone: share of time in which the GPU is busy, first")
     parser.add_argument("--kv-cache-dtype", default="auto", help="number format of keys and values")
+    parser.add_argument("--memory", type=float, default=MEMORY, help="part of the GPU's memory that the engine may use")
     parser.add_argument("--json", default="", help="file that gets the lines too")
     args = parser.parse_args()
     name = args.folder.rstrip("/").rpartition("/")[2]
@@ -316,12 +353,16 @@ def main() -> None:
             with open(args.json, "a", encoding="utf8") as out:
                 out.write(line + "\n")
 
-    go, times, engine = (open_hone if args.engine == "hone" else open_vllm)(args.folder, args.kv_cache_dtype)
+    go, times, engine = (open_hone if args.engine == "hone" else open_vllm)(
+        args.folder, args.kv_cache_dtype, args.memory
+    )
     for what, value in times.items():
         say(what, {"value": value, "unit": "s"})
     if args.profile:
         assert args.engine == "hone", "--profile is of hone"
         config = engine.model.config
+        for num_seqs in (1, 64):
+            say(f"busy, batch {num_seqs}", decoding(engine, num_seqs, 40))
         say("host", host_time(engine, config, 60))
         say("busy", busy(engine, config, 60))
     for _ in range(args.rounds):

@@ -150,6 +150,8 @@ class Run:
         args, out = self.args, self.work / f"{folder.name}-{place}.jsonl"
         python = args.peer_python if engine == args.peer else PYTHON
         command = [python, "-m", "benchmarks.serve_load", engine, str(folder), "--json", str(out)]
+        if getattr(args, "memory", None) is not None:
+            command += ["--memory", str(args.memory)]
         command += ["--kv-cache-dtype", kv_cache_dtype, "--loads", *args.loads]
         if args.profile and engine == "hone" and place == 0:
             command.append("--profile")

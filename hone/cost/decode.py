@@ -32,6 +32,9 @@ LAYER_KERNELS = 7
 """Kernels of an attention layer beside its matmuls: two norms (one with the sum), rotation and page write, attention and
 its merge, gate, last sum."""
 
+ROUTED_KERNELS = 4
+"""Kernels of a layer's experts whatever their number: the rest of the choice, two products and the sum; there is no gate."""
+
 AROUND_KERNELS = 6
 """Embedding, angles (2), last norm, most likely token and its copy."""
 
@@ -93,8 +96,10 @@ def _in_place(
     bound = calibration is None or dtype not in calibration.dtypes
     rate = speed_of_light(machine, dtype)[1] if bound else STREAMED * calibration.read_bytes_per_s
     products = _products(dims, num_seqs)
-    weights_s = BYTES[dtype] * dims.matmul_params / rate
+    weights_s = BYTES[dtype] * dims.read_params(num_seqs) / rate
     if weights_bytes is not None:
+        everything = dims.matmul_params + sum((1.0 - one.routed.share) * one.routed.params for one in dims.layers)
+        weights_bytes *= dims.read_params(num_seqs) / everything
         weights_s = weights_bytes / (rate if bound else QUANTIZED * calibration.read_bytes_per_s)
     flops = 2.0 * num_seqs * dims.matmul_params
     if bound:
@@ -104,6 +109,7 @@ def _in_place(
     else:
         matmuls_s = max(weights_s, product_seconds(machine, products, dtype))
     kernels = len(products) + LAYER_KERNELS * dims.num_layers + AROUND_KERNELS
+    kernels += sum(ROUTED_KERNELS - one.routed.products for one in dims.layers if one.routed.products)
     parts = {
         f"{len(products)} matmuls": matmuls_s,
         "pages": cached_bytes / (rate if bound or not eight else PAGES_8 / STREAMED * rate),

@@ -56,6 +56,24 @@ class Widths(NamedTuple):
         return sum(self)
 
 
+class Routed(NamedTuple):
+    """The experts of a layer's feed-forward, of which a token visits some."""
+
+    params: int = 0
+    """Weights of all experts that a router chooses among."""
+    share: float = 1.0
+    """The fraction of them that one token visits."""
+    products: int = 0
+    """Entries of `LayerDims.matmuls` that are those of experts."""
+
+    def read(self, tokens: int) -> float:
+        """Weights that are read for `tokens` whose choices are independent: E (1 - (1 - k / E)^tokens) experts."""
+        return self.params * (1.0 - (1.0 - self.share) ** tokens)
+
+
+NOT_ROUTED = Routed()
+
+
 @dataclass(frozen=True)
 class LayerDims:
     """One decoder layer: a mixer, then a feed-forward.
@@ -74,6 +92,7 @@ class LayerDims:
     """The matrices of `matmuls` before they are fused; (): as they are."""
     routed_values: int = 0
     """Numbers per token of the rows that experts are given and give back; 0 without experts."""
+    routed: Routed = NOT_ROUTED
 
     @classmethod
     def attention(
@@ -189,6 +208,11 @@ class ModelDims:
     def matmul_params(self) -> int:
         """Weights that a token is multiplied with: the layers' matrices (of experts those used for it) and the head."""
         return sum(layer.matmul_params for layer in self.layers) + self.vocab_size * self.hidden_size
+
+    def read_params(self, tokens: int) -> float:
+        """Weights that a pass over `tokens` is multiplied with, each counted once: of experts those that some token visits."""
+        more = (layer.routed.read(tokens) - layer.routed.params * layer.routed.share for layer in self.layers)
+        return self.matmul_params + sum(more)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Mean forward floating-point operations per token of a causal sequence of `seq_len`.

@@ -263,6 +263,10 @@ class Serving:
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
         )
+        # The products of experts' tokens are counted for one token's experts; together they visit more.
+        read = BYTES[self.dtype] * self.dims.read_params(step.num_tokens)
+        least = seconds(self.machine, num_bytes=read, op_bytes=read, dtype=self.dtype).value
+        whole = whole.model_copy(update={"value": max(whole.value, least)})
         cached = self.cached_width * step.decoding * self.dims.state_values(int(step.context))
         pages = seconds(self.machine, num_bytes=cached, op_bytes=max(cached, 1.0), dtype=self.dtype).value
         return whole.model_copy(update={"value": whole.value + self._attention(step) + pages})

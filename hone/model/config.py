@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
-from hone.cost.dims import LayerDims, ModelDims
+from hone.cost.dims import LayerDims, ModelDims, Routed
 from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import Wrappers, wrappers
 from hone.model.families import FAMILIES
@@ -237,6 +237,12 @@ class ModelConfig(Spec):
     def _layer_dims(self, index: int) -> LayerDims:
         layer = self.layers[index]
         parts = (*self.linears(index).values(), *self.parameters(index).values())
+        experts = [one for one in self.linears(index).values() if one.experts is not None]
+        routed = (
+            Routed(sum(one.num_params for one in experts), experts[0].share, sum(len(one.matmuls) for one in experts))
+            if experts
+            else Routed()
+        )
         return LayerDims(
             matmuls=tuple(matmul for part in parts for matmul in part.matmuls),
             mixing=layer.mixer.mixing(),
@@ -245,6 +251,7 @@ class ModelConfig(Spec):
             cache=layer.mixer.cache(),
             matrices=tuple(one for linear in self.linears(index).values() for one in linear.matrices),
             routed_values=layer.feed_forward.routed_values(self.hidden_size),
+            routed=routed,
         )
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -110,7 +110,7 @@ class StepGraphs:
         self._broken = False
         self._most = min(MOST_CAPTURED, len(table))
         launch_s = _LAUNCH_S * model.config.num_layers  # alike on all ranks
-        self._most_mixed = min(MIXED_TOKENS, int(_MOST_TIMES * launch_s * _FLOPS / (2 * model.config.num_params)))
+        self._most_mixed = min(MIXED_TOKENS, int(_MOST_TIMES * launch_s * _FLOPS / (2 * model.config.active_params)))
         """Tokens up to which launching a mixed step out of Python may make the device wait."""
         self._states: Tensor | None = None
         """Hidden states [T, D] that the last replay left: one place for all graphs, whose own memory is then the same, too."""
