@@ -38,6 +38,8 @@ class BlockSpec(Technique):
     reads_once: ClassVar[bool] = False
     """Whether its module uses its input in one product alone, and its output is that of another one: transfers of tokens between
     ranks may then be made inside these two."""
+    sums_once: ClassVar[bool] = False
+    """Whether tensor-parallel ranks sum its module's output, which is linear in those of its row-parallel linears, and not each of these."""
 
     def linears(self, hidden_size: int) -> tuple[LinearSpec, ...]:
         """Its linears in the order in which they are built and stored; names and pieces are unique within the block."""

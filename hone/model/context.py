@@ -47,6 +47,9 @@ class Context:
     measures: bool = False
     """Whether a pass with gradients only measures a model: routers then neither drop nor balance, as in a pass without gradients."""
 
+    real: Tensor | None = None
+    """bool, in the shape of the tokens: false for those that only pad a pass to its size. None: all are real."""
+
     cached: bool = False
     """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 

@@ -181,7 +181,7 @@ def _grouped_linear(
 
 def _choose_experts(where: Where, *, dtype: torch.dtype | None, num_experts: int, top_k: int) -> Choice:
     """`dtype` None: x and the router's weight differ."""
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return Choice("reference", f"the kernels take a router of 16 bits and x of the same, not {dtype}")
     if num_experts > 1024 or top_k > 32:
         return Choice("reference", f"the kernels take up to 32 of 1024 experts, not {top_k} of {num_experts}")
@@ -204,7 +204,7 @@ def _expert_swiglu(
         return Choice("grouped", "many tokens per expert, or a gradient: sorted by expert, for grouped products")
     if not plain:
         return Choice("reference", "codes have no kernel with a gradient")
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return Choice("grouped" if dense else "reference", f"the kernels take 16 bits, not {dtype}")
     if num_experts > 1024 or any(size % 16 for size in sizes):
         said = f"the kernels take up to 1024 experts and sizes in sixteens, not {num_experts} of {sizes}"

@@ -19,11 +19,13 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.feed_forwards.swiglu import SwiGLU
 from hone.model.mixers.attention import Attention
+from hone.model.parallel.experts import even_slots, place_experts
 from hone.model.parallel.local import check_split, stage_layers, vocabulary_rows
 from hone.model.quantized.config import linear_of
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
+from hone.parallel.place import Place
 from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
 from hone.serve.offload.budget import MemoryBudget, budget_of
@@ -109,9 +111,13 @@ def of_a_rank(spec: EngineSpec, model: CheckpointFacts) -> CheckpointFacts:
     if spec.num_ranks == 1:
         return model
     whole, size = model.config, spec.tensor_parallel_size
-    check_split(whole, size)
+    check_split(whole, size, whole_experts=spec.enable_expert_parallel)
     layers = max(stage_layers(whole, spec.pipeline_parallel_size), key=len)
-    config = whole.local(size)
+    if not spec.enable_expert_parallel:
+        config = whole.local(size)
+    else:
+        slots = even_slots(whole, size, spec.eplb_config.num_redundant_experts)
+        config = place_experts(whole, Place.of(0, size, spec.pipeline_parallel_size), slots)
     config = config.model_copy(
         update={
             "layers": tuple(config.layers[index] for index in layers),

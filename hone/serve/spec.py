@@ -18,6 +18,22 @@ from hone.serve.kv_policies.policy import check_combination
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+class EplbConfig(Spec):
+    """How experts are placed on ranks. Fields have vLLM's names."""
+
+    num_redundant_experts: int = Field(
+        0,
+        ge=0,
+        description="Copies of busy experts in every layer; experts and copies are divided evenly among the ranks.",
+    )
+    step_interval: int | None = Field(
+        None, ge=1, description="Steps between two placements by the loads counted meanwhile; empty: the engine places when it is asked to."
+    )  # fmt: skip
+    loads: str | None = Field(
+        None, description="File of loads for the first placement: a training's steps.jsonl, or JSON {layer: [tokens of each expert]}."
+    )  # fmt: skip
+
+
 class EngineSpec(Spec):
     """Dtypes, sizes and policies of an `Engine`. Empty sizes are derived from the device."""
 
@@ -87,6 +103,13 @@ class EngineSpec(Spec):
     pipeline_parallel_size: int = Field(
         1, ge=1, description="Stages that the layers are divided into, one after another."
     )
+    enable_expert_parallel: bool = Field(
+        False, description="Tensor-parallel ranks divide experts whole, each its own, and not every expert's width."
+    )
+    enable_eplb: bool = Field(
+        False, description="Count how many tokens ask for each expert, and place experts on ranks by it (eplb_config)."
+    )
+    eplb_config: EplbConfig = Field(EplbConfig(), description="Placement of experts, with enable_eplb.")
     distributed_timeout_seconds: int = Field(
         120, ge=1, description="With several processes: seconds after which a step, or a process that is silent, counts as hanging."
     )  # fmt: skip
@@ -117,6 +140,16 @@ class EngineSpec(Spec):
             raise ValueError("async_scheduling and a drafter exclude each other: guesses follow tokens that are known")
         if self.num_ranks > 1 and self.draft is not None:
             raise ValueError("a draft model does not run on several ranks yet: leave engine.draft out")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("enable_expert_parallel divides experts among ranks: set engine.tensor_parallel_size")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("enable_eplb places the experts of several ranks: set engine.enable_expert_parallel")
+        if self.enable_eplb and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "enable_eplb does not place the experts of several pipeline stages yet: leave one of them out"
+            )
+        if self.eplb_config != EplbConfig() and not self.enable_eplb:
+            raise ValueError("eplb_config has no effect without enable_eplb")
         if self.pipeline_parallel_size > 1 and (self.drafter is not None or self.async_scheduling):
             raise ValueError(
                 "pipeline_parallel_size fills its stages with steps whose tokens are known: leave engine.drafter and "

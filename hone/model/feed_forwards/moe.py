@@ -31,6 +31,8 @@ class MoE(FeedForward):
 
     paper: ClassVar[str] = "arXiv:1701.06538"
     widens: ClassVar[tuple[str, ...]] = ("intermediate_size",)
+    splits: ClassVar[tuple[str, ...]] = ("intermediate_size",)
+    sums_once: ClassVar[bool] = True
 
     intermediate_size: int = Field(gt=0, description="Width of one expert.")
     num_experts: int = Field(8, gt=0, description="Experts among which the router chooses.")

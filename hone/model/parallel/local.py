@@ -1,7 +1,7 @@
 """The decoder of one rank: its layers with its heads, its rows of the vocabulary, and the sums that join the ranks.
 
 Column-parallel linears (q, k, v, gate, up) have the rank's output rows, row-parallel ones (out, down) its input columns and
-an all-reduce behind them: two a layer. Shoeybi et al. 2019, arXiv:1909.08053. Embedding and head have equal parts of the
+an all-reduce behind them: two a layer. A mixture of experts is summed once, behind its last sum over experts. Shoeybi et al. 2019, arXiv:1909.08053. Embedding and head have equal parts of the
 vocabulary's rows, the last ones padded with zeros; embeddings are summed, logits put side by side, so every rank has all.
 Of several pipeline stages the first embeds, the last makes logits, and each passes its hidden states on.
 """
@@ -73,6 +73,9 @@ class LocalDecoder(Decoder):
         self.place, self.group, self.pipe = place, group, pipe
         self.stage_layers = layers
         self.layers = nn.ModuleList(self.layers[index] for index in layers)
+        for layer in self.layers if place.tensor_size > 1 else ():
+            if layer.feed_forward.spec.sums_once:
+                layer.feed_forward.register_forward_hook(lambda _, __, made: group.all_reduce(made))
         if not place.first and not (place.last and config.tie_embeddings):
             self.embed_tokens = _Nothing(self.dtype)
         if not place.last:
@@ -119,18 +122,23 @@ def vocabulary_rows(vocab_size: int, num_ranks: int) -> int:
     return -(-vocab_size // num_ranks)
 
 
-def check_split(config: ModelConfig, num_ranks: int) -> None:
-    """Raises SpecError when the model cannot be divided among tensor-parallel ranks, naming what stands in the way."""
+def check_split(config: ModelConfig, num_ranks: int, *, whole_experts: bool = False) -> None:
+    """Raises SpecError when the model cannot be divided among tensor-parallel ranks, naming what stands in the way.
+
+    `whole_experts`: blocks of experts are divided by experts, which `place_experts` checks.
+    """
     if config.adapters:
         raise SpecError(
             "a model with adapters cannot be divided among ranks",
             fix="merge the adapters into the weights first, or set tensor_parallel_size=1 and pipeline_parallel_size=1",
         )
     for index, layer in enumerate(config.layers):
+        parts = (layer.mixer,) if whole_experts and layer.feed_forward.sums_once else (layer.mixer, layer.feed_forward)
         try:
-            layer.local(num_ranks)
-            for linear in layer.linears(config.hidden_size).values():
-                linear.local(0, num_ranks)
+            for part in parts:
+                part.local(num_ranks)
+                for linear in part.linears(config.hidden_size):
+                    linear.local(0, num_ranks)
         except SpecError as error:
             raise SpecError(f"layer {index}: {error.what}", fix=error.fix) from None
 
@@ -169,12 +177,20 @@ def _splitting(make: MakeLinear, config: ModelConfig, place: Place, group: Group
             if isinstance(spec.reads, Tokens):
                 return SplitEmbedding(spec.in_features, rows, group)
             return make(name, spec_of_rows(spec, rows))
+        if spec.shard == "row" and _sums_once(config, name):
+            return make(name, replace(spec, bias=spec.bias and place.tensor_rank == 0))
         if spec.shard == "row":
             # The other ranks' outputs are added to rank 0's, which alone has the bias.
             return SummedLinear(make(name, replace(spec, bias=spec.bias and place.tensor_rank == 0)), group)
         return make(name, spec)
 
     return made
+
+
+def _sums_once(config: ModelConfig, name: str) -> bool:
+    """Whether the linear called 'layers.3.feed_forward.down' is one of a block whose output is summed."""
+    _, index, block, _ = name.split(".", 3)
+    return getattr(config.layers[int(index)], block).sums_once
 
 
 def spec_of_rows(spec: LinearSpec, rows: int) -> LinearSpec:

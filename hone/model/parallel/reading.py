@@ -15,6 +15,7 @@ from hone.model.hf import Checkpoint
 from hone.model.linear import ExpertLinears
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 from hone.model.parallel.cut import Cut, Shapes, cuts, pieces_of, row_axis
+from hone.model.parallel.experts import Slots, expert_cuts, place_experts
 from hone.model.parallel.local import (
     LocalDecoder,
     SummedLinear,
@@ -31,12 +32,16 @@ from hone.parallel.place import Place
 class LocalCheckpoint(Checkpoint):
     """A `Checkpoint` whose `build` makes the model of one rank. The whole folder is checked, the rank's part is read.
 
+    With `slots` experts are divided whole (`hone.model.parallel.experts`), and a rank reads its own.
     Raises SpecError when layers, heads or groups of quantized weights cannot be divided among the ranks.
     """
 
-    def __init__(self, folder: Path | str, place: Place, group: Group, pipe: Pipe | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, place: Place, group: Group, pipe: Pipe | None = None, slots: Slots | None = None
+    ) -> None:
         super().__init__(folder)
-        check_split(self.config, place.tensor_size)
+        self._slots: Slots = {}
+        check_split(self.config, place.tensor_size, whole_experts=slots is not None)
         whole = self.empty()  # checks names and shapes of the whole
         if place.tensor_size > 1 and hasattr(whole.embed_tokens, "table"):
             raise SpecError(
@@ -45,7 +50,8 @@ class LocalCheckpoint(Checkpoint):
             )
         self.whole, self.place, self.group, self.pipe = self.config, place, group, pipe
         self.stage_layers = stage_layers(self.whole, place.num_stages)[place.stage]
-        self.config = self.whole.local(place.tensor_size)
+        self._slots = slots or {}
+        self.config = self.whole.local(place.tensor_size) if slots is None else place_experts(self.whole, place, slots)
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LocalDecoder:
         """The rank's model."""
@@ -66,12 +72,21 @@ class LocalCheckpoint(Checkpoint):
             module = layer.get_submodule(path)
             inner, name = module.inner if isinstance(module, SummedLinear) else module, f"layers.{index}.{path}"
             parts = [(inner, name, linear, whole.modules(index, path))]
+            held = self._held(index) if linear.experts is not None else None
             if isinstance(inner, ExpertLinears):
                 one, names = replace(linear, experts=None), expert_modules(whole, index, path)
-                parts = [(inner[expert], f"{name}.{expert}", one, own) for expert, own in enumerate(names)]
+                experts = range(len(names)) if held is None else held
+                parts = [(inner[slot], f"{name}.{slot}", one, names[expert]) for slot, expert in enumerate(experts)]
+            elif held is not None:
+                each = expert_cuts(linear, whole.modules(index, path), held)
+                self._load_cuts(inner, name, linear, each, device, dtype)
+                continue
             for part, name, spec, names in parts:
-                each = cuts(spec, names, place.tensor_rank, place.tensor_size)
+                rank, size = (place.tensor_rank, place.tensor_size) if held is None else (0, 1)
+                each = cuts(spec, names, rank, size)
                 self._load_cuts(part, name, spec, each, device, dtype)
+        if index in self._slots:
+            layer.feed_forward.arrange(self._slots[index], device)
         parameters = whole.parameters(index)
         for path, name in whole.singles(index).items():
             one = parameters[path]
@@ -81,6 +96,31 @@ class LocalCheckpoint(Checkpoint):
             heads = self.shape(name)[0]
             keys = Piece("k", heads, heads if heads > 1 else None, replicate=True)
             self._place(layer, path, name, keys.rows(place.tensor_rank, place.tensor_size), device, dtype)
+
+    def _held(self, index: int) -> tuple[int, ...] | None:
+        """The experts of this rank's slots in layer `index`; None where experts are not divided whole."""
+        if index not in self._slots:
+            return None
+        each = len(self._slots[index]) // self.place.tensor_size
+        return tuple(self._slots[index][self.place.tensor_rank * each : (self.place.tensor_rank + 1) * each])
+
+    def _make_experts(self, name: str, spec: LinearSpec) -> ExpertLinears:
+        _, index, path = name.split(".", 2)
+        held = self._held(int(index))
+        if held is None:
+            return super()._make_experts(name, spec)
+        one, names = replace(spec, experts=None), expert_modules(self.whole, int(index), path)
+        made = (self._make_linear(f"{name}.{slot}", one, list(names[expert])) for slot, expert in enumerate(held))
+        return ExpertLinears(made)
+
+    def _modules_of(self, name: str) -> list[str]:
+        holder, _, slot = name.rpartition(".")
+        if slot.isdigit():
+            _, index, path = holder.split(".", 2)
+            held = self._held(int(index))
+            if held is not None:
+                return list(expert_modules(self.whole, int(index), path)[held[int(slot)]])
+        return super()._modules_of(name)
 
     def load_ends(self, decoder: Decoder, device: torch.device | str, dtype: torch.dtype) -> None:
         place, vocab_size = self.place, self.whole.vocab_size
@@ -214,20 +254,32 @@ def random_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    slots: Slots | None = None,
 ) -> LocalDecoder:
     """A rank's model with random weights drawn on its device, for measuring: normal of std 0.02, norms 1, biases 0.
 
-    Embeddings and norms are those that every rank of the stage must share; matrices differ between ranks.
+    Norms, routers and other linears that every rank holds whole are alike on all; matrices differ between ranks. `slots` as in
+    `LocalCheckpoint`.
     """
-    check_split(config, place.tensor_size)
+    check_split(config, place.tensor_size, whole_experts=slots is not None)
     layers = stage_layers(config, place.num_stages)[place.stage]
+    local = config.local(place.tensor_size) if slots is None else place_experts(config, place, slots)
     with torch.device("meta"):
-        model = LocalDecoder(config.local(place.tensor_size), place, layers, group, pipe)
+        model = LocalDecoder(local, place, layers, group, pipe)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-    generator = torch.Generator(device).manual_seed(place.rank)
+    for index, layer in zip(layers, model.layers):
+        if index in (slots or {}):
+            layer.feed_forward.arrange(slots[index], device)
+    alike = {
+        f"layers.{at}.{path}.weight"
+        for at, index in enumerate(layers)
+        for path, linear in config.linears(index).items()
+        if linear.shard == "none"
+    }
+    generator, same = (torch.Generator(device).manual_seed(seed) for seed in (place.rank, 0))
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(std=0.02, generator=generator)
+            parameter.normal_(std=0.02, generator=same if name in alike else generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0 - config.norm_offset)
     return model

@@ -28,7 +28,7 @@ from hone.serve.device.placing import FixedInputs, Placer
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.compiled_step import compiled_step
 from hone.serve.paging.sharing import NONE_SHARED, SharedPages
-from hone.serve.step import ForwardBatch, SamplingMetadata
+from hone.serve.step import NULL_PAGE, ForwardBatch, SamplingMetadata
 
 
 class Paged(Context):
@@ -57,6 +57,11 @@ class Paged(Context):
         self.tokens, self.positions = on["tokens"], on["positions"]
         self._pages, self._offsets = on["pages"], on["offsets"]
         self._ends, self._lengths, self._table = on["ends"], on["lengths"], on["table"]
+
+    @property
+    def real(self) -> Tensor:
+        """As in `Context`: what only pads writes its keys to the null page."""
+        return self._pages != NULL_PAGE
 
     def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
         """On a CPU a step of one new token a sequence is one compiled call, for models that it covers."""

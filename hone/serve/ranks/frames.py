@@ -24,6 +24,8 @@ class MessageKind(IntEnum):
     """To the worker, while it runs a step: the masks of its sequences, an int32 array."""
     PREPARE = 4
     """To the worker: prepare one more CUDA graph, as rank 0 does now."""
+    PLACE = 8
+    """To the worker: the experts of all ranks' slots by layer, whose weights move now."""
     FAILED = 5
     """From the worker: the HoneError, or the text, with which it ends."""
     PING = 6

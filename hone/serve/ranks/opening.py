@@ -17,6 +17,7 @@ from hone.base.errors import MachineError, SpecError
 from hone.cost.cache import LayerCache, page_bytes
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, model_folder, read_json, weights_bytes
+from hone.model.parallel.experts import Slots
 from hone.model.parallel.local import LocalDecoder
 from hone.model.parallel.reading import LocalCheckpoint, random_model
 from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
@@ -25,6 +26,7 @@ from hone.ops.dispatch import say_once
 from hone.parallel.group import Group, Pipe
 from hone.parallel.one_shot import OneShot
 from hone.parallel.place import Place
+from hone.serve.experts.placing import ExpertPlacing, slots_of
 from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.ranks.frames import MessageKind
 from hone.serve.ranks.links import Links, Spawn, spawn
@@ -51,6 +53,7 @@ class OpenRank:
     num_pages: int
     """Pages for which this rank has memory."""
     note: str = ""
+    placing: ExpertPlacing | None = None
 
     def runner(self, num_pages: int, kind: type[RankRunner] = RankRunner) -> RankRunner:
         """The runner, with a cache of `num_pages`: the fewest of all ranks."""
@@ -60,7 +63,9 @@ class OpenRank:
         )
         sampler = Sampler(self.model.config.vocab_size, self.device)
         assert spec.max_num_seqs is not None, "sized() fills it in"
-        return kind(self.model, cache, sampler, self.device, max_num_seqs=spec.max_num_seqs)
+        made = kind(self.model, cache, sampler, self.device, max_num_seqs=spec.max_num_seqs)
+        made.placing = self.placing
+        return made
 
 
 def open_worker(order: WorkerOrder) -> OpenRank:
@@ -76,11 +81,12 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
     """Joins the ranks and reads this one's part of the model. Raises HoneError when it cannot be divided or does not fit."""
     group, pipe = _join(place, device, store, _timeout(spec))
     dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    slots = slots_of(spec, folder)
     if spec.load_format == "dummy":
-        model = dummy_model(folder, place, group, pipe, device, dtype)
+        model = dummy_model(folder, place, group, pipe, device, dtype, slots)
     else:
         check_weights(str(folder), weights_bytes(folder) // place.world_size, device)
-        model = LocalCheckpoint(folder, place, group, pipe).build(device, dtype)
+        model = LocalCheckpoint(folder, place, group, pipe, slots).build(device, dtype)
     for layer in model.layers:  # a cache of 16 bits rounds nothing
         if hasattr(layer.mixer, "kv_rounding"):
             layer.mixer.kv_rounding = None
@@ -91,6 +97,9 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
         said = sparsify(model, spec.sparsity, rows=spec.max_num_seqs or AUTO_ROWS, where=str(folder)).said
         note = "; ".join(filter(None, (note, said)))
     model.eval().requires_grad_(False)
+    placing = ExpertPlacing(model) if spec.enable_eplb else None
+    if placing is not None and spec.eplb_config.step_interval:
+        placing.check_moves()
     kept = model.dtype if spec.kv_cache_dtype == "auto" else getattr(torch, spec.kv_cache_dtype)
     declared = cache_tensors(model.config)
     tensors = [one if index in model.stage_layers else () for index, one in enumerate(declared)]
@@ -100,7 +109,7 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
         memory = memory._replace(free=memory.free / place.world_size)
     work = work_bytes(model.config.dims(), spec, _name(model.dtype), str(device))
     num_pages = cache_pages(spec, page_bytes(tensors, spec.block_size, _name(kept)), memory, longest, work=work)
-    return OpenRank(model, spec, device, tensors, kept, longest, num_pages, note)
+    return OpenRank(model, spec, device, tensors, kept, longest, num_pages, note, placing)
 
 
 def open_lead(
@@ -146,7 +155,7 @@ def open_lead(
         links.close()
         _leave()
         raise
-    runner.links = links
+    runner.links, runner.step_interval = links, spec.eplb_config.step_interval
     if own.type == "cuda":
         links.on_lost = _abort
     runner.end = weakref.finalize(runner, _end, links)
@@ -154,7 +163,13 @@ def open_lead(
 
 
 def dummy_model(
-    folder: Path, place: Place, group: Group, pipe: Pipe | None, device: torch.device, dtype: torch.dtype | None
+    folder: Path,
+    place: Place,
+    group: Group,
+    pipe: Pipe | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    slots: Slots | None = None,
 ) -> LocalDecoder:
     """A rank's part of a model of random dense weights with the config.json in `folder`; `dtype` None: that of config.json."""
     values = read_json(folder / CONFIG)
@@ -164,7 +179,7 @@ def dummy_model(
             fix="measure one rank, or leave the quantization_config out",
         )
     config, found = from_hf(values, str(folder / CONFIG)), dtype or stated_dtype(values) or torch.bfloat16
-    return random_model(config, place, group, pipe, device=device, dtype=found)
+    return random_model(config, place, group, pipe, device=device, dtype=found, slots=slots)
 
 
 STARTS: list[Spawn] = [spawn]

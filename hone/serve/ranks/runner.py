@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hone.base.errors import SpecError
 from hone.model.parallel.local import LocalDecoder
+from hone.serve.experts.placing import ExpertPlacing
 from hone.serve.ranks.errors import RankError
 from hone.serve.ranks.frames import MessageKind
 from hone.serve.ranks.links import Links, end_process
@@ -23,6 +25,8 @@ class RankRunner(Runner):
     """
 
     model: LocalDecoder
+    placing: ExpertPlacing | None = None
+    """Counts and moves experts; None without `enable_eplb`."""
 
     @property
     def samples(self) -> bool:
@@ -47,6 +51,10 @@ class LeadRunner(RankRunner):
     links: Links
     end: Callable[[], object]
     """Ends the workers and leaves their process group; a second call does nothing."""
+    step_interval: int | None = None
+    """Steps after which experts are placed anew."""
+    placed: str = ""
+    """What the last placement of experts changed."""
 
     def launch(self, step: StepInput, masks: Masks | None = None) -> Launched:
         """Starts the step on all ranks."""
@@ -57,6 +65,8 @@ class LeadRunner(RankRunner):
             self.links.send(MessageKind.MASKS, found)
             return found
 
+        if self.step_interval and self.links.num_steps and self.links.num_steps % self.step_interval == 0:
+            self.rebalance()
         self._guarded(lambda: self.links.send(MessageKind.STEP, memoryview(pack(step))))
         launched = self._guarded(lambda: super(LeadRunner, self).launch(step, masks and sent))
         if self.model.place.last:
@@ -69,6 +79,20 @@ class LeadRunner(RankRunner):
             return False
         self._guarded(lambda: self.links.send(MessageKind.PREPARE, b""))
         return self._guarded(super().prepare)
+
+    def rebalance(self) -> str:
+        """Places experts on ranks by what tokens asked for since the last time; says what moved. Between two steps.
+
+        Raises SpecError without `enable_eplb`, and for quantized experts.
+        """
+        placing = self.placing
+        if placing is None:
+            raise SpecError("this engine counts no loads of experts", fix="set engine.enable_eplb=true")
+        placing.check_moves()
+        slots, self.placed = self._guarded(placing.planned)
+        self._guarded(lambda: self.links.send(MessageKind.PLACE, slots))
+        self._guarded(lambda: placing.move(slots))
+        return self.placed
 
     def when_lost(self, say: Callable[[RankError], None]) -> None:
         """See `Engine.when_lost`."""

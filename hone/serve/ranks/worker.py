@@ -18,7 +18,7 @@ from hone.serve.ranks.frames import FrameSocket, MessageKind, unpickled
 from hone.serve.ranks.order import WorkerOrder
 
 if TYPE_CHECKING:
-    from hone.serve.runner import Runner
+    from hone.serve.ranks.runner import RankRunner
 
 
 class Worker:
@@ -77,7 +77,7 @@ class Worker:
         assert found == kind, f"rank 0 sent {found.name}, not {kind.name}"
         return unpickled(data)
 
-    def _loop(self, runner: Runner, replies: bool) -> None:
+    def _loop(self, runner: RankRunner, replies: bool) -> None:
         import numpy as np
 
         from hone.serve.ranks.packing import unpack
@@ -87,6 +87,9 @@ class Worker:
             kind, data = self._steps.receive()
             if kind == MessageKind.PREPARE:
                 runner.prepare()
+                continue
+            if kind == MessageKind.PLACE:
+                runner.placing.move(unpickled(data))
                 continue
             assert kind == MessageKind.STEP, f"rank 0 sent {kind.name}"
             self._begun += 1

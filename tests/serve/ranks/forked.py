@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from hone.base.errors import HoneError
+from hone.model import hf
 from hone.serve.engine import Engine
+from hone.serve.experts.balancing import imbalance
 from hone.serve.ranks import opening
 from hone.serve.ranks.worker import Worker
 from hone.serve.request import Request, SamplingParams
@@ -108,6 +110,43 @@ def write(folder: str, spec: dict, params: list[dict]) -> dict:
     return {
         "tokens": tokens, "scores": scores, "left": left, "used": used, "pages": pages, "layers": layers, "flying": flying,
         "workers": len(workers), "prompts": prompts, "pooled": pooled, "preemptions": engine.stats()["preemptions"],
+    }  # fmt: skip
+
+
+def rebalance(folder: str, spec: dict, params: list[dict]) -> dict:
+    """Tokens of requests before and after rank 0 places experts anew, and what it counted and moved."""
+    torch.set_num_threads(1)
+    engine = opened(folder, **spec, enable_prefix_caching=False)
+
+    def run() -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for one in requests(params):
+            engine.add(one)
+        while engine.has_work:
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.tokens)
+        return tokens
+
+    tokens, placing = run(), engine.runner.placing
+    loads, before = placing.loads(), [one.spec.slots for one in placing.layers.values()]
+    computed = sum(len(one.prompt) + one.params.max_tokens - 1 for one in requests(params))
+    said = engine.runner.rebalance()
+    slots = [one.spec.slots for one in placing.layers.values()]
+    whole = hf.load(folder)
+    weights = all(
+        torch.equal(getattr(one, name).weight[slot], getattr(whole.layers[index].feed_forward, name).weight[expert])
+        for index, one in placing.layers.items()
+        for slot, expert in enumerate(one.spec.own)
+        for name in ("gate_up", "down")
+    )
+    was, will = (float(imbalance(loads, np.array(one), 2).mean()) for one in (before, slots))
+    cleared = int(placing.loads().sum())
+    assert cleared == 0, "counts begin anew"
+    after = run()
+    engine.close()
+    return {
+        "tokens": tokens, "after": after, "visits": loads.sum(1).tolist(), "computed": computed, "said": said, "was": was,
+        "will": will, "slots": slots, "before": before, "weights": weights,
     }  # fmt: skip
 
 
