@@ -123,6 +123,20 @@ class Axis:
         self._count("all_to_all", parts)
         return Transfer(self, dist.all_to_all_single, x.view(torch.uint8), parts.view(torch.uint8))
 
+    def all_to_all_rows(self, x: Tensor, rows: Tensor, taken: Sequence[int], given: Sequence[int]) -> Transfer | None:
+        """The first given[0] of `rows` [R, D] go to the first rank of the axis, and so on; x [S, D] is the taken[i] rows of each rank i.
+
+        Contiguous; given sums to R and taken to S. Neither may be touched meanwhile.
+        """
+        if self.size == 1:
+            x.copy_(rows)
+            return None
+        width = rows.shape[1] * rows.element_size()
+        self.sent["all_to_all"] += (len(rows) - given[self.index]) * width
+        taken, given = ([count * width for count in counts] for counts in (taken, given))
+        send = partial(dist.all_to_all_single, output_split_sizes=taken, input_split_sizes=given)
+        return Transfer(self, send, x.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8))
+
     def trade(self, taken: Sequence[Sequence[Tensor]], given: Sequence[Sequence[Tensor]]) -> Transfer | None:
         """Sends the tensors `given[i]` to rank i of the axis and fills those of `taken[i]` with what it sends here.
 

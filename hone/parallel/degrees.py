@@ -14,13 +14,15 @@ class Degrees(NamedTuple):
     """Ranks along each axis, outermost first: ranks of the last axis are neighbours, on one machine where there are several.
 
     pp: pipeline stages. dp_replicate: groups of ranks that each hold all state of their stage. dp_shard: ranks of such a
-    group. cp: ranks that each compute a part of every sequence. tp: ranks that each compute a part of every layer. Rank
-    (p, r, s, c, t) has the number (((p * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t.
+    group. ep: ranks that each hold a part of the experts of every layer, and are data-parallel ranks for all other weights. cp:
+    ranks that each compute a part of every sequence. tp: ranks that each compute a part of every layer. Rank
+    (p, r, s, e, c, t) has the number ((((p * dp_replicate + r) * dp_shard + s) * ep + e) * cp + c) * tp + t.
     """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -32,7 +34,7 @@ class Degrees(NamedTuple):
     @property
     def dp(self) -> int:
         """Ranks among which a batch is divided."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
 
     def place(self, rank: int) -> Degrees:
         """The indices of `rank` along the axes."""

@@ -28,9 +28,10 @@ class Copies(NamedTuple):
 class Grid:
     """The axes of this rank in a training on `degrees` ranks; every rank makes it at the same time.
 
-    `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp` are the axes of `Degrees`. Context-parallel ranks hold the same weights, so
-    for weights they are data-parallel ranks: they share the state with the group (`shards`), or replicate it. `copies` are
-    the ranks of weights that each tensor-parallel rank has a part of (this one only where each trains `alone`), `tensor_copies` those of weights that all of them have.
+    `pp`, `dp_replicate`, `dp_shard`, `ep`, `cp` and `tp` are the axes of `Degrees`. Context- and expert-parallel ranks hold the same
+    weights, so for weights they are data-parallel ranks: they share the state with the group (`shards`), or replicate it. `copies` are
+    the ranks of weights that each tensor-parallel rank has a part of (this one only where each trains `alone`), `tensor_copies` those
+    of weights that all of them have, `expert_copies` those of the experts of which each expert-parallel rank has a part.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class Grid:
         self.mesh, self.degrees, self.device = mesh, degrees, device
         self.place = degrees.place(mesh.rank)
         self._made: dict[tuple[tuple[int, ...], ...], Axis] = {}
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (self.axis(name) for name in Degrees._fields)
-        replicate, shard = (
-            (("dp_replicate",), ("dp_shard", "cp")) if shards else (("dp_replicate", "cp"), ("dp_shard",))
-        )
+        self.pp, self.dp_replicate, self.dp_shard, self.ep, self.cp, self.tp = map(self.axis, Degrees._fields)
+        replicate, shard = ("dp_replicate",), ("dp_shard",)
+        replicate, shard = (replicate, (*shard, "ep", "cp")) if shards else ((*replicate, "ep", "cp"), shard)
         if alone:
             replicate, shard = (), ()
         self._replicate, self._shard = replicate, shard
         self.copies = Copies(self.axis(*replicate), self.axis(*shard))
         self.tensor_copies = Copies(self.axis(*replicate, "tp"), self.axis(*shard))
+        self.expert_copies = Copies(*(self.axis(*(one for one in axes if one != "ep")) for axes in (replicate, shard)))
         self._shared: dict[str, tuple[Copies, Copies]] = {}
 
     def axis(self, *names: str) -> Axis:
@@ -97,6 +98,10 @@ class Grid:
         for name in names:
             self._shared[name] = (made[0], made[1])
 
+    def divide_experts(self, names: Iterable[str]) -> None:
+        """Of the weights `names` each expert-parallel rank has a part."""
+        self._shared |= dict.fromkeys(names, (self.expert_copies, self.expert_copies))
+
     def copies_of(self, name: str, on_all: bool) -> Copies:
         """The ranks that hold weight `name`; `on_all`: all tensor-parallel ranks do."""
         return self._shared.get(name, (self.copies, self.tensor_copies))[on_all]
@@ -113,7 +118,7 @@ class Grid:
     @property
     def data_index(self) -> int:
         """Which of the `degrees.dp` parts of a batch this rank reads."""
-        return self.dp_replicate.index * self.dp_shard.size + self.dp_shard.index
+        return (self.dp_replicate.index * self.dp_shard.size + self.dp_shard.index) * self.ep.size + self.ep.index
 
     @property
     def counts_loss(self) -> bool:

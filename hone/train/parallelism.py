@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Trainer
+    from hone.train.optimizers.base import Optimizer
     from hone.train.pipeline.timed import Timed
     from hone.train.ranks import Ranks
     from hone.train.spikes.skip_step import SkipStep
@@ -64,6 +65,12 @@ class Parallelism(Spec):
     enable_async_tensor_parallel: bool = Field(
         False,
         description="Their transfers are made in parts, beside the products at both ends; with sequence parallelism.",
+    )
+
+    expert_parallel_degree: int = Field(
+        1,
+        ge=1,
+        description="Ranks that each hold a part of the experts of every layer; for all other weights they are data-parallel ranks.",
     )
 
     context_parallel_degree: int = Field(1, ge=1, description="Ranks that share each sequence.")
@@ -97,6 +104,17 @@ class Parallelism(Spec):
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
             )
+        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
+            raise ValueError(
+                "expert_parallel_degree works without tensor parallelism, which divides no experts: set tensor_parallel_degree to 1"
+            )
+        if self.expert_parallel_degree > 1 and isinstance(
+            getattr(self.data_parallel, "reshard_after_forward", ""), int
+        ):
+            raise ValueError(
+                "expert_parallel_degree works with reshard_after_forward default, always or never: experts have fewer copies than "
+                "other weights, which a number of neighbours does not say"
+            )
         self.offload.with_axes(self.taken)
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
             raise ValueError("enable_async_tensor_parallel has no transfers to hide with tensor_parallel_degree 1")
@@ -117,6 +135,7 @@ class Parallelism(Spec):
         """The degrees of all axes but data parallelism, by their field."""
         return {
             "pipeline_parallel_degree": self.pipeline_parallel_degree,
+            "expert_parallel_degree": self.expert_parallel_degree,
             "context_parallel_degree": self.context_parallel_degree,
             "tensor_parallel_degree": self.tensor_parallel_degree,
         }
@@ -128,17 +147,19 @@ class Parallelism(Spec):
             pp=self.pipeline_parallel_degree,
             dp_replicate=divided.num_ranks // divided.num_shards,
             dp_shard=divided.num_shards,
+            ep=self.expert_parallel_degree,
             cp=self.context_parallel_degree,
             tp=self.tensor_parallel_degree,
         )
 
     def divided(self, num_ranks: int) -> Divided:
         """The division of a training over `num_ranks` ranks, for estimates. Raises SpecError as `degrees` does."""
-        divided, cp = self.data_parallel.divided(self.degrees(num_ranks).dp), self.context_parallel_degree
-        shards = divided.num_shards * (cp if self.data_parallel.sharded else 1)  # as the grid's copies
+        degrees, ep, cp = self.degrees(num_ranks), self.expert_parallel_degree, self.context_parallel_degree
+        divided = self.data_parallel.divided(degrees.dp // ep)
+        shards = divided.num_shards * (ep * cp if self.data_parallel.sharded else 1)  # as the grid's copies
         moves = self.data_parallel.moves(shards)
         bits = {"weight_bits": moves.weight_bits, "gradient_bits": moves.gradient_bits}
-        return replace(divided, num_ranks=divided.num_ranks * cp, num_shards=shards, within=moves.within, **bits)
+        return replace(divided, num_ranks=divided.num_ranks * ep * cp, num_shards=shards, within=moves.within, **bits)
 
     def shared(
         self,
@@ -190,6 +211,10 @@ class Parallelism(Spec):
     def check(self, config: ModelConfig, *, seq_len: int, teacher: ModelConfig | None = None) -> None:
         """Raises SpecError where the training of a model of `config` cannot be divided as these degrees say."""
         check_experts(config, self)
+        if self.expert_parallel_degree > 1:
+            from hone.train.expert_parallel.decoder import check_expert_parallel
+
+            check_expert_parallel(config, self.expert_parallel_degree)
         self.stages(config, seq_len)
         if self.pipeline_parallel_degree > 1:
             self.pipeline_parallel_schedule.check_model(config)
@@ -217,6 +242,20 @@ class Parallelism(Spec):
         if self.pipeline_parallel_degree > 1:
             field = "" if spikes is None else spikes.field
             self.pipeline_parallel_schedule.check(precision=precision, max_grad_norm=max_grad_norm, spikes=field)
+
+    def check_experts_with(self, optimizer: Optimizer, *, rerun: bool) -> None:
+        """Raises ValueError where divided experts do not work with `optimizer`, or with steps that another rank computes again (`rerun`)."""
+        if self.expert_parallel_degree == 1:
+            return
+        if not optimizer.divides_stacks:
+            raise ValueError(
+                f"optimizer {optimizer.kind} keeps states of whole stacks of experts: take another one, or expert_parallel_degree 1"
+            )
+        if rerun:
+            raise ValueError(
+                "check.rerun_interval compares gradients of the same experts on two ranks, which with expert_parallel_degree "
+                f"{self.expert_parallel_degree} have different ones: set one of them to its default"
+            )
 
     def trainer(self) -> Callable[..., Trainer]:
         """The class of the loop's steps."""
@@ -268,6 +307,12 @@ class Parallelism(Spec):
             from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
             model = TensorParallelDecoder(model, grid.tp, **self._regions(grid))
+        elif grid is not None and grid.ep.size > 1:
+            from hone.parallel.experts import RowMessages
+            from hone.train.expert_parallel.decoder import ExpertParallelDecoder
+
+            model = ExpertParallelDecoder(model, grid.ep, RowMessages(grid.ep))
+            grid.divide_experts(model.cuts)
         if ranks.pipeline is not None:
             ranks.pipeline.take(model, config, seq_len, layers)
         return model
@@ -361,11 +406,11 @@ class Parallelism(Spec):
     def said(self, num_ranks: int) -> str:
         """What of it `num_ranks` ranks use, for the note of a figure."""
         stages, shared, parts = self.pipeline_parallel_degree, self.context_parallel_degree, self.tensor_parallel_degree
-        copies = num_ranks // (
-            stages * parts
-        )  # of which ranks that share sequences are some: they hold the same weights
+        # Of these, ranks that share sequences or experts are some: they hold the same weights but for experts.
+        copies, experts = num_ranks // (stages * parts), self.expert_parallel_degree
         used = {
             self.data_parallel.kind: copies,
+            f"{experts} ranks divide the experts": experts,
             f"{shared} ranks share each sequence ({self.context_parallel.kind})": shared,
             f"{stages} pipeline ranks ({self.pipeline_parallel_schedule.kind})": stages,
             f"{parts} tensor-parallel ranks": parts,

@@ -146,6 +146,7 @@ class Train(Prolonged):
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
         self.parallelism.check_steps(self.precision, intervals, self.max_grad_norm, self.optimizer.on_spike)
+        self.parallelism.check_experts_with(self.optimizer, rerun=bool(self.checkpoint.check.rerun_interval))
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
         told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)

@@ -53,6 +53,9 @@ class Update:
         self.on_host = isinstance(offload, Host)
         self.groups = optimizer.groups(self.parameters)
         self._rules = {name: group.rule for group in self.groups for name in group.names}
+        assert optimizer.divides_stacks or grid is None or grid.ep.size == 1, (
+            f"{optimizer.kind} divides no stacks of experts"
+        )
         grouped = [name for group in self.groups for name in group.names]
         assert sorted(grouped) == sorted(self.parameters), "every parameter must belong to exactly one group"
         self.cuts: dict[str, Cut] = getattr(model, "cuts", {})

@@ -11,20 +11,20 @@ from hone.parallel.degrees import Degrees, data_ranks
 
 
 def test_every_rank_has_one_place_and_lines_along_the_axes():
-    degrees = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
-    assert degrees.num_ranks == 24 and degrees.dp == 3
-    places = [degrees.place(rank) for rank in range(24)]
-    assert places == [Degrees(*one) for one in itertools.product(range(2), range(1), range(3), range(2), range(2))]
-    for number in range(6):
+    degrees = Degrees(pp=2, dp_replicate=1, dp_shard=3, ep=2, cp=2, tp=2)
+    assert degrees.num_ranks == 48 and degrees.dp == 6
+    places = [degrees.place(rank) for rank in range(48)]
+    assert places == [Degrees(*one) for one in itertools.product(*map(range, degrees))]
+    for number in range(7):
         for axes in itertools.combinations(Degrees._fields, number):
             lines = degrees.lines(axes)
-            assert sorted(itertools.chain(*lines)) == list(range(24))
+            assert sorted(itertools.chain(*lines)) == list(range(48))
             for line in lines:
                 assert line == sorted(line)
                 for name in set(Degrees._fields) - set(axes):
                     assert len({getattr(places[rank], name) for rank in line}) == 1
-    assert degrees.lines(["tp"])[0] == [0, 1] and degrees.lines(["pp"])[0] == [0, 12]
-    assert degrees.lines(["dp_shard", "tp"])[0] == [0, 1, 4, 5, 8, 9]
+    assert degrees.lines(["tp"])[0] == [0, 1] and degrees.lines(["pp"])[0] == [0, 24]
+    assert degrees.lines(["dp_shard", "tp"])[0] == [0, 1, 8, 9, 16, 17] and degrees.lines(["ep"])[0] == [0, 4]
 
 
 def test_the_rest_goes_to_data_parallelism():

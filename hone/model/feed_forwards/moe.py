@@ -24,6 +24,7 @@ from hone.model.routers.base import Seen
 from hone.model.routers.routes import ByToken, Routes
 from hone.model.routers.softmax import Softmax
 from hone.ops import clamped_swiglu, swiglu
+from hone.parallel.experts import ExpertExchange
 
 
 class MoE(FeedForward):
@@ -142,16 +143,28 @@ class MoELayer(Block):
 
     routed = True
     """It reports its routing to the context."""
+    exchange: ExpertExchange | None = None
+    """Brings rows to the ranks of their experts and back, where the linears have some of the experts; None: they have all."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec, tokens = self.spec, x.flatten(0, -2)
-        y = fused(self, tokens, x, context)
+        shared = None
+        y = fused(self, tokens, x, context) if self.exchange is None else None
         if y is None:
             routes = self._routes(tokens, x, context)
-            y = routes.combine(self.experts_of(*routes.dispatch(tokens)))
+            rows, ends = routes.dispatch(tokens)
+            if self.exchange is None:
+                made = self.experts_of(rows, ends)
+            else:  # what every token visits is computed while rows travel
+                sent = self.exchange.dispatch(rows, ends)
+                if spec.num_shared_experts:
+                    shared = self._gated(self.shared_gate_up(tokens))
+                returning = self.exchange.combine(self.experts_of(*sent.arrived()), sent)
+                shared = None if shared is None else self._shared_down(shared, tokens)
+                made = returning.arrived()
+            y = routes.combine(made)
         if spec.num_shared_experts:
-            shared = self.shared_down(self._gated(self.shared_gate_up(tokens)))
-            y = y + (shared * self.shared_weight(tokens).sigmoid() if spec.shared_gate else shared)
+            y = y + (self._shared_down(self._gated(self.shared_gate_up(tokens)), tokens) if shared is None else shared)
         return y.view_as(x)
 
     def experts_of(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -161,6 +174,11 @@ class MoELayer(Block):
     def _gated(self, gate_up: Tensor) -> Tensor:
         limit = self.spec.swiglu_limit
         return swiglu(gate_up) if limit is None else clamped_swiglu(gate_up, limit, self.spec.swiglu_alpha)
+
+    def _shared_down(self, inner: Tensor, tokens: Tensor) -> Tensor:
+        """The shared experts' result, of its inner values."""
+        shared = self.shared_down(inner)
+        return shared * self.shared_weight(tokens).sigmoid() if self.spec.shared_gate else shared
 
     def _routes(self, tokens: Tensor, x: Tensor, context: Context) -> Routes:
         """The router's decision, with losses and counts told to the context in a training pass."""

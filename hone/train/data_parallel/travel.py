@@ -48,19 +48,22 @@ def num_values(num_bytes: int, bits: int) -> int:
 
 
 class Travel:
-    """The way of weights and gradients between the ranks of `grid.copies.shard`, as `moves` says. Every rank makes it at the same time.
+    """The way of weights and gradients between the ranks of `shard`, those of `grid.copies` or `grid.expert_copies`, as `moves` says of
+    the first. Every rank makes it at the same time.
 
     Wang et al. 2023, arXiv:2306.10209: weights in blocks of 8 bits (section 3.1), a second copy divided among neighbours only
     (3.2), gradients in few bits by all-to-alls, first between neighbours, then between their groups (3.3).
     """
 
-    def __init__(self, grid: Grid, moves: Moves) -> None:
-        self.moves, self.shard = moves, grid.copies.shard
+    def __init__(self, grid: Grid, moves: Moves, shard: Axis | None = None) -> None:
+        self.shard = shard or grid.copies.shard
+        stays = moves.within == 1 or self.shard is grid.copies.shard
+        self.moves = moves if stays else moves._replace(within=self.shard.size)
         self.inner: Axis | None = None
         """Neighbours that hold a second copy of the weights together; None: there is none."""
         self.outer: Axis | None = None
         """The ranks in the same place of the other groups of neighbours."""
-        if 1 < moves.within < self.shard.size:
+        if self.shard is grid.copies.shard and 1 < moves.within < self.shard.size:
             self.inner, self.outer = grid.split(moves.within)
 
     def own(self, master: Tensor, dtype: torch.dtype) -> Tensor:

@@ -59,8 +59,9 @@ class DividedWeights(Weights):
         self._on_gpu = torch.device(grid.device).type == "cuda"
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
         self._rounds = moves is not None and moves.weight_bits > 0
-        travel = Travel(grid, moves or Moves(grid.copies.shard.size))
-        make = partial(make, alone=alone, summing=summing or Sum(), travel=travel)
+        moves = moves or Moves(grid.copies.shard.size)
+        self._travels = {one: Travel(grid, moves, one) for one in (grid.copies.shard, grid.expert_copies.shard)}
+        make = partial(make, alone=alone, summing=summing or Sum())
         ends: dict[str, nn.Parameter] = {}
         self._layers: list[list[Bucket]] = []
         for path in parts_of(model.config):
@@ -120,6 +121,7 @@ class DividedWeights(Weights):
         copied: Collection[str],
         alone: Collection[str],
         dtype: torch.dtype,
+        frees: bool,
         **options: Any,
     ) -> list[Bucket]:
         """The buckets of one layer: weights that may be cut and weights that may not, of one rank and of all tensor-parallel ones."""
@@ -130,10 +132,11 @@ class DividedWeights(Weights):
             groups.setdefault(key, {})[name] = part
         made = []
         # One order on all ranks, whichever weights each has.
-        for key in sorted(groups, key=lambda one: (*one[:3], one[3].replicate.size)):
+        for key in sorted(groups, key=lambda one: (*one[:3], one[3].replicate.size, one[3].shard.size)):
             (uncut, *_, copies), chosen = key, groups[key]
             shapes = {name: tuple(part.shape) for name, part in chosen.items()}
             flat = Flat(shapes, copies.shard.size, whole=uncut)
+            options |= {"frees": frees and copies.shard.size > 1, "travel": self._travels[copies.shard]}
             bucket = Bucket(chosen, flat, copies, dtype, **options)
             bucket.free()
             made.append(bucket)
@@ -212,7 +215,7 @@ class DividedWeights(Weights):
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self._last)
         self._flying.append(bucket)
-        while len(self._flying) > _AT_ONCE or (self._flying and self.grid.copies.shard.size == 1):
+        while len(self._flying) > _AT_ONCE or (self._flying and self._flying[0].copies.shard.size == 1):
             self._flying.popleft().settle(self._last)
 
     @torch.no_grad()

@@ -189,7 +189,7 @@ def _index(trainer: Trainer, rank: int) -> int:
         return 0
     degrees = trainer.ranks.grid.degrees
     place = degrees.place(rank)
-    return place.dp_replicate * degrees.dp_shard + place.dp_shard
+    return (place.dp_replicate * degrees.dp_shard + place.dp_shard) * degrees.ep + place.ep
 
 
 def _place(trainer: Trainer, rank: int) -> str:
@@ -272,7 +272,9 @@ def check_replicas(trainer: Trainer) -> str:
 
 def _part(trainer: Trainer, name: str) -> str:
     grid = trainer.ranks.grid
-    return f" on tp {grid.tp.index}" if grid is not None and name in trainer.update.cuts else ""
+    if grid is None or name not in trainer.update.cuts:
+        return ""
+    return f" on ep {grid.ep.index}" if grid.ep.size > 1 else f" on tp {grid.tp.index}"
 
 
 def corrupted(what: str) -> MachineError:

@@ -113,7 +113,7 @@ class Host(Offload):
 
     def with_axes(self, taken: Mapping[str, int]) -> None:
         """As `Offload.with_axes`."""
-        if max(taken["pipeline_parallel_degree"], taken["tensor_parallel_degree"]) > 1:
+        if max(degree for field, degree in taken.items() if field != "context_parallel_degree") > 1:
             raise ValueError(
                 f"offload {self.kind} works with data-parallel ranks (zero1, zero2, zero3) and context parallelism only"
             )

@@ -31,6 +31,7 @@ class Adafactor(Optimizer):
     """A second moment of a number per row and column, and steps relative to the weight's size. Shazeer and Stern 2018, arXiv:1804.04235."""
 
     paper: ClassVar[str] = "arXiv:1804.04235"
+    divides_stacks: ClassVar[bool] = False
     lr: float = Field(1e-2, gt=0, description="Peak learning rate, as a share of a weight's root mean square.")
     beta2_decay: float = Field(-0.8, le=0, description="At step n the second moment forgets n to this power of itself.")
     eps: float = Field(1e-3, gt=0, description="Smallest root mean square of a weight that scales its step.")

@@ -118,6 +118,9 @@ class Group:
 class Optimizer(Technique):
     """Groups the weights and gives each group its rule."""
 
+    divides_stacks: ClassVar[bool] = True
+    """Whether the step of some experts of a stack needs nothing of the others, so that ranks may each have some of them."""
+
     lr: float = Field(1e-3, gt=0, description="Peak learning rate; the schedule scales it.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices (vectors such as norms have none).")
 

@@ -34,6 +34,7 @@ class SOAP(Optimizer):
     """Adam in the eigenbasis of Shampoo's factors, for the layers' matrices; AdamW for other weights. Vyas et al. 2024, arXiv:2409.11321."""
 
     paper: ClassVar[str] = "arXiv:2409.11321"
+    divides_stacks: ClassVar[bool] = False
     lr: float = Field(3e-3, gt=0, description="Peak learning rate; the schedule scales it.")
     beta1: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of gradients.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment and of the two factors.")

@@ -8,7 +8,6 @@ transfers are made beside the products at the regions' borders (`hone.parallel.o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
-from hone.model.decoder import Decoder, unmade
+from hone.model.decoder import Decoder
 from hone.model.linear import Dense, make_dense
 from hone.model.linear_spec import LinearSpec, NormSpec, Tokens
 from hone.model.parallel.local import check_split
@@ -27,9 +26,10 @@ from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
 from hone.parallel.overlap import Exchange, gathered_linear, scattered_linear
 from hone.parallel.regions import copied, gathered, scattered, summed
+from hone.train.tensor_parallel.parts import PartDecoder
 
 
-class TensorParallelDecoder(Decoder):
+class TensorParallelDecoder(PartDecoder):
     """Rank `axis.index` of a decoder whose weights `whole` has (float32, a teacher's in any dtype); they are copied, and trained in parts.
 
     `cuts` are the parts by parameter; parameters without one are held by all ranks, with the gradient that sums to the whole
@@ -38,14 +38,10 @@ class TensorParallelDecoder(Decoder):
 
     def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True, exchange: Exchange | None = None) -> None:
         check_tensor_parallel(whole.config, axis.size, overlap=exchange is not None)
-        with torch.device("meta"):
-            super().__init__(whole.config.local(axis.size), _maker(axis, exchange))
-        self.whole_config, self.axis, self.sequence = whole.config, axis, sequence
-        self.cuts = cuts_of(whole.config, axis.index, axis.size)
+        super().__init__(whole, whole.config.local(axis.size), axis, _maker(axis, exchange))
+        self.sequence = sequence
         self._parts: dict[str, Part] = {}
-        self._empty: list[Decoder] = []
-        self.adopt(self, whole)
-        self.maker = None if whole.maker is None else _Cutter(whole, self)
+        self.take(whole, cuts_of(whole.config, axis.index, axis.size))
         (first, _), *_ = self.cuts["embed_tokens.weight"].ranges
         self.vocabulary = (axis, first)
         self.embed_tokens.first = first
@@ -56,19 +52,12 @@ class TensorParallelDecoder(Decoder):
                 block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
                 block.register_forward_hook(lambda _, __, x: leave(x))
 
-    def adopt(self, own: nn.Module, whole: nn.Module, path: str = "") -> None:
-        """Gives `own`, the part of this decoder at `path`, its parts of the parameters of `whole`."""
-        given, head = dict(whole.named_parameters()), f"{path}." if path else ""
-        for rest, _ in list(own.named_parameters()):
-            name, value = head + rest, given[rest].detach()
-            value = self.cuts[name].take(value) if name in self.cuts else value.clone()
-            owner, _, last = rest.rpartition(".")
-            parameter = nn.Parameter(value, given[rest].requires_grad)
-            setattr(own.get_submodule(owner), last, parameter)
-            inside = name in self.cuts or ".mixer." in name or ".feed_forward." in name
-            if not self.sequence and not inside and not value.is_meta and parameter.requires_grad:
-                # Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole.
-                parameter.register_hook(lambda gradient: gradient * (1 / self.axis.size))
+    def adopted(self, name: str, parameter: nn.Parameter) -> None:
+        """As `PartDecoder.adopted`."""
+        inside = name in self.cuts or ".mixer." in name or ".feed_forward." in name
+        if not self.sequence and not inside and not parameter.is_meta and parameter.requires_grad:
+            # Outside the regions every rank computes the whole gradient: each keeps a share of it, which sum to the whole.
+            parameter.register_hook(lambda gradient: gradient * (1 / self.axis.size))
 
     def _enter(self, x: Tensor) -> Tensor:
         """Into a region in which each rank computes a part of every token."""
@@ -93,45 +82,6 @@ class TensorParallelDecoder(Decoder):
             for one in set.intersection(*(set(cuts) for cuts in every)):
                 self._parts[one] = Part(tuple(cuts[one] for cuts in every), self.axis)
         return self._parts.get(name)
-
-    @torch.no_grad()
-    def gather(self, part: nn.Module, path: str, dtype: torch.dtype, *, keep: bool) -> nn.Module | None:
-        """The part of the whole decoder at `path` with the weights of all ranks; None unless `keep`. Every rank of the axis calls it.
-
-        `part` is this rank's, with its weights in `dtype`.
-        """
-        if not self._empty:
-            self._empty.append(unmade(self.whole_config))
-        whole, own = copy.deepcopy(self._empty[0].get_submodule(path)), dict(part.named_parameters())
-        for name, empty in list(whole.named_parameters()):
-            value, cut = own.get(name), self.cuts.get(f"{path}.{name}")
-            if cut is not None or value is None:  # other ranks have the rest, or all of it: a bias of rank 0
-                found = torch.zeros(empty.shape, dtype=dtype, device=next(iter(own.values())).device)
-                if cut is not None and value is not None:
-                    cut.put(value, found)
-                transfer = self.axis.all_reduce(found)
-                if transfer is not None:
-                    transfer.wait()
-                value = found
-            if keep:
-                owner, _, last = name.rpartition(".")
-                setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach(), requires_grad=False))
-        return whole if keep else None
-
-
-class _Cutter:
-    """Makes the parts of `own` of those of `whole`, each of which it makes, cuts and forgets."""
-
-    def __init__(self, whole: Decoder, own: TensorParallelDecoder) -> None:
-        self._whole, self._own = whole, own
-
-    def make(self, part: nn.Module, path: str) -> None:
-        """As `hone.model.decoder.Maker.make`."""
-        whole = self._whole.get_submodule(path)
-        assert self._whole.maker is not None, "a decoder on the meta device has a maker"
-        self._whole.maker.make(whole, path)
-        self._own.adopt(part, whole, path)
-        whole.to("meta")
 
 
 class Part(NamedTuple):

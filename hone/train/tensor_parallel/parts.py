@@ -1,0 +1,94 @@
+"""The decoder of a rank that has a part of some weights: cut from whole weights, and whole again with those of the other ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder, unmade
+from hone.model.linear import MakeLinear
+from hone.parallel.axis import Axis
+from hone.parallel.cut import Cut
+
+
+class PartDecoder(Decoder):
+    """Rank `axis.index` of a decoder whose weights `whole` has (float32, a teacher's in any dtype); it has the layers of `config`, whose
+    linears `make` makes, on the meta device until `take`.
+
+    `cuts` are the parts by parameter; parameters without one are held by all ranks.
+    """
+
+    def __init__(self, whole: Decoder, config: ModelConfig, axis: Axis, make: MakeLinear) -> None:
+        with torch.device("meta"):
+            super().__init__(config, make)
+        self.whole_config, self.axis = whole.config, axis
+        self.cuts: Mapping[str, Cut] = {}
+        self._empty: list[Decoder] = []
+
+    def take(self, whole: Decoder, cuts: Mapping[str, Cut]) -> None:
+        """Takes the parts `cuts` of the weights of `whole`, which are copied; all others whole."""
+        self.cuts = cuts
+        self.adopt(self, whole)
+        self.maker = None if whole.maker is None else _Cutter(whole, self)
+
+    def adopt(self, own: nn.Module, whole: nn.Module, path: str = "") -> None:
+        """Gives `own`, the part of this decoder at `path`, its parts of the parameters of `whole`."""
+        given, head = dict(whole.named_parameters()), f"{path}." if path else ""
+        for rest, _ in list(own.named_parameters()):
+            name, value = head + rest, given[rest].detach()
+            value = self.cuts[name].take(value) if name in self.cuts else value.clone()
+            owner, _, last = rest.rpartition(".")
+            parameter = nn.Parameter(value, given[rest].requires_grad)
+            setattr(own.get_submodule(owner), last, parameter)
+            self.adopted(name, parameter)
+
+    def adopted(self, name: str, parameter: nn.Parameter) -> None:
+        """After parameter `name` has got its values, or its place on the meta device."""
+
+    def part_of(self, name: str) -> Any:
+        """For optimizers that need the whole of weight `name`; None where this rank has all that they need."""
+        return None
+
+    @torch.no_grad()
+    def gather(self, part: nn.Module, path: str, dtype: torch.dtype, *, keep: bool) -> nn.Module | None:
+        """The part of the whole decoder at `path` with the weights of all ranks; None unless `keep`. Every rank of the axis calls it.
+
+        `part` is this rank's, with its weights in `dtype`.
+        """
+        if not self._empty:
+            self._empty.append(unmade(self.whole_config))
+        whole, own = copy.deepcopy(self._empty[0].get_submodule(path)), dict(part.named_parameters())
+        for name, empty in list(whole.named_parameters()):
+            value, cut = own.get(name), self.cuts.get(f"{path}.{name}")
+            if cut is not None or value is None:  # other ranks have the rest, or all of it: a bias of rank 0
+                found = torch.zeros(empty.shape, dtype=dtype, device=next(iter(own.values())).device)
+                if cut is not None and value is not None:
+                    cut.put(value, found)
+                transfer = self.axis.all_reduce(found)
+                if transfer is not None:
+                    transfer.wait()
+                value = found
+            if keep:
+                owner, _, last = name.rpartition(".")
+                setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach(), requires_grad=False))
+        return whole if keep else None
+
+
+class _Cutter:
+    """Makes the parts of `own` of those of `whole`, each of which it makes, cuts and forgets."""
+
+    def __init__(self, whole: Decoder, own: PartDecoder) -> None:
+        self._whole, self._own = whole, own
+
+    def make(self, part: nn.Module, path: str) -> None:
+        """As `hone.model.decoder.Maker.make`."""
+        whole = self._whole.get_submodule(path)
+        assert self._whole.maker is not None, "a decoder on the meta device has a maker"
+        self._whole.maker.make(whole, path)
+        self._own.adopt(part, whole, path)
+        whole.to("meta")
