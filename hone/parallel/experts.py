@@ -1,25 +1,30 @@
 """Rows of tokens on their way to the ranks that hold their experts, and back: the all-to-alls of expert parallelism.
 
 Each of the n ranks of an axis holds E / n neighbouring experts of a layer, and reads tokens of its own. What a router dispatches is sorted
-by expert, so what goes to a rank is one piece of it. A rank first tells each other one how many rows it sends for each expert, then
-the rows travel; where they arrive, one permutation lays together what all ranks sent for an expert. Lepikhin et al. 2020, arXiv:2006.16668 (GShard).
+by expert, so what goes to a rank is one piece of it. All ranks first learn how many rows each has for each expert, then the rows
+travel; where they arrive, one permutation lays together what all ranks sent for an expert. Lepikhin et al. 2020, arXiv:2006.16668 (GShard).
 
-    exchange.dispatch(rows, ends)      starts to send        (backward: waits for the rows' gradients)
-        .arrived()                     waits                 (backward: starts to send gradients back)
-    exchange.combine(made, sent)       starts to send back   (backward: waits)
-        .arrived()                     waits                 (backward: starts)
+    sent = exchange.dispatch(rows, ends)      begins             (backward: waits for the rows' gradients)
+    sent.arrived()                            waits              (backward: starts to send the gradients back)
+    back = exchange.combine(made, sent)       starts to return   (backward: waits)
+    back.arrived()                            waits              (backward: starts)
 
-Work between a start and its wait is done beside the transfer, in both directions. Sums over tokens stay sums: nothing is divided by n.
+Work between a start and its wait is done beside the transfer, in both directions. Numbers of rows are known on the host, because memory and
+transfers have sizes: a GPU's host waits for them in `sent.arrived()`, while the GPU does what was given to it since `dispatch`, and knows
+them in the backward pass. Sums over tokens stay sums: nothing is divided by n.
 Legend: R rows of this rank, S rows for its experts, D width, E experts, n ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops import permute, unpermute
 from hone.parallel.axis import Axis, Transfer
 
@@ -45,126 +50,255 @@ class ExpertExchange(Protocol):
     """
 
     def dispatch(self, rows: Tensor, ends: Tensor) -> Coming:
-        """Starts to send `rows` [R, D], sorted by expert, of which each expert's end at `ends` int32 [E]."""
+        """Begins to send `rows` [R, D], sorted by expert, of which each expert's end at `ends` int32 [E]."""
 
     def combine(self, made: Tensor, sent: Any) -> Returning:
         """Starts to send back `made` [S, D] of the rows that arrived from `sent`, which `dispatch` returned."""
 
 
-class RowMessages:
-    """`ExpertExchange` by the collectives of the process group of `axis`. How many rows come is known on the host, which waits for that."""
+class Sizes(NamedTuple):
+    """How many rows this rank gives to each rank of the axis, and takes of each."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    given: list[int]
+    taken: list[int]
+    most: int
+    """The most rows that any rank gives to all together."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowMessages:
+    @property
+    def back(self) -> Sizes:
+        """Those of the way back."""
+        return Sizes(self.taken, self.given, self.most)
+
+
+class Flight(Protocol):
+    """Rows under way."""
+
+    def land(self) -> Tensor:
+        """[S, D]: what every rank sent here, rank by rank, for the work that is given from now on."""
+
+
+class Carrier(Protocol):
+    """How rows travel."""
+
+    def start(self, rows: Tensor, sizes: Sizes) -> Flight:
+        """Starts to send `rows` [R, D], contiguous, of which each rank gets its piece. Work given since may go on beside."""
+
+
+class RowExchange:
+    """`ExpertExchange` of the ranks of `axis`, whose rows `carrier` brings."""
+
+    def __init__(self, axis: Axis, carrier: Carrier) -> None:
+        self.axis, self.carrier, self.beside = axis, carrier, _Beside()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowExchange:
         """A copy of a module that holds it meets the same ranks."""
         return self
 
     def dispatch(self, rows: Tensor, ends: Tensor) -> _Coming:
         """As `ExpertExchange.dispatch`."""
-        return _Coming(self._axis, rows, ends)
+        return _Coming(self, rows, ends)
 
     def combine(self, made: Tensor, sent: _Coming) -> _Returning:
         """As `ExpertExchange.combine`."""
         assert sent.place is not None, "rows are combined after they arrived"
-        return _Returning(self._axis, unpermute(made, sent.place), sent.sizes)
+        return _Returning(self, unpermute(made, sent.place), sent.sizes)
 
 
-class _Sizes(NamedTuple):
-    """How many rows this rank gives to each rank of the axis, and takes of each."""
+class Messages:
+    """`Carrier` by the collectives of the process group of `axis`."""
 
-    given: list[int]
-    taken: list[int]
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def start(self, rows: Tensor, sizes: Sizes) -> _Message:
+        """As `Carrier.start`."""
+        room = rows.new_empty(sum(sizes.taken), rows.shape[1])
+        return _Message(self._axis.all_to_all_rows(room, rows, sizes.taken, sizes.given), rows, room)
+
+
+class _Message:
+    """As `Flight`."""
+
+    def __init__(self, transfer: Transfer | None, rows: Tensor, room: Tensor) -> None:
+        self._transfer, self._rows, self._room = transfer, rows, room
+
+    def land(self) -> Tensor:
+        """As `Flight.land`."""
+        _done(self._transfer)
+        if self._room.is_cuda:  # it is the memory of another stream
+            self._room.record_stream(torch.cuda.current_stream(self._room.device))
+        return self._room
+
+
+def exchange_of(axis: Axis, device: torch.device | str, backend: str) -> tuple[RowExchange, Any]:
+    """The exchange of rows on `device` along `axis`, and a function that ends it; every rank of the axis calls this.
+
+    `backend`: 'standard', the process group's collectives; 'peer_copies', copies of GPUs of one host into each other's memory. Raises
+    SpecError where these cannot be made.
+    """
+    if backend == "standard":
+        return RowExchange(axis, Messages(axis)), lambda broken: None
+    fix = "set parallelism.expert_parallel_comm_backend: standard"
+    if torch.device(device).type != "cuda":
+        raise SpecError("expert_parallel_comm_backend peer_copies is between GPUs", fix=fix)
+    from hone.parallel.peer_copies import gpu_memory
+    from hone.parallel.row_copies import RowCopies
+
+    memory = gpu_memory(axis, torch.device(device), asked="expert_parallel_comm_backend peer_copies", fix=fix, kinds=1)
+    carrier = RowCopies(axis.index, axis.size, memory)
+    return RowExchange(axis, carrier), carrier.close
+
+
+class _Beside:
+    """On a GPU, a stream beside the current one, which begins where the current one was at a mark. On a CPU there is one order of all."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    @staticmethod
+    def mark(x: Tensor) -> Any:
+        """The end of the work that was given until now."""
+        return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """What is given inside waits for what was given before the mark, and for nothing later."""
+        if mark is None:
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(priority=-1)
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class _Counts:
+    """How many rows each rank has for each expert, on its way to all of them."""
+
+    def __init__(self, of: RowExchange, ends: Tensor) -> None:
+        self._axis, ends = of.axis, ends.detach().long()
+        self._own = ends.diff(prepend=ends.new_zeros(1))
+        self.every = self._own.new_empty(of.axis.size, len(self._own))
+        """int64 [n, E], where `sizes` has returned."""
+        self._host, self._event = self.every, None
+        with of.beside.after(of.beside.mark(ends)):
+            _done(of.axis.all_gather(self.every.view(-1), self._own))
+            if ends.is_cuda:
+                self._host = torch.empty(self.every.shape, dtype=torch.int64, pin_memory=True)
+                self._host.copy_(self.every, non_blocking=True)
+                self._event = torch.cuda.current_stream(ends.device).record_event()
+
+    def sizes(self) -> Sizes:
+        """What this rank gives and takes; on a GPU the host waits here until it knows."""
+        if self._event is not None:
+            self._event.synchronize()
+        index, size = self._axis.index, self._axis.size
+        rows = self._host.view(size, size, -1).sum(2).tolist()
+        return Sizes(rows[index], [one[index] for one in rows], max(map(sum, rows)))
 
 
 class _Coming:
     """As `Coming`."""
 
-    def __init__(self, axis: Axis, rows: Tensor, ends: Tensor) -> None:
-        given = ends.detach().long().diff(prepend=ends.new_zeros(1, dtype=torch.int64)).view(axis.size, -1)
-        self._taken = torch.empty_like(given)
-        _done(axis.all_to_all(self._taken, given))
-        both = torch.stack([given.sum(1), self._taken.sum(1)]).tolist()
-        self.sizes = _Sizes(*both)
+    def __init__(self, of: RowExchange, rows: Tensor, ends: Tensor) -> None:
+        self._index, self._counts = of.axis.index, _Counts(of, ends)
         self.place: Tensor | None = None
         """Where each row that came lies among the rows of this rank's experts, int32 [S, 1]; None: they have not arrived."""
-        self._moving, self._rows = _started(axis, rows, self.sizes)
+        self._moving = _Moving(of)
+        self._token = _Begun.apply(rows, self._moving)
+        if not rows.is_cuda:
+            self._start()
+
+    def _start(self) -> None:
+        self.sizes = self._counts.sizes()
+        self._moving.start(self.sizes)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """As `Coming.arrived`."""
-        rows = _Arrived.apply(self._rows, self._moving)
-        experts = torch.arange(self._taken.shape[1], device=rows.device).repeat(len(self._taken))
-        experts = experts.repeat_interleave(self._taken.view(-1), output_size=len(rows))
-        rows, ends, self.place = permute(rows, experts[:, None], self._taken.shape[1])
+        if self._token.is_cuda:
+            self._start()
+        rows = _Arrived.apply(self._token, self._moving)
+        every = self._counts.every
+        own = every.view(len(every), len(every), -1)[:, self._index]
+        experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
+        experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
+        rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
         return rows, ends
 
 
 class _Returning:
     """As `Returning`."""
 
-    def __init__(self, axis: Axis, rows: Tensor, sizes: _Sizes) -> None:
-        self._moving, self._rows = _started(axis, rows, _Sizes(sizes.taken, sizes.given))
+    def __init__(self, of: RowExchange, rows: Tensor, sizes: Sizes) -> None:
+        self._moving = _Moving(of)
+        self._token = _Begun.apply(rows, self._moving)
+        self._moving.start(sizes.back)
 
     def arrived(self) -> Tensor:
         """As `Returning.arrived`."""
-        return _Arrived.apply(self._rows, self._moving)  # type: ignore[no-any-return]
+        return _Arrived.apply(self._token, self._moving)  # type: ignore[no-any-return]
 
 
 class _Moving:
     """One transfer of rows, and that of their gradients the other way."""
 
-    def __init__(self, axis: Axis, sizes: _Sizes) -> None:
-        self._axis, self._sizes = axis, sizes
-        self._under_way: tuple[Transfer | None, Tensor, Tensor] | None = None
+    def __init__(self, of: RowExchange) -> None:
+        self._carrier, self._beside = of.carrier, of.beside
+        self._offered: tuple[Tensor, Any] | None = None
+        self._sizes: Sizes | None = None
+        self._flight: Flight | None = None
 
-    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """The memory of the rows that come when `rows` are sent; nothing of it may be used before `wait`."""
-        given, taken = reversed(self._sizes) if back else self._sizes
+    def offer(self, rows: Tensor) -> None:
+        """These `rows` are to be sent, as they are now."""
         rows = rows.contiguous()
-        room = rows.new_empty(sum(taken), rows.shape[1])
-        self._under_way = self._axis.all_to_all_rows(room, rows, taken, given), rows, room
-        return room
+        self._offered = rows, self._beside.mark(rows)
 
-    def wait(self) -> Tensor:
+    def start(self, sizes: Sizes) -> None:
+        """Sends what was offered."""
+        assert self._offered is not None, "rows are offered before they are sent"
+        (rows, mark), self._offered, self._sizes = self._offered, None, sizes
+        with self._beside.after(mark):
+            self._flight = self._carrier.start(rows, sizes)
+
+    def start_back(self, gradient: Tensor) -> None:
+        """Sends the gradient of what came."""
+        assert self._sizes is not None, "a gradient of rows that never came"
+        self.offer(gradient)
+        self.start(self._sizes.back)
+
+    def land(self) -> Tensor:
         """What came."""
-        assert self._under_way is not None, "nothing is under way"
-        (transfer, _, room), self._under_way = self._under_way, None
-        _done(transfer)
-        return room
+        assert self._flight is not None, "nothing is under way"
+        flight, self._flight = self._flight, None
+        return flight.land()
 
 
-def _started(axis: Axis, rows: Tensor, sizes: _Sizes) -> tuple[_Moving, Tensor]:
-    """A transfer of `rows` that has begun, and the memory of what comes."""
-    moving = _Moving(axis, sizes)
-    return moving, _Started.apply(rows, moving)
-
-
-class _Started(torch.autograd.Function):
-    """Starts a transfer; backward it waits for that of the gradient."""
+class _Begun(torch.autograd.Function):
+    """Offers rows, and returns an empty tensor that stands for them until they arrive; backward it waits for their gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, moving: _Moving) -> Tensor:
         ctx.moving = moving
-        return moving.start(rows)
+        moving.offer(rows.detach())
+        return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.moving.wait(), None
+        return ctx.moving.land(), None
 
 
 class _Arrived(torch.autograd.Function):
-    """Waits for a transfer; backward it starts that of the gradient."""
+    """What came for the empty tensor of `_Begun`; backward it starts to send the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, room: Tensor, moving: _Moving) -> Tensor:
+    def forward(ctx: Any, token: Tensor, moving: _Moving) -> Tensor:
         ctx.moving = moving
-        return moving.wait().view_as(room)
+        return moving.land()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.moving.start(gradient, back=True)
-        return gradient, None  # of the memory: what `_Started` returns is what counts
+        ctx.moving.start_back(gradient)
+        return gradient.new_empty(0), None
 
 
 def _done(transfer: Transfer | None) -> None:

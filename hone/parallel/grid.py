@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 from hone.base.ranks import Mesh
+from hone.parallel import experts
 from hone.parallel.axis import Axis
 from hone.parallel.degrees import Degrees
+from hone.parallel.experts import RowExchange
 from hone.parallel.overlap import Exchange, exchange_of
 
 
@@ -76,6 +78,12 @@ class Grid:
         """The transfers of the tensor-parallel ranks beside products; they all ask for it at the same time."""
         found = exchange_of(self.tp, self.device)
         self.mesh.at_close(found.close)
+        return found
+
+    def expert_exchange(self, backend: str) -> RowExchange:
+        """The transfers of the rows of expert-parallel ranks by `backend`; they all ask for it at the same time. Raises SpecError as `exchange_of`."""
+        found, close = experts.exchange_of(self.ep, self.device, backend)
+        self.mesh.at_close(close)
         return found
 
     @property

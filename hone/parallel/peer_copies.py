@@ -50,9 +50,9 @@ class Memory(Protocol):
     def room(self, kind: int, turn: int, num_bytes: int) -> Tensor:
         """This rank's: uint8 [n, num_bytes], of each rank what it wrote."""
 
-    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None) -> None:
+    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None, place: int = 0) -> None:
         """Starts to copy `part`, uint8 [N], when the work given until now has made it, into this rank's place in the room of `rank`,
-        and then `number`, if any; copies of a rank are made one after the other."""
+        and then `number`, if any; copies of a rank are made one after the other. `place`: the bytes of a place, where parts are smaller."""
 
     def wait(self, rank: int, kind: int, number: int) -> None:
         """The work given from now on waits until `rank` has sent `number` or a later one."""
@@ -168,10 +168,20 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class GpuMemory:
-    """`Memory` of the GPUs of one process group, which may all reach each other's: torch's symmetric memory."""
+    """`Memory` of the GPUs of one process group, which may all reach each other's: torch's symmetric memory. There are rooms of `kinds`
+    kinds; `unreachable` makes the error where there is no such memory."""
 
-    def __init__(self, group: Any, index: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Any,
+        index: int,
+        size: int,
+        device: torch.device,
+        kinds: int,
+        unreachable: Callable[[str], SpecError],
+    ) -> None:
         self._group, self._index, self._size, self._device = group, index, size, device
+        self._kinds, self._unreachable = kinds, unreachable
         # It comes first where both streams have a kernel to start; most of what it does needs none.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free = torch.cuda.Stream(device, priority=-1)  # has no work, so that it waits for nothing
@@ -189,12 +199,12 @@ class GpuMemory:
         torch.cuda.synchronize(self._device)
         self._every = []
         self._capacity = -(-num_bytes // 256) * 256
-        total = self._flags_at + 2 * self._size * 4
+        total = self._flags_at + self._kinds * self._size * 4
         memory = symmetric.empty(total, dtype=torch.uint8, device=self._device)
         try:
             handle = symmetric.rendezvous(memory, group=self._group)
         except RuntimeError as error:
-            raise _unreachable(f"symmetric memory says: {str(error)[:200]}") from None
+            raise self._unreachable(f"symmetric memory says: {str(error)[:200]}") from None
         memory[self._flags_at :].zero_()
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)  # no rank sends a number before all are 0
@@ -207,7 +217,7 @@ class GpuMemory:
 
     @property
     def _flags_at(self) -> int:
-        return 2 * _TURNS * self._size * self._capacity
+        return self._kinds * _TURNS * self._size * self._capacity
 
     def _flag(self, owner: int, kind: int, source: int) -> Tensor:
         at = self._flags_at + 4 * (kind * self._size + source)
@@ -221,12 +231,12 @@ class GpuMemory:
         """As `Memory.room`."""
         return self._room(self._index, kind, turn, num_bytes)
 
-    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None) -> None:
+    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None, place: int = 0) -> None:
         """As `Memory.copy`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._last = max(self._last, number or 0)
         with torch.cuda.stream(self._stream):
-            self._room(rank, kind, turn, len(part))[self._index].copy_(part)
+            self._room(rank, kind, turn, place or len(part))[self._index, : len(part)].copy_(part)
             if number is not None:
                 # Written here and copied there: in the order of the stream, so after the part.
                 _stream_value("Write", self._stream, self._number, number)
@@ -246,7 +256,7 @@ class GpuMemory:
         if not self._every:
             return
         number = self._last + _LATER
-        flags = [(kind, rank) for kind in (GATHER, SUM) for rank in range(self._size) if rank != self._index]
+        flags = [(kind, rank) for kind in range(self._kinds) for rank in range(self._size) if rank != self._index]
         with suppress(RuntimeError, AssertionError):  # where the GPU itself failed, its error is the one to show
             for kind, rank in flags:
                 _stream_value("Write", self._free, self._flag(self._index, kind, rank), number)
@@ -256,23 +266,28 @@ class GpuMemory:
                     self._flag(rank, kind, self._index).copy_(self._number)
 
 
-def gpu_memory(axis: Axis, device: torch.device) -> GpuMemory:
-    """The memory of the ranks of `axis`, which all call it. Raises SpecError where their GPUs cannot write each other's."""
+def gpu_memory(
+    axis: Axis,
+    device: torch.device,
+    *,
+    asked: str = "enable_async_tensor_parallel",
+    fix: str = "set parallelism.enable_async_tensor_parallel: false",
+    kinds: int = 2,
+) -> GpuMemory:
+    """The memory of the ranks of `axis`, which all call it, with rooms of `kinds` kinds. Raises SpecError where their GPUs cannot write
+    each other's, which says what `asked` for it and how to `fix` that."""
+
+    def unreachable(why: str) -> SpecError:
+        return SpecError(f"{asked} needs GPUs of one host that can write each other's memory: {why}", fix=fix)
+
     places: list[Any] = [None] * axis.size
     dist.all_gather_object(places, (socket.gethostname(), device.index), group=axis.group)
     if len({host for host, _ in places}) > 1:
-        raise _unreachable(f"the ranks are on the hosts {', '.join(sorted({host for host, _ in places}))}")
+        raise unreachable(f"the ranks are on the hosts {', '.join(sorted({host for host, _ in places}))}")
     for _, other in places:
         if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
-            raise _unreachable(f"GPU {device.index} cannot reach the memory of GPU {other}")
-    return GpuMemory(axis.group, axis.index, axis.size, device)
-
-
-def _unreachable(why: str) -> SpecError:
-    return SpecError(
-        f"enable_async_tensor_parallel needs GPUs of one host that can write each other's memory: {why}",
-        fix="set parallelism.enable_async_tensor_parallel: false",
-    )
+            raise unreachable(f"GPU {device.index} cannot reach the memory of GPU {other}")
+    return GpuMemory(axis.group, axis.index, axis.size, device, kinds, unreachable)
 
 
 def _stream_value(what: str, stream: torch.cuda.Stream, at: Tensor, value: int) -> None:

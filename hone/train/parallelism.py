@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -72,6 +72,10 @@ class Parallelism(Spec):
         ge=1,
         description="Ranks that each hold a part of the experts of every layer; for all other weights they are data-parallel ranks.",
     )
+    expert_parallel_comm_backend: Literal["standard", "peer_copies"] = Field(
+        "standard",
+        description="How their rows travel: by the collectives of NCCL or gloo, or by copy engines between GPUs of one host.",
+    )
 
     context_parallel_degree: int = Field(1, ge=1, description="Ranks that share each sequence.")
     context_parallel: Annotated[Technique, Choice(CONTEXT_PARALLEL)] = Field(
@@ -104,6 +108,8 @@ class Parallelism(Spec):
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
             )
+        if self.expert_parallel_comm_backend != "standard" and self.expert_parallel_degree == 1:
+            raise ValueError("expert_parallel_comm_backend has no rows to bring with expert_parallel_degree 1")
         if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
             raise ValueError(
                 "expert_parallel_degree works without tensor parallelism, which divides no experts: set tensor_parallel_degree to 1"
@@ -308,10 +314,9 @@ class Parallelism(Spec):
 
             model = TensorParallelDecoder(model, grid.tp, **self._regions(grid))
         elif grid is not None and grid.ep.size > 1:
-            from hone.parallel.experts import RowMessages
             from hone.train.expert_parallel.decoder import ExpertParallelDecoder
 
-            model = ExpertParallelDecoder(model, grid.ep, RowMessages(grid.ep))
+            model = ExpertParallelDecoder(model, grid.ep, grid.expert_exchange(self.expert_parallel_comm_backend))
             grid.divide_experts(model.cuts)
         if ranks.pipeline is not None:
             ranks.pipeline.take(model, config, seq_len, layers)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from hone.parallel import peer_copies
+from hone.parallel.experts import Sizes
 from hone.parallel.overlap import gathered_linear, scattered_linear
 from hone.parallel.peer_copies import GATHER, SUM, PeerCopies
+from hone.parallel.row_copies import RowCopies
 
 PATIENCE_S = 60
 
@@ -59,11 +61,11 @@ class ThreadMemory:
     def room(self, kind: int, turn: int, num_bytes: int) -> Tensor:
         return self._room(self.index, kind, turn, num_bytes)
 
-    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None) -> None:
+    def copy(self, rank: int, kind: int, turn: int, part: Tensor, number: int | None, place: int = 0) -> None:
         def work() -> None:
             if number is not None:
                 assert self.shared.ended[rank, kind] >= number - 2, "the room is still read"
-            self._room(rank, kind, turn, len(part))[self.index].copy_(part)
+            self._room(rank, kind, turn, place or len(part))[self.index, : len(part)].copy_(part)
             if number is not None:
                 with self.shared.changed:
                     self.shared.numbers[rank, kind, self.index] = number
@@ -139,6 +141,28 @@ def test_what_comes_is_what_the_others_sent_in_every_call(size):
             wanted = sum(values(one, call + 7 * me, rows) for one in range(size))
             assert torch.equal(total.total(), wanted)
             end(SUM)
+
+    on_threads(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_uneven_pieces_of_rows_come_from_every_rank(size: int) -> None:
+    draw = torch.Generator().manual_seed(size)
+    calls = torch.randint(0, 5, (30, size, size), generator=draw)  # rows of each rank for each one
+    calls[3] = 0
+    calls[20:] += 9  # from here on they need more room
+
+    def rows_of(source: int, to: int, call: int) -> Tensor:
+        return torch.full((int(calls[call, source, to]), 3), 100.0 * call + 10 * source + to)
+
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        me, carrier = exchange.index, RowCopies(exchange.index, size, exchange._memory)
+        for call, counts in enumerate(calls.tolist()):
+            sizes = Sizes(counts[me], [one[me] for one in counts], max(map(sum, counts)))
+            sent = torch.cat([rows_of(me, rank, call) for rank in range(size)])
+            found = carrier.start(sent, sizes).land()
+            assert torch.equal(found, torch.cat([rows_of(rank, me, call) for rank in range(size)])), call
+            end(GATHER)
 
     on_threads(size, work)
 
@@ -224,7 +248,7 @@ def test_a_gpu_ends_its_own_waits_and_those_for_it_alone(index, monkeypatch):
     """Where `GpuMemory.release` writes, with the driver's writes made at once on a CPU's memory."""
     size, capacity, last = 3, 256, 7
     memory = peer_copies.GpuMemory.__new__(peer_copies.GpuMemory)
-    memory.__dict__ |= {"_index": index, "_size": size, "_capacity": capacity, "_last": last, "_every": []}
+    memory.__dict__ |= {"_index": index, "_size": size, "_capacity": capacity, "_last": last, "_every": [], "_kinds": 2}
     memory.__dict__ |= {"_stream": "copies", "_free": "free", "_number": torch.zeros(1, dtype=torch.int32)}
     written: list[Any] = []
 

@@ -85,7 +85,7 @@ def test_states_that_tensor_parallel_ranks_have_whole_are_compared():
         )
         states = {"w": {"row_var": torch.full((8, 1), row), "momentum": torch.full((4, 2), index)}}
         update = SimpleNamespace(weights=weights, states=states, cuts={"w"}, copies=lambda name: {"row_var"})
-        grid = SimpleNamespace(tp=SimpleNamespace(index=index))
+        grid = SimpleNamespace(tp=SimpleNamespace(index=index), ep=SimpleNamespace(index=0, size=1))
         return SimpleNamespace(update=update, ranks=SimpleNamespace(grid=grid, mesh=SimpleNamespace(gather=meet)))
 
     for row, said in ((1.0, ""), (2.0, "ranks 0, 1 have different bits of row_var of w")):
