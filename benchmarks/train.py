@@ -64,6 +64,14 @@ SHAPES: dict[str, tuple[Shape, int]] = {
               feed_forward={"kind": "moe", "num_experts": 128, "intermediate_size": 768,
                             "router": {"kind": "softmax", "top_k": 8}, "balance": ["bias"]}), 151936,
     ),
+    "deepseek-v3-16b": (  # torchtitan's flavor "16B" of deepseek_v3
+        Shape(hidden_size=2048, num_layers=27, num_heads=16, num_kv_heads=16, intermediate_size=10944, max_seq_len=4096,
+              rope_theta=1e4, tie_embeddings=False,
+              mixers=({"kind": "mla", "head_dim": 128, "value_dim": 128, "rope_dim": 64, "latent_dim": 512},),
+              feed_forward=("swiglu", *26 * ({"kind": "moe", "num_experts": 64, "intermediate_size": 1408,
+                                              "num_shared_experts": 2, "router": {"kind": "softmax", "top_k": 6},
+                                              "balance": ["bias"]},))), 102400,
+    ),
 }  # fmt: skip
 SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of the data sheet, by a part of the GPU's name."""

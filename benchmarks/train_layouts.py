@@ -3,6 +3,7 @@
     python -m benchmarks.train_layouts --ranks 2 --check                                    # losses of every layout, small, float32
     python -m benchmarks.train_layouts --ranks 2 --shape llama3-8b --layers 12 --compile --layouts zero2 fsdp2 tp
     python -m benchmarks.train_layouts --ranks 2 --device cpu --check                       # the same over gloo
+    python -m benchmarks.train_layouts --ranks 2 --shape deepseek-v3-16b --layers 8 --seq-len 4096 --layouts zero2 zero2-ep zero2-ep-peer
 
 One torchrun; layouts take turns, `--steps` steps each a round, the median step counts. Rows say tokens/s a GPU, MFU in both conventions,
 the peak of memory, what was predicted, and from a trace of several steps, without the first and the last, how much of the communication
@@ -48,6 +49,7 @@ from hone.train.precision import FP8_RECIPES, TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
+EP = "expert_parallel_degree"
 SCHEDULE = "pipeline_parallel_schedule"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -69,13 +71,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1-pp-zb_v": {PP: 2, SCHEDULE: "zb_v", "data_parallel": "zero1"},
     "tp-pp-1f1b": {TP: 2, PP: 2},
     "zero3-cp": {CP: 2, "data_parallel": "zero3"},
+    **{f"{kind}-ep": {EP: -1, "data_parallel": kind} for kind in ("ddp", "zero1", "zero2", "zero3")},
+    **{f"{kind}-ep-peer": {EP: -1, "data_parallel": kind, "expert_parallel_comm_backend": "peer_copies"} for kind in ("zero2", "zero3")},
+    "zero2-ep2": {EP: 2, "data_parallel": "zero2"},
 }  # fmt: skip
-"""Parallelism by name; -1: all ranks. Those with a degree of 2 need four."""
+"""Parallelism by name; -1: all ranks. Those with a degree of 2 need four. Those that divide experts are run where they are named."""
 TRACED = 4
 """Steps of a trace, of which the first and the last do not count."""
 SMALL = Shape(
     hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=512, max_seq_len=512
 )
+EXPERTS = {
+    "kind": "moe", "num_experts": 16, "intermediate_size": 128, "num_shared_experts": 1, "router": {"kind": "softmax", "top_k": 4},
+    "balance": ["bias"],
+}  # fmt: skip
 
 
 def main() -> None:
@@ -131,7 +140,7 @@ def _those_of(num_ranks: int) -> list[str]:
     for name, given in LAYOUTS.items():
         degrees = [value for key, value in given.items() if key in (TP, CP, PP)]
         shards = isinstance(given.get("data_parallel"), dict)
-        if num_ranks >= 4 or not (shards or any(value > 1 for value in degrees)):
+        if EP not in given and (num_ranks >= 4 or not (shards or any(value > 1 for value in degrees))):
             found.append(name)
     return found
 
@@ -166,7 +175,7 @@ def _checked(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) 
     """Four steps of a small model in `name` and in one process, in float32: the largest difference of a loss."""
     vocab, rows, steps = 1021, 8, 4
     arguments.seq_len = 128
-    config = SMALL.config(vocab)
+    config = (SMALL.model_copy(update={"feed_forward": (EXPERTS,)}) if EP in LAYOUTS[name] else SMALL).config(vocab)
     draw = np.random.default_rng(1)
     batches = [random_batch(draw, vocab, rows, arguments.seq_len)] * steps  # the same, so that a wrong update shows
     alone = _trainer(random_decoder(config, device), Parallelism(), Mesh(), device, arguments.precision, arguments)
