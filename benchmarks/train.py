@@ -69,10 +69,20 @@ SHAPES: dict[str, tuple[Shape, int]] = {
               rope_theta=1e4, tie_embeddings=False,
               mixers=({"kind": "mla", "head_dim": 128, "value_dim": 128, "rope_dim": 64, "latent_dim": 512},),
               feed_forward=("swiglu", *26 * ({"kind": "moe", "num_experts": 64, "intermediate_size": 1408,
-                                              "num_shared_experts": 2, "router": {"kind": "softmax", "top_k": 6},
+                                              "num_shared_experts": 2, "router": {"kind": "softmax", "top_k": 6, "normalize": False},
                                               "balance": ["bias"]},))), 102400,
     ),
 }  # fmt: skip
+
+
+def of_layers(shape: Shape, layers: int) -> Shape:
+    """`shape` with so many layers, the first of its own; 0: all."""
+    if not layers:
+        return shape
+    parts = shape.feed_forward[:layers] if isinstance(shape.feed_forward, tuple) else shape.feed_forward
+    return shape.model_copy(update={"num_layers": layers, "feed_forward": parts})
+
+
 SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of the data sheet, by a part of the GPU's name."""
 

@@ -43,7 +43,10 @@ from dataclasses import replace
 model, table, flavor, layers = sys.argv[1:5]
 sys.argv = ["torchtitan.train", *sys.argv[5:]]
 flavors = getattr(importlib.import_module(f"torchtitan.models.{model}"), table)
-flavors["cut"] = replace(flavors[flavor], n_layers=int(layers) or flavors[flavor].n_layers)
+cut = {"n_layers": int(layers) or flavors[flavor].n_layers}
+if hasattr(flavors[flavor], "attn_type"):  # a causal mask and no more, as hone's part has
+    cut |= {"attn_type": "sdpa", "attn_mask_type": "causal"}
+flavors["cut"] = replace(flavors[flavor], **cut)
 from torchtitan.components.metrics import DeviceMemoryMonitor as Monitor
 stats = Monitor.get_peak_stats
 def told(self):
