@@ -33,8 +33,6 @@ class BlockSpec(Technique):
 
     splits: ClassVar[tuple[str, ...]] = ()
     """Fields that are divided by the number of tensor-parallel ranks ('num_heads'); empty: it cannot be split."""
-    widens: ClassVar[tuple[str, ...]] = ()
-    """Fields that growth may raise, as it may those of `splits`, though ranks cannot divide them."""
     reads_once: ClassVar[bool] = False
     """Whether its module uses its input in one product alone, and its output is that of another one: transfers of tokens between
     ranks may then be made inside these two."""

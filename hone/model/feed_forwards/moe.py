@@ -31,7 +31,6 @@ class MoE(FeedForward):
     """The weighted sum of the experts that a router chooses for a token, and of experts that every token visits. Shazeer et al. 2017, arXiv:1701.06538."""
 
     paper: ClassVar[str] = "arXiv:1701.06538"
-    widens: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     splits: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     sums_once: ClassVar[bool] = True
 

@@ -140,7 +140,7 @@ class Width(Growth):
                 fix=f"leave {name} out",
             )
         grown = self._more(name, now)
-        if grown > now and name not in part.splits + part.widens:
+        if grown > now and name not in part.splits:
             raise SpecError(
                 f"{self.kind}: {name} of '{part.kind}' in layers.{index} cannot grow: its heads are not alike, or what it computes "
                 "depends on their number",
