@@ -15,8 +15,8 @@ A maker can wrap another, as `hone.model.adapters.wrap.adapted` does. `ExpertLin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from hone.base.table import Table
 from hone.model.linear_spec import LinearSpec, Tokens, dense_shapes
 from hone.ops import grouped_linear, linear
-from hone.ops.dispatch import Choice, choose, locate
+from hone.ops.dispatch import Choice, choose, locate, runs_kernel
 from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
+from hone.ops.moe.weights import ExpertWeights, block_of, pack_pairs
 
 Part = TypeVar("Part")
 
@@ -143,11 +144,15 @@ class Experts(Dense):
 
 
 class ExpertLinears(nn.ModuleList):
-    """A linear of any kind for each expert, as quantized experts are computed: every expert multiplies its own tokens, one after another.
+    """A linear of any kind for each expert, of which every one multiplies its own tokens, one after another.
 
-    `forward` waits for the counts of tokens, so that it is not part of a CUDA graph; there is no kernel of all experts at once. It
-    has the interface of a linear but for its constructor, which takes the experts' linears.
+    `forward` waits for the counts of tokens, so that it is not part of a CUDA graph. Where a GPU has a kernel for their codes,
+    `stacked` are the weights of all experts, for layers that compute them at once (`hone.ops.expert_swiglu`). It has the interface of
+    a linear but for its constructor, which takes the experts' linears.
     """
+
+    stacked: ExpertWeights | None = None
+    """The codes and scales of all experts, of which each expert's own tensors are parts; None where they are apart."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """As `Experts.forward`. A linear whose expert has no tokens is not called."""
@@ -159,6 +164,49 @@ class ExpertLinears(nn.ModuleList):
     def integers(self) -> frozenset[str]:
         """The suffixes that hold integers, which are one expert's where experts are stored alike (`shared_out`)."""
         return frozenset().union(*(one.integers for one in self))
+
+    def stacks_on(self, device: torch.device) -> bool:
+        """Whether a kernel of `device` multiplies the weights of all these experts at once: codes of one kind, as `stack` keeps them."""
+        first: Any = self[0]
+        if not getattr(first, "stacks", False) or any(type(one) is not type(first) for one in self):
+            return False
+        if any(one.scheme != first.scheme or one._forward_pre_hooks for one in self):
+            return False
+        sizes = (int(first.out_features), int(first.in_features))
+        case = {"dtype": torch.bfloat16, "visits": 1, "num_experts": len(self), "sizes": sizes}
+        return runs_kernel("expert_swiglu", device, **case, kind="codes", plain=True)
+
+    def load_apart(self, device: torch.device) -> bool:
+        """Tells experts that are about to be loaded on `device` how to keep their codes; whether they are to be stacked then."""
+        self.stacked, together = None, self.stacks_on(device)
+        for one in self:
+            if hasattr(one, "grouped"):
+                one.grouped = together
+        return together
+
+    def stack(self) -> None:
+        """Moves the codes of all experts, which have them on one device, into one tensor, and their scales into another."""
+        self.stacked, made = None, None
+        for index, one in enumerate(self):
+            codes, scales = one.plain_codes()
+            block = block_of(codes.shape[1], scales.shape[1])
+            own = pack_pairs(codes, block) if one.scheme.bits == 4 else codes
+            if made is None:
+                values = own.new_empty(len(self), *own.shape)
+                made = ExpertWeights(values, scales.new_empty(len(self), *scales.T.shape))
+            assert made.scales is not None, "codes have scales"
+            made.values[index], made.scales[index] = own, scales.T
+            one.adopt(made.values[index], made.scales[index])
+        self.stacked = made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertLinears:
+        """Implements `.to(...)`: where experts have come to a device that multiplies all of them at once, they are stacked anew."""
+        super()._apply(fn, recurse)
+        self.stacked = None
+        where = next((one.device for one in self.buffers()), None)
+        if where is not None and where.type != "meta" and self.stacks_on(where):
+            self.stack()
+        return self
 
     def shared_out(self, parts: Sequence[Part]) -> list[Sequence[Part]]:
         """`parts`, what there is of each checkpoint module, expert by expert: the parts of each."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hone.ops
 from hone.base.errors import SpecError
 from hone.model import hf
 from hone.model.config import ModelConfig
 from hone.model.context import Causal
 from hone.model.decoder import build
+from hone.model.feed_forwards import moe_fused
 from hone.model.incremental import generate
 from hone.model.shape import Shape
+from hone.ops.dispatch import Choice
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24}
 TOKENS = torch.arange(40).view(2, 20) * 7 % 50
@@ -89,3 +93,59 @@ def test_a_pass_counts_once_and_only_with_gradients() -> None:
     with torch.no_grad():
         model(TOKENS, silent := Causal(TOKENS))
     assert not silent.routing
+
+
+ROUTERS = [
+    {"kind": "softmax", "top_k": 3, "normalize": False, "scale": 1.5},
+    {"kind": "sigmoid", "top_k": 2},
+    {"kind": "softmax", "top_k": 2, "num_groups": 2, "top_groups": 1},  # a choice that the kernel does not make
+    {"kind": "switch"},
+    {"kind": "hash"},
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=[f"{one['kind']}{one.get('num_groups', '')}" for one in ROUTERS])
+def test_the_layer_in_few_kernels_is_the_layer_in_steps(
+    router: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balance = ["bias"] if router["kind"] in ("softmax", "sigmoid") else []
+    model = build(config(moe(router=router, balance=balance, num_shared_experts=1)), seed=1).eval()
+    for layer in model.layers if balance else ():
+        layer.feed_forward.router_bias.data.copy_(torch.linspace(-0.3, 0.3, 4))
+    with torch.no_grad():
+        wanted = model(TOKENS)
+    called = fused_on_a_cpu(monkeypatch)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-5, atol=1e-6)
+    own = router["kind"] in ("softmax", "sigmoid") and "num_groups" not in router
+    assert called == (["choose_experts", "expert_swiglu"] if own else ["expert_swiglu"]) * 2
+
+
+def test_what_watches_a_linear_of_experts_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = build(config(moe()), seed=1), []
+    called = fused_on_a_cpu(monkeypatch)
+    model(TOKENS)
+    assert not called  # with gradients
+    hook = model.layers[0].feed_forward.down.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with torch.no_grad():
+        model(TOKENS)
+        assert seen == [2 * TOKENS.numel()] and called == ["choose_experts", "expert_swiglu"]  # of the other layer
+        hook.remove()
+        model(TOKENS)
+    assert len(seen) == 1 and len(called) == 6
+
+
+def fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets CPUs take the path of GPUs, with the operations' references; the names of those that are called come to the list."""
+    called: list[str] = []
+
+    def told(name: str) -> Callable[..., Any]:
+        operation = getattr(hone.ops, name)
+        return lambda *given, **options: called.append(name) or operation(*given, **options)
+
+    monkeypatch.setattr(moe_fused, "_on_gpu", lambda tokens: True)
+    monkeypatch.setattr(moe_fused, "choose", lambda *given, **options: Choice("triton", ""))
+    monkeypatch.setattr(moe_fused, "runs_kernel", lambda *given, **options: True)
+    for name in ("choose_experts", "expert_swiglu"):
+        monkeypatch.setattr(moe_fused, name, told(name))
+    return called

@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 from hone.ops.activation import triton_kernels as gate
 from hone.ops.loss import triton_kernels as loss
 from hone.ops.loss.api import ROW_BLOCK
+from hone.ops.moe import triton_experts as layers
 from hone.ops.moe import triton_kernels as grouped
 from hone.ops.moe.api import few_shape
+from hone.ops.moe.launch_experts import expert_shape, summed_shape
 from hone.ops.norm import triton_kernels as norm
 from hone.ops.rope import triton_kernels as turn
 from hone.ops.rounding import triton_kernels as rounding
@@ -20,7 +22,7 @@ from hone.ops.sample import triton_tables as tables
 from hone.ops.sample.api import draw_shape, floor_shape
 from hone.ops.sample.bitmask import BLOCK as MASK_BLOCK
 from hone.ops.update import triton_kernels as update
-from tests.ops.compiled import NUMBERS, bf16, compile_simple, fp32
+from tests.ops.compiled import NUMBERS, SHARED_LIMIT, bf16, compile_simple, compile_triton, fp32
 
 
 def test_norm() -> None:
@@ -117,6 +119,34 @@ def test_few_tokens_streams_weights_through_shared_memory() -> None:
     record = compile_simple(grouped.few_tokens, bf16("x", "weight", "out") | {"ends": "*i32"}, shape, warps)
     assert record.clean
     assert record.count("HGMMA") and record.count("LDGSTS")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("dense", "*bf16"), ("int4", "*u8"), ("int8", "*i8"), ("fp8", "*fp8e4nv")]
+)
+def test_layers_of_experts_stream_weights_through_shared_memory(kind: str, stored: str) -> None:
+    experts, block = 128, 0 if kind == "dense" else 128
+    names = bf16("x", "h", "scales", "out", "y") | {"weight": stored, "ids": "*i32", "order": "*i32", "ends": "*i32"}
+    names |= fp32("weights") | dict.fromkeys(("inner", "num_out", "num_in", "groups", "num_visits", "top_k"), "i32")
+    finds = {"LISTED": False, "EARLY": True, "KIND": kind, "EVEN": True, "GROUPED": kind != "dense", "TOP_K": 8}
+    for kernel, visits, features, columns, each in (
+        (layers.gate_up_swiglu, 8, 768, 2048, 2),
+        (layers.gate_up_swiglu, 512, 768, 2048, 2),
+        (layers.down_visits, 512, 2048, 768, 1),
+        (layers.down_summed, 8, 2048, 768, 1),
+    ):
+        shape = expert_shape(visits, experts, features, columns, block, each)
+        if kernel is layers.down_summed:
+            shape = summed_shape(1, features, columns, block)
+        constants = {"BLOCK": shape.block_k, "TOKENS": shape.tokens, "BLOCK_N": shape.block_n, "STAGES": shape.stages}
+        constants |= finds | {"BY_VISIT": visits < experts, "IDS": max(16, visits)}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: names.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        divisible = [name for name in ("x_stride", "inner", "num_out", "num_in") if name in signature]
+        record = compile_triton(kernel, signature, constants, num_warps=shape.warps, divisible=divisible)
+        assert record.spill_bytes <= 64 and not record.serialized and record.shared <= SHARED_LIMIT, record.line()
+        assert record.count("LDGSTS") and record.count("HGMMA") + record.count("HMMA")
 
 
 def test_bitmask() -> None:

@@ -16,6 +16,7 @@ from hone.base.errors import HoneError
 from hone.ops.dispatch import BACKENDS, Where
 from hone.ops.formats import tile_codes, tile_scales
 from hone.ops.linear.sparse import compress_24
+from hone.ops.moe.weights import ExpertWeights
 from hone.ops.rounding.api import Pruning
 from hone.ops.rounding.selection import Pattern
 from hone.ops.update.api import AdamWNumbers
@@ -42,6 +43,7 @@ EXPERTS, ENDS, IDS = (
     torch.tensor([1, 3], dtype=torch.int32),
     torch.zeros(3, 2, dtype=torch.int64),
 )
+GATED, DOWN, SHARES = ExpertWeights(EXPERTS), ExpertWeights(EXPERTS[:, :3].mT), torch.ones(3, 2)
 
 
 def paged(**change: Any) -> dict[str, Any]:
@@ -182,6 +184,22 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"x \(3, 32\)", lambda: ops.grouped_linear(X[:, :32], EXPERTS, ENDS)),
         ("no gradient", lambda: ops.grouped_linear(X.clone().requires_grad_(), EXPERTS, ENDS, backend="triton")),
     ],
+    "choose_experts": [
+        (r"top_k 9", lambda: ops.choose_experts(X, W, 9)),
+        (r"weight \(8, 64\)", lambda: ops.choose_experts(X[:, :60], W, 2)),
+        (r"bias \(7,\)", lambda: ops.choose_experts(X, W, 2, bias=torch.ones(7))),
+        ("score is 'max'", lambda: ops.choose_experts(X, W, 2, score="max")),  # type: ignore[arg-type]
+    ],
+    "expert_swiglu": [
+        (r"gate_up has shape \(8, 64\)", lambda: ops.expert_swiglu(X, IDS, SHARES, ExpertWeights(W), DOWN)),
+        ("torch.int8 with no scales", lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, ExpertWeights(CODES[None]))),
+        (
+            r"scales \(1, 2, 7\)",
+            lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, ExpertWeights(CODES[None], torch.ones(1, 2, 7))),
+        ),
+        (r"ids torch.int64 \(2, 2\)", lambda: ops.expert_swiglu(X, IDS[:2], SHARES, GATED, DOWN)),
+        (r"down \(2, 64, 4\)", lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, ExpertWeights(EXPERTS.mT[..., :4]))),
+    ],
     "linear_cross_entropy": [
         (r"targets torch.int64 \(2,\)", lambda: ops.linear_cross_entropy(X, W, KEYS[:2])),
         ("targets torch.float32", lambda: ops.linear_cross_entropy(X, W, KEYS.float())),
@@ -303,6 +321,8 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(X, W, KEYS, backend="tritno"),
         "grouped_linear": lambda: ops.grouped_linear(X, EXPERTS, ENDS, backend="tritno"),
         "permute": lambda: ops.permute(X, IDS, 2, backend="tritno"),
+        "choose_experts": lambda: ops.choose_experts(X, W, 2, backend="tritno"),
+        "expert_swiglu": lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, DOWN, backend="tritno"),
         "prune_compensated": lambda: ops.prune_compensated(X, torch.eye(3), Pruning(torch.ones(3)), backend="tritno"),
         "round_compensated": lambda: ops.round_compensated(X, X, torch.eye(3), -8, 7, backend="tritno"),
         "adamw_step": lambda: ops.adamw_step(X, X, X, X, NUMBERS, backend="tritno"),

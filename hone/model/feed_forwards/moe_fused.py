@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def fused(layer: MoELayer, tokens: Tensor, x: Tensor, context: Context) -> Tensor | None:
     """The weighted sum of the chosen experts of tokens [T, D] (x before it was flattened), without shared ones; None where they must
     be computed in steps: with a gradient, on a CPU, or where something watches or replaces one of the layer's linears."""
-    if torch.is_grad_enabled() or not tokens.is_cuda:
+    if torch.is_grad_enabled() or not _on_gpu(tokens):
         return None
     found = _weights(layer, tokens)
     if found is None:
@@ -91,6 +91,10 @@ def _chosen(layer: MoELayer, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         "bias": getattr(layer, "router_bias", None),
     }
     return choose_experts(tokens, linear.weight, router.top_k, **options)
+
+
+def _on_gpu(tokens: Tensor) -> bool:
+    return tokens.is_cuda
 
 
 def _watched(linear: nn.Module) -> bool:

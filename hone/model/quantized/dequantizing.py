@@ -16,6 +16,7 @@ from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize
 from hone.ops import formats, fp8_linear, input_codes
 from hone.ops.dispatch import runs_kernel
+from hone.ops.moe.weights import block_of
 from hone.ops.rounding.numbers import scale_values
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -120,6 +121,22 @@ class Dequantizing(nn.Module):
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights [T, K] in `dtype` of rows `index` int64 [T]; no others are dequantized."""
         return self._tile(index, dtype)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether a kernel multiplies such weights of all experts at once: e4m3 in blocks of columns, inputs as they are, no bias."""
+        scheme = self.scheme
+        plain = scheme.symmetric and not scheme.permuted and scheme.scales == "float" and scheme.activations is None
+        fits = block_of(self.in_features, scheme.num_groups(self.in_features)) > 0
+        return plain and fits and scheme.number == "e4m3" and self.bias is None
+
+    def plain_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes [N, K], one a byte, and scales [N, G]."""
+        return self._codes(slice(None)), self._scales(slice(None))
+
+    def adopt(self, values: Tensor, scales: Tensor) -> None:
+        """Keeps its weights in `values` [N, K] and `scales` [G, N], parts of tensors of all experts."""
+        self.codes, self.scales, self._wide = values.view(torch.int8), scales.T, None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`).

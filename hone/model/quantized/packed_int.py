@@ -26,6 +26,7 @@ from hone.ops.linear.cpu_weights import (
     pack_blocks,
     unpack_blocks,
 )
+from hone.ops.moe.weights import block_of, unpack_pairs
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights that are unpacked at a time: they fit a CPU's cache and occupy a GPU."""
@@ -54,6 +55,10 @@ class PackedInt(nn.Module):
         self.scheme = scheme
         self.halves = bits == 4 and out_features % 2 == 0
         self.tiled = self.blocked = False
+        self.grouped = False
+        """Whether it is one of several experts whose codes are in one tensor on a GPU; its own are then not in tiles."""
+        self.pairs = 0
+        """Columns of a block of 4-bit codes in pairs (`hone.ops.moe.weights.pack_pairs`), as experts have them there; 0: none."""
         self._on_cpu: CpuWeight | None = None
         self._on_cpu_of = 0  # the address of the codes that it was made of
         if bits == 8:
@@ -118,6 +123,8 @@ class PackedInt(nn.Module):
             return formats.dequantize(codes, formats.tiled_scales(self.scales, index), dtype)
         if self.blocked:
             codes = block_rows(self.codes, index, self.in_features)
+        elif self.pairs:
+            codes = unpack_pairs(self.codes[index], self.pairs)
         elif self.halves:
             half = self.out_features // 2
             pairs = self.codes[index % half]
@@ -126,6 +133,22 @@ class PackedInt(nn.Module):
             codes = self.codes[index]
             codes = codes if self.scheme.bits == 8 else formats.unpack(codes, self.scheme.bits, self.in_features)
         return formats.dequantize(codes, self.scales[index], dtype)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether a kernel multiplies such weights of all experts at once: codes of 4 or 8 bits in blocks of columns, without a bias."""
+        groups = self.scheme.num_groups(self.in_features)
+        return self.scheme.bits in (4, 8) and self.bias is None and block_of(self.in_features, groups) > 0
+
+    def plain_codes(self) -> tuple[Tensor, Tensor]:
+        """Codes int8 [N, K] and scales [N, G]."""
+        return self._codes(slice(None)), self._scales()
+
+    def adopt(self, values: Tensor, scales: Tensor) -> None:
+        """Keeps its weights in `values` [N, K] or pairs [N, K / 2] and `scales` [G, N], parts of tensors of all experts."""
+        self.tiled = self.blocked = self.halves = False
+        self.pairs = block_of(self.in_features, len(scales)) if self.scheme.bits == 4 else 0
+        self.codes, self.scales, self._on_cpu = values, scales.T, None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.
@@ -220,6 +243,8 @@ class PackedInt(nn.Module):
             return formats.untile_codes(self.codes, self.out_features, self.scheme.bits)[piece]
         if self.blocked:
             return unpack_blocks(self.codes, self.out_features, self.in_features)[piece]
+        if self.pairs:
+            return unpack_pairs(self.codes[piece], self.pairs)
         if self.halves:
             return torch.cat(((self.codes << 4) >> 4, self.codes >> 4))[piece]
         codes = self.codes[piece]
@@ -231,7 +256,8 @@ class PackedInt(nn.Module):
 
     def _keep(self, codes: Tensor, scales: Tensor) -> None:
         """Stores codes int8 [N, K] and scales [N, G] in the layout of their device."""
-        self.tiled, self.blocked = _stored_on(codes.device, self.scheme, self.in_features)
+        self.tiled, self.blocked = self._wanted(codes.device)
+        self.pairs = 0
         self.halves = self.scheme.bits == 4 and self.out_features % 2 == 0 and not (self.tiled or self.blocked)
         self._on_cpu = None
         if self.tiled:
@@ -245,20 +271,20 @@ class PackedInt(nn.Module):
             codes = formats.pack(codes, self.scheme.bits)
         self.codes, self.scales = codes, scales
 
+    def _wanted(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether the codes are stored (in tiles for a GPU's kernel, in blocks for a CPU's) on `device`."""
+        return not self.grouped and tiles_on(device, self.scheme, self.in_features), blocks_on(
+            device, self.scheme, self.in_features
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedInt:
         """Implements `.to(...)`; a move between a GPU and a CPU rearranges the codes."""
         super()._apply(fn, recurse)
         if self.codes.device.type != "meta":
-            wanted = _stored_on(self.codes.device, self.scheme, self.in_features)
-            if (self.tiled, self.blocked) != wanted:
+            if (self.tiled, self.blocked) != self._wanted(self.codes.device) or self.pairs:
                 self._keep(self._codes(slice(None)), self._scales())
             self._on_cpu = None
         return self
-
-
-def _stored_on(device: torch.device, scheme: Scheme, in_features: int) -> tuple[bool, bool]:
-    """Whether the codes are stored (in tiles for a GPU's kernel, in blocks for a CPU's) on `device`."""
-    return tiles_on(device, scheme, in_features), blocks_on(device, scheme, in_features)
 
 
 def blocks_on(device: torch.device, scheme: Scheme, in_features: int) -> bool:

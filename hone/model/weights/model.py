@@ -231,8 +231,11 @@ class ModelSource:
     ) -> None:
         """Loads checkpoint modules into one fused linear; `names` maps each to its number of rows."""
         if isinstance(linear, ExpertLinears):
+            together = linear.load_apart(torch.device(device))
             for one, own in zip(linear, linear.shared_out(list(names.items())), strict=True):
                 self.load_linear(one, dict(own), device, dtype)
+            if together:
+                linear.stack()
             return
         parts = []
         for name, shapes in zip(names, linear.part_shapes(list(names.values())), strict=True):
