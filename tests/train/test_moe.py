@@ -189,6 +189,40 @@ def test_the_stage_logs_loads_and_its_folder_is_evaluated(data_folder: Path, tmp
     assert math.isfinite(score.figures["loss"].value)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_model_of_latent_attention_trains_and_is_its_class_in_transformers(
+    family: str, data_folder: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    latent = {"kind": "mla", "head_dim": 12, "rope_dim": 8, "latent_dim": 16, "q_latent_dim": 20}
+    model = {**SHAPE.model_dump(), "family": family, "num_layers": 2, "num_dense_layers": 1, "mixers": [latent]}
+    sizes = {"batch_size": 4, "seq_len": 32, "steps": 6, "optimizer": {"lr": 4e-3}, "precision": "bf16"}
+    data = {"data": Artifact.read(data_folder)}
+    made = Train.read({"model": model, **sizes}).make(tmp_path / "train-latent", data, Run(quiet=True))
+    first, *_, last = [row["loss"] for row in read_jsonl(made.folder / "steps.jsonl") if "loss" in row]
+    assert last < first
+    again = Train.read({"model": model, **sizes}).make(
+        tmp_path / "train-again", {**data, "model": made}, Run(quiet=True)
+    )
+    further = [row["loss"] for row in read_jsonl(again.folder / "steps.jsonl") if "loss" in row]
+    assert further[0] < first
+    ours, tokens = load(again.folder, dtype=torch.float32), torch.arange(60).view(2, 30)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(again.folder, dtype=torch.float32)
+    assert (
+        type(theirs).__name__
+        == {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}[family]
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    if family == "deepseek_v3":
+        moved = ours.layers[1].feed_forward.router_bias
+        assert moved.dtype == torch.float32 and moved.any()
+        torch.testing.assert_close(
+            moved, (moved / 1e-3).round() * 1e-3, atol=1e-7, rtol=0.0
+        )  # bfloat16 would have rounded it
+
+
 @pytest.mark.parametrize(
     ("parallelism", "moe", "said"),
     [
