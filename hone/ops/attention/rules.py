@@ -20,8 +20,6 @@ def attend(
         return Choice(library.backend, f"the kernels take bfloat16 and float16, not {dtype}")
     if max(head_dim, v_dim) > 256:
         return Choice(library.backend, f"the kernels' heads are up to 256 wide, not {max(head_dim, v_dim)}")
-    if where.runs_gluon and dense and (head_dim, v_dim) == (192, 128):
-        return Choice("cudnn", "heads of 192 and 128 and a dense mask, on which cuDNN's kernel is faster than Triton's")
     return _flash(where, head_dim, v_dim, block, dense)
 
 
@@ -36,9 +34,11 @@ def _flash(where: Where, head_dim: int, v_dim: int, block: int, dense: bool) -> 
     if not where.runs_gluon:
         return Choice("triton", "Gluon kernels need compute capability 9.0")
     if head_dim != v_dim or head_dim not in (64, 128):
-        if dense and head_dim == v_dim and head_dim >= 96 and head_dim % 8 == 0:
+        alike = head_dim == v_dim and head_dim >= 96 and head_dim % 8 == 0
+        if dense and (alike or (head_dim, v_dim) == (192, 128)):
             return Choice(
-                "cudnn", f"heads of {head_dim} and a dense mask, on which cuDNN's kernels are faster than Triton's"
+                "cudnn",
+                f"heads of {head_dim} and {v_dim} and a dense mask, on which cuDNN's kernels are faster than Triton's",
             )
         return Choice("triton", f"Gluon kernels have heads of 64 and 128, not {head_dim} and {v_dim}")
     if block % 128:

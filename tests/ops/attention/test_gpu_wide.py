@@ -56,6 +56,16 @@ def test_cudnn_leaves_the_gradient_of_lse_to_triton(hopper: None) -> None:
     check((2, 700, 700, 4, 2), (192, 128), CAUSAL, None)
 
 
+def test_cudnn_with_narrower_values(hopper: None) -> None:
+    """Latent attention's widths, the values a slice of a wider projection."""
+    q, k, wide = randoms(2, 1003, 4, 192), randoms(2, 1003, 4, 192), randoms(2, 1003, 4, 256)
+    upstream = [randoms(2, 1003, 4, 128), torch.randn(2, 4, 1003, device="cuda")]
+    exact = both_passes([q.double(), k.double(), wide[..., 128:].double()], CAUSAL, upstream, "reference", by_lse=False)
+    found = both_passes([q, k, wide[..., 128:]], CAUSAL, upstream, None, by_lse=False)
+    for name, ours, true in zip(("out", "lse", "dq", "dk", "dv"), found, exact, strict=True):
+        assert far_from(ours, true) < 8e-3, name
+
+
 def test_cudnn_in_a_graph_and_compiled(hopper: None) -> None:
     fused = randoms(2, 600, 8, 256)
     leaves = [part.detach().requires_grad_() for part in fused.split([4, 2, 2], dim=2)]
