@@ -68,14 +68,28 @@ class Divided:
     """Neighbours that get a rank's weights in each step; 0: none."""
     answered: bool = False
     """Whether a neighbour sends weights back when it has got them."""
+    expert_ranks: int = 1
+    """Ranks that each hold a part of the experts, and are copies for all other weights; the dimensions are those of such a rank's part."""
+    experts: float = 0.0
+    """Weights of that part of the experts, of a layer on average."""
+    held: float = 1.0
+    """The share of all weights that the part is."""
 
-    def of(self, name: str) -> int:
-        """The number of parts into which `name` is divided."""
-        return self.num_shards if name in self.sharded else 1
+    def of(self, name: str) -> float:
+        """The number of parts into which `name` is divided, as it is held by ranks that divide the experts."""
+        return max(self.num_shards * self.held, 1.0) if name in self.sharded else 1
+
+    @property
+    def _expert_shards(self) -> int:
+        """Ranks that share the state of an expert."""
+        return max(self.num_shards // self.expert_ranks, 1)
 
     def weights_bytes(self, dims: ModelDims, width: int) -> float:
         """Bytes of the weights of `width` bytes each and of their float32 masters on one rank."""
-        layers, ends = _layers(dims), dims.num_params - _layers(dims)
+        stay = (
+            dims.num_layers * self.experts if self._expert_shards == 1 else 0.0
+        )  # experts that no other rank has a part of
+        layers, ends = _layers(dims) - stay, dims.num_params - _layers(dims) + stay
         whole = width * dims.num_params
         if self.of("weights") > 1:
             gathered = GATHERED_LAYERS * layers / max(dims.num_layers, 1)
@@ -101,7 +115,7 @@ class Divided:
         Ranks that share only the optimizer's state add up the gradients of several passes; those of one leave layer by layer.
         """
         apart = self.num_shards > 1 and not self.served
-        part = 4 * dims.num_params / self.num_shards if apart else 0.0
+        part = 4 * dims.num_params / max(self.num_shards * self.held, 1.0) if apart else 0.0
         if self.of("gradients") == 1 and not (apart and passes == 1):
             return 4 * dims.num_params + part
         flying = (FLYING_LAYERS - 1) * _layers(dims) / max(dims.num_layers, 1)
@@ -138,12 +152,11 @@ class Divided:
             return self.step_s(dims, dtype, 1, device, times)
         if self.every:
             return self._meeting_s(dims, times)
-        found, last = self.messages(dims, BYTES[dtype], 1), dims.num_layers
-        each = len(found) // max(dims.num_layers + len(_ends(dims)), 1)
-        ends = found[last * each : (last + 1) * each] if dims.vocab_size else []
-        waits = [one for one in ends if one.op != "all_gather"]
+        found = self._by_bucket(dims, BYTES[dtype], 1)
+        embedding = found[-len(_ends(dims))] if dims.vocab_size else []
+        waits = [one for one in embedding if one.op != "all_gather"]
         if self.of("weights") > 1:
-            waits += [one._replace(times=1.0) for one in found[:each] if one.op == "all_gather"][:1]
+            waits += [one._replace(times=1.0) for one in found[0] if one.op == "all_gather"][:1]
         return sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes, one.apart) for one in waits)
 
     def sent_bytes(self, dims: ModelDims, width: int, micro_batches: int) -> float:
@@ -166,39 +179,66 @@ class Divided:
 
     def messages(self, dims: ModelDims, width: int, micro_batches: int) -> list[Message]:
         """The collectives of a step's gradients and of its weights, of `width` bytes each, without those of `every`."""
-        shards, groups = self.num_shards, self.num_ranks // self.num_shards
         if self.served:  # of float32 gradients, then of float32 weights
             return [Message("all_to_all", self.num_ranks, 4 * dims.num_params, 2)]
+        return [one for bucket in self._by_bucket(dims, width, micro_batches) for one in bucket]
+
+    def _by_bucket(self, dims: ModelDims, width: int, micro_batches: int) -> list[list[Message]]:
+        """The collectives of each bucket: of every layer, with those of its experts where ranks divide them, of the embedding, of the head."""
         passes = micro_batches if self.of("gradients") > 1 else 1
-        frees, layers, found = self.of("weights") > 1, _layers(dims), []
-        buckets = [(layers / max(dims.num_layers, 1), True)] * dims.num_layers
-        buckets += [(params, False) for params in _ends(dims)]
+        count, every = max(dims.num_layers, 1), []
+        layer = [(_layers(dims) / count - self.experts, True, self.num_shards, self.num_ranks)]
+        if self.experts:
+            layer.append((self.experts, True, self._expert_shards, self.num_ranks // self.expert_ranks))
+        buckets = [layer] * dims.num_layers
+        buckets += [[(params, False, self.num_shards, self.num_ranks)] for params in _ends(dims)]
+        for index, parts in enumerate(buckets):
+            found = []
+            for part in parts:
+                found += self._of_bucket(dims, index, *part, width, micro_batches, passes)
+            every.append(found)
+        return every
+
+    def _of_bucket(
+        self,
+        dims: ModelDims,
+        index: int,
+        params: float,
+        in_layer: bool,
+        shards: int,
+        num_ranks: int,
+        width: int,
+        micro_batches: int,
+        passes: int,
+    ) -> list[Message]:
+        """The collectives of `params` weights that `num_ranks` ranks hold, in groups of `shards`."""
+        groups, found = num_ranks // shards, []
         near = self.within if 1 < self.within < shards else shards
-        for index, (params, in_layer) in enumerate(buckets):
-            if self.gradient_bits:
-                size = _coded(self.gradient_bits) * params
-                found.append(Message("all_to_all", near, size, passes))
-                found.append(Message("all_to_all", shards // near, size / near, passes, near))
-            elif width < 4 and passes == micro_batches:  # each of one backward pass: it travels in its own dtype
-                found.append(Message("all_to_all", shards, width * params, passes))
-            else:
-                found.append(Message("reduce_scatter", shards, 4 * params, passes))
-            if self.low_rank:
-                matrices = dims.layers[index].matmuls if in_layer else [(dims.vocab_size, dims.hidden_size)]
-                numbers = [self.low_rank * sum(shape) for shape in matrices]
-                # Two messages: P, then Q.
-                found.append(Message("all_reduce", groups, 4 * sum(numbers) / 2, 2, shards))
-            else:
-                found.append(Message("all_reduce", groups, self.sent * 4 * params / shards, 1, shards))
-            if not (frees and in_layer):
-                found.append(Message("all_gather", shards, width * params, 1))
-                continue
-            size = (_coded(self.weight_bits) if self.weight_bits else width) * params
-            if near < shards:  # once of all, then of the neighbours' copy
-                found.append(Message("all_gather", shards, size, 1))
-                found.append(Message("all_gather", near, width * params, 2 * micro_batches - 1))
-            else:
-                found.append(Message("all_gather", shards, size, micro_batches * (1 if self.within == 1 else 2)))
+        frees = self.of("weights") > 1 and shards > 1
+        if self.gradient_bits:
+            size = _coded(self.gradient_bits) * params
+            found.append(Message("all_to_all", near, size, passes))
+            found.append(Message("all_to_all", shards // near, size / near, passes, near))
+        elif width < 4 and passes == micro_batches:  # each of one backward pass: it travels in its own dtype
+            found.append(Message("all_to_all", shards, width * params, passes))
+        else:
+            found.append(Message("reduce_scatter", shards, 4 * params, passes))
+        if self.low_rank:
+            matrices = dims.layers[index].matmuls if in_layer else [(dims.vocab_size, dims.hidden_size)]
+            numbers = [self.low_rank * sum(shape) for shape in matrices]
+            # Two messages: P, then Q.
+            found.append(Message("all_reduce", groups, 4 * sum(numbers) / 2, 2, shards))
+        else:
+            found.append(Message("all_reduce", groups, self.sent * 4 * params / shards, 1, shards))
+        if not (frees and in_layer):
+            found.append(Message("all_gather", shards, width * params, 1))
+            return found
+        size = (_coded(self.weight_bits) if self.weight_bits else width) * params
+        if near < shards:  # once of all, then of the neighbours' copy
+            found.append(Message("all_gather", shards, size, 1))
+            found.append(Message("all_gather", near, width * params, 2 * micro_batches - 1))
+        else:
+            found.append(Message("all_gather", shards, size, micro_batches * (1 if self.within == 1 else 2)))
         return found
 
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hone.base.errors import SpecError
 from hone.ops import permute, unpermute
 from hone.parallel.axis import Axis, Transfer
 
@@ -128,25 +127,6 @@ class _Message:
         if self._room.is_cuda:  # it is the memory of another stream
             self._room.record_stream(torch.cuda.current_stream(self._room.device))
         return self._room
-
-
-def exchange_of(axis: Axis, device: torch.device | str, backend: str) -> tuple[RowExchange, Any]:
-    """The exchange of rows on `device` along `axis`, and a function that ends it; every rank of the axis calls this.
-
-    `backend`: 'standard', the process group's collectives; 'peer_copies', copies of GPUs of one host into each other's memory. Raises
-    SpecError where these cannot be made.
-    """
-    if backend == "standard":
-        return RowExchange(axis, Messages(axis)), lambda broken: None
-    fix = "set parallelism.expert_parallel_comm_backend: standard"
-    if torch.device(device).type != "cuda":
-        raise SpecError("expert_parallel_comm_backend peer_copies is between GPUs", fix=fix)
-    from hone.parallel.peer_copies import gpu_memory
-    from hone.parallel.row_copies import RowCopies
-
-    memory = gpu_memory(axis, torch.device(device), asked="expert_parallel_comm_backend peer_copies", fix=fix, kinds=1)
-    carrier = RowCopies(axis.index, axis.size, memory)
-    return RowExchange(axis, carrier), carrier.close
 
 
 class _Beside:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from hone.base.ranks import Mesh
-from hone.parallel import experts
 from hone.parallel.axis import Axis
 from hone.parallel.degrees import Degrees
 from hone.parallel.experts import RowExchange
 from hone.parallel.overlap import Exchange, exchange_of
+from hone.parallel.row_copies import exchange_of as row_exchange_of
 
 
 class Copies(NamedTuple):
@@ -82,7 +82,7 @@ class Grid:
 
     def expert_exchange(self, backend: str) -> RowExchange:
         """The transfers of the rows of expert-parallel ranks by `backend`; they all ask for it at the same time. Raises SpecError as `exchange_of`."""
-        found, close = experts.exchange_of(self.ep, self.device, backend)
+        found, close = row_exchange_of(self.ep, self.device, backend)
         self.mesh.at_close(close)
         return found
 

@@ -9,14 +9,33 @@ Legend: R rows of this rank, S rows for its experts, D width, n ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.parallel.experts import Sizes
-from hone.parallel.peer_copies import Memory
+from hone.base.errors import SpecError
+from hone.parallel.axis import Axis
+from hone.parallel.experts import Messages, RowExchange, Sizes
+from hone.parallel.peer_copies import Memory, gpu_memory
 
 _KIND, _TURNS = 0, 2
+
+
+def exchange_of(axis: Axis, device: torch.device | str, backend: str) -> tuple[RowExchange, Any]:
+    """The exchange of rows on `device` along `axis`, and a function that ends it; every rank of the axis calls this.
+
+    `backend`: 'standard', the process group's collectives; 'peer_copies', copies of GPUs of one host into each other's memory. Raises
+    SpecError where these cannot be made.
+    """
+    if backend == "standard":
+        return RowExchange(axis, Messages(axis)), lambda broken: None
+    fix = "set parallelism.expert_parallel_comm_backend: standard"
+    if torch.device(device).type != "cuda":
+        raise SpecError("expert_parallel_comm_backend peer_copies is between GPUs", fix=fix)
+    memory = gpu_memory(axis, torch.device(device), asked="expert_parallel_comm_backend peer_copies", fix=fix, kinds=1)
+    carrier = RowCopies(axis.index, axis.size, memory)
+    return RowExchange(axis, carrier), carrier.close
 
 
 class RowCopies:

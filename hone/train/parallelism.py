@@ -20,10 +20,12 @@ from hone.parallel.degrees import Degrees, data_ranks
 from hone.train import CONTEXT_PARALLEL, DATA_PARALLEL, OFFLOADS, PIPELINE_SCHEDULES
 from hone.train.context_parallel.techniques import Ring
 from hone.train.data_parallel.ddp import DDP
+from hone.train.expert_parallel import cost as experts
+from hone.train.expert_parallel.fits import check_fields
 from hone.train.offload.techniques import Resident
 from hone.train.pipeline.cost import Pipelined
 from hone.train.pipeline.techniques import OneForwardOneBackward
-from hone.train.routing.layouts import check_experts
+from hone.train.routing.layouts import check_experts, expert_params
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Trainer
-    from hone.train.optimizers.base import Optimizer
     from hone.train.pipeline.timed import Timed
     from hone.train.ranks import Ranks
     from hone.train.spikes.skip_step import SkipStep
@@ -108,19 +109,7 @@ class Parallelism(Spec):
                 f"data_parallel {self.data_parallel.kind} works without pipeline stages, whose many passes would each move "
                 "weights or gradients: take zero1 or ddp"
             )
-        if self.expert_parallel_comm_backend != "standard" and self.expert_parallel_degree == 1:
-            raise ValueError("expert_parallel_comm_backend has no rows to bring with expert_parallel_degree 1")
-        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
-            raise ValueError(
-                "expert_parallel_degree works without tensor parallelism, which divides no experts: set tensor_parallel_degree to 1"
-            )
-        if self.expert_parallel_degree > 1 and isinstance(
-            getattr(self.data_parallel, "reshard_after_forward", ""), int
-        ):
-            raise ValueError(
-                "expert_parallel_degree works with reshard_after_forward default, always or never: experts have fewer copies than "
-                "other weights, which a number of neighbours does not say"
-            )
+        check_fields(self)
         self.offload.with_axes(self.taken)
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
             raise ValueError("enable_async_tensor_parallel has no transfers to hide with tensor_parallel_degree 1")
@@ -167,6 +156,19 @@ class Parallelism(Spec):
         bits = {"weight_bits": moves.weight_bits, "gradient_bits": moves.gradient_bits}
         return replace(divided, num_ranks=divided.num_ranks * ep * cp, num_shards=shards, within=moves.within, **bits)
 
+    @property
+    def expert_rows(self) -> experts.ExpertRows:
+        """What the rows of experts cost on their way."""
+        return experts.ExpertRows(self.expert_parallel_degree, self.expert_parallel_comm_backend == "peer_copies")
+
+    def with_experts(self, divided: Divided, config: ModelConfig) -> Divided:
+        """`divided` of a model of `config`, whose experts expert-parallel ranks divide."""
+        ranks, params = self.expert_parallel_degree, expert_params(config)
+        if ranks == 1:
+            return divided
+        held = 1 - (params - params // ranks) / config.num_params
+        return replace(divided, expert_ranks=ranks, experts=params / ranks / config.num_layers, held=held)
+
     def shared(
         self,
         config: ModelConfig,
@@ -180,9 +182,13 @@ class Parallelism(Spec):
         dims = config.dims()
         degree, update = self.tensor_parallel_degree, cost(dims)
         part = part_of(config.local(degree).dims(), degree) if degree > 1 else None
-        if part is not None:
+        if self.expert_parallel_degree > 1:
+            part = experts.part_of(dims, expert_params(config), self.expert_parallel_degree)
+            update = cost(part)
+        elif part is not None:
             cost = _of_parts(cost, update, cost(part))
             update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)  # of whole matrices
+        # The part of an expert-parallel rank is that of one tensor-parallel rank.
         tensor = Tensor(degree, self.enable_sequence_parallel, part, self.enable_async_tensor_parallel)
         if self.pipeline_parallel_degree == 1:
             return Shared(tensor, None, update)
@@ -248,20 +254,6 @@ class Parallelism(Spec):
         if self.pipeline_parallel_degree > 1:
             field = "" if spikes is None else spikes.field
             self.pipeline_parallel_schedule.check(precision=precision, max_grad_norm=max_grad_norm, spikes=field)
-
-    def check_experts_with(self, optimizer: Optimizer, *, rerun: bool) -> None:
-        """Raises ValueError where divided experts do not work with `optimizer`, or with steps that another rank computes again (`rerun`)."""
-        if self.expert_parallel_degree == 1:
-            return
-        if not optimizer.divides_stacks:
-            raise ValueError(
-                f"optimizer {optimizer.kind} keeps states of whole stacks of experts: take another one, or expert_parallel_degree 1"
-            )
-        if rerun:
-            raise ValueError(
-                "check.rerun_interval compares gradients of the same experts on two ranks, which with expert_parallel_degree "
-                f"{self.expert_parallel_degree} have different ones: set one of them to its default"
-            )
 
     def trainer(self) -> Callable[..., Trainer]:
         """The class of the loop's steps."""
@@ -412,10 +404,10 @@ class Parallelism(Spec):
         """What of it `num_ranks` ranks use, for the note of a figure."""
         stages, shared, parts = self.pipeline_parallel_degree, self.context_parallel_degree, self.tensor_parallel_degree
         # Of these, ranks that share sequences or experts are some: they hold the same weights but for experts.
-        copies, experts = num_ranks // (stages * parts), self.expert_parallel_degree
+        copies, expert = num_ranks // (stages * parts), self.expert_parallel_degree
         used = {
             self.data_parallel.kind: copies,
-            f"{experts} ranks divide the experts": experts,
+            f"{expert} ranks divide the experts": expert,
             f"{shared} ranks share each sequence ({self.context_parallel.kind})": shared,
             f"{stages} pipeline ranks ({self.pipeline_parallel_schedule.kind})": stages,
             f"{parts} tensor-parallel ranks": parts,

@@ -36,6 +36,7 @@ from hone.train.continuation.start import Start, start_of, trained_as
 from hone.train.estimates.cut import cut
 from hone.train.estimates.figures import estimate
 from hone.train.estimates.spec import work_of
+from hone.train.expert_parallel.fits import check_training
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
@@ -146,7 +147,8 @@ class Train(Prolonged):
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
         intervals["early_stopping"] = self.early_stopping.every
         self.parallelism.check_steps(self.precision, intervals, self.max_grad_norm, self.optimizer.on_spike)
-        self.parallelism.check_experts_with(self.optimizer, rerun=bool(self.checkpoint.check.rerun_interval))
+        rerun = bool(self.checkpoint.check.rerun_interval)
+        check_training(self.parallelism.expert_parallel_degree, self.optimizer, rerun=rerun)
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
         told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)

@@ -200,7 +200,9 @@ def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
     sent = _messages(work, machine)
     added = seconds(machine, num_bytes=work.tensor.added_bytes(sent), dtype=work.dtype).value
-    return work.tensor.step_s(sent, times) - hidden_s(work, machine, times) + added
+    told = {"micro_batches": sent.micro_batches, "recomputed": work.recomputed}
+    rows = work.experts.step_s(work.model, sent.tokens, work.dtype, times, **told)
+    return work.tensor.step_s(sent, times) - hidden_s(work, machine, times) + added + rows
 
 
 def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
@@ -309,6 +311,10 @@ def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estim
     if room:
         formula = f"{growth.formula} + room for their copies {human_bytes(room)}"
         growth = growth.model_copy(update={"value": growth.value + room, "formula": formula})
+    rows = work.experts.room_bytes(work.part, tokens, work.dtype)
+    if rows:
+        formula = f"{growth.formula} + rows of experts on their way {human_bytes(rows)}"
+        growth = growth.model_copy(update={"value": growth.value + rows, "formula": formula})
     if work.snapshot and work.num_checkpoints and not on_gpu:
         copied = (4 * work.part.num_params + work.update.state_bytes) / work.divided.of("optimizer")
         formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"

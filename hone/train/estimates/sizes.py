@@ -15,6 +15,7 @@ from hone.cost.update import UpdateCost
 from hone.measure.calibration import Layout
 from hone.train.activation_checkpointing import Segment
 from hone.train.context_parallel.base import ContextParallel, Sizes
+from hone.train.expert_parallel.cost import ExpertRows
 from hone.train.objectives.chunk import loss_chunk
 from hone.train.offload.cost import Load
 from hone.train.offload.techniques import Offload, Resident
@@ -66,6 +67,8 @@ class Work:
     offload: Offload = field(default_factory=Resident)
     tensor: Tensor = field(default_factory=Tensor)
     """The ranks that compute each layer together; then `update` is of one rank's part."""
+    experts: ExpertRows = field(default_factory=ExpertRows)
+    """The ranks that each hold a part of the experts; then `update` is of one rank's part."""
     pipeline: Pipelined | None = None
     """The ranks that compute some of the layers each; then `update` is of the rank with the most weights."""
     keeps_state: bool = False

@@ -20,6 +20,12 @@ def notes(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
+def expert_params(config: ModelConfig) -> int:
+    """Weights of all experts of all layers, without those that every token visits."""
+    linears = (one for index in range(config.num_layers) for one in config.linears(index).values())
+    return sum(one.num_params for one in linears if one.experts is not None)
+
+
 def check_experts(config: ModelConfig, parallelism: Any) -> None:
     """Raises SpecError where the ranks of `parallelism`, a `Parallelism`, cannot train the experts of `config`.
 
