@@ -30,10 +30,14 @@ from hone.ops.moe.gluon_grouped import (
 
 
 @gluon.jit
-def _span_of(ends, expert):
-    """(first, end) of an expert's rows."""
+def _span_of(ends, expert, SCALED: gl.constexpr):
+    """(where loads begin, rows of others before an expert's own, end of them).
+
+    Codes have rows as their last axis, along which the memory accelerator takes multiples of 16 bytes alone.
+    """
     first = gl.load(ends + expert - 1, mask=expert > 0, other=0)
-    return first, gl.load(ends + expert)
+    begin = first & -16 if SCALED else first
+    return begin, first - begin, gl.load(ends + expert)
 
 
 @gluon.jit
@@ -49,13 +53,13 @@ def _load_sums(dy_desc, x_desc, ends, mem, num_experts, tiles_m, tiles_n, SCALED
         inside = t % (tiles_m * tiles_n)
         m = inside % tiles_m
         n = inside // tiles_m
-        first, end = _span_of(ends, expert)
-        for k in range(gl.cdiv(end - first, BK)):
+        begin, _, end = _span_of(ends, expert, SCALED)
+        for k in range(gl.cdiv(end - begin, BK)):
             slot = done % mem.STAGES
             bar = mem.full.index(slot)
             mbarrier.wait(mem.empty.index(slot), ((done // mem.STAGES) & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
-            row = first + k * BK
+            row = begin + k * BK
             if SCALED:  # of codes the rows are the last axis
                 tma_load(dy_desc, [m * BM, row], bar, mem.a.index(2 * slot))
                 tma_load(dy_desc, [m * BM + BM // 2, row], bar, mem.a.index(2 * slot + 1))
@@ -68,18 +72,18 @@ def _load_sums(dy_desc, x_desc, ends, mem, num_experts, tiles_m, tiles_n, SCALED
 
 
 @gluon.jit
-def _clear(a, left, SCALED: gl.constexpr):
-    """Sets to 0 what a stage's part of dy, [rows, 64] or of codes [64, rows], has after `left` rows."""
+def _clear(a, before, until, SCALED: gl.constexpr):
+    """Sets to 0 what a stage's part of dy, [rows, 64] or of codes [64, rows], has outside of rows `before` ... `until`."""
     plain: gl.constexpr = gl.BlockedLayout([1, 16 if SCALED else 8], [4, 8], [4, 1], [1, 0])
     if SCALED:
         bits = a._reinterpret(gl.int8, a.shape, a.layout)
         rows = gl.arange(0, a.shape[1], gl.SliceLayout(0, plain))
         kept = bits.load(plain)
-        bits.store(gl.where((rows < left)[None, :], kept, gl.zeros_like(kept)))
+        bits.store(gl.where(((rows >= before) & (rows < until))[None, :], kept, gl.zeros_like(kept)))
     else:
         rows = gl.arange(0, a.shape[0], gl.SliceLayout(1, plain))
         kept = a.load(plain)
-        a.store(gl.where((rows < left)[:, None], kept, gl.zeros_like(kept)))
+        a.store(gl.where((rows < until)[:, None], kept, gl.zeros_like(kept)))
 
 
 @gluon.jit
@@ -108,15 +112,15 @@ def _sum_weights(
         inside = t % (tiles_m * tiles_n)
         m = inside % tiles_m
         n = inside // tiles_m
-        first, end = _span_of(ends, expert)
-        steps = gl.cdiv(end - first, BK)
+        begin, others, end = _span_of(ends, expert, SCALED)
+        steps = gl.cdiv(end - begin, BK)
         acc = gl.zeros([64, BN], gl.float32, layout)
         for k in range(steps):
             slot = done % mem.STAGES
             mbarrier.wait(mem.full.index(slot), (done // mem.STAGES) & 1)
-            left = end - first - k * BK
-            if left < BK:  # the next expert's rows do not belong to this sum
-                _clear(mem.a.index(2 * slot + PART), left, SCALED)
+            before, until = others - k * BK, end - begin - k * BK
+            if (before > 0) | (until < BK):  # rows of other experts do not belong to this sum
+                _clear(mem.a.index(2 * slot + PART), before, until, SCALED)
                 fence_async_shared()
                 warpgroup_barrier()
             acc = multiply(acc, mem, slot, PART, not SCALED, not SCALED, k > 0)
