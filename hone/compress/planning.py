@@ -1,45 +1,36 @@
-"""What a compression plans before it runs: its calibration sequences, sizes, seconds and memory."""
+"""What a compression plans before it runs: the checks of its steps and its matrices, sizes, seconds and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate, human_bytes
-from hone.base.plan import DISK, MEMORY, Facts, Plan, check_order, need
+from hone.base.plan import MEMORY, Facts, Plan, check_order, need
 from hone.compress import fitting
-from hone.compress.allocations.base import Budget, candidates
-from hone.compress.allocations.planning import assigned, seconds
+from hone.compress.allocations.base import Budget
+from hone.compress.allocations.planning import assigned
+from hone.compress.plans.calibrated import CALIBRATE, Calibrated, calibrated_of
+from hone.compress.plans.matrices import check_targets, every_matrix, hadamards_of, rest_dtype, written_by
+from hone.compress.plans.work import estimates_of, work_of
 from hone.compress.sizes import entries, shard_sizes, untied
 from hone.compress.spec import CompressSpec
-from hone.compress.statistics import PAIRED, STATISTICS
-from hone.compress.step import Step, Targets, giving, storing
+from hone.compress.statistics import STATISTICS
+from hone.compress.step import Targets, storing
 from hone.compress.structured import chain
-from hone.compress.targets import EMBEDDED, HEAD, Linear, check_stacked, has_head, matrix_name, select
+from hone.compress.targets import Linear, check_stacked, has_head, select
 from hone.compress.targets import embedding as embedding_of
 from hone.compress.written import engines
 from hone.compress.written.engines import Written
 from hone.compress.written.result import quantization_config
-from hone.cost.compress import Compression, MatrixWork, compress_bytes
 from hone.cost.energy import with_energy
-from hone.cost.files import beside_bytes
-from hone.feed import plain as texts
 from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
-from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.families import FAMILIES
-
-DEFAULT_SEQ_LEN = 512
-"""Default tokens of a calibration sequence for models with a longer context."""
-
-TEXT_BYTES_PER_TOKEN = 3.5
-"""Bytes of text per token, to estimate the number of sequences of a text before it is encoded."""
-
 
 WAYS = {MEMORY: ("compute on another device", "free some memory", "compress on a machine with more")}
 """Ways out when memory is too small, besides `remedies`."""
@@ -52,17 +43,6 @@ def remedies(spec: CompressSpec) -> list[list[tuple[str, str]]]:
         for name in ("batch_size", "num_sequences")
     }
     return [*([(name, value) for value in values] for name, values in smaller.items()), [("compute_dtype", "bfloat16")]]
-
-
-_CALIBRATE = "give calibration inputs: set calibration_text=FILE, or give data that the model was trained on as data (--from.data=FOLDER)"
-
-
-class Calibrated(NamedTuple):
-    """Calibration sequences, their tokens, and other sequences for the check."""
-
-    num_sequences: int
-    seq_len: int
-    num_spare: int = 0
 
 
 class CompressPlan(Plan):
@@ -89,15 +69,7 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
             spec, model, machine, lambda spec: spec.plan(facts, machine), calibrated is not None
         )
         return plan.model_copy(update={"chosen": chosen, "notes": why})
-    given = {"weights:float"} | (STATISTICS.keys() if calibrated is not None else frozenset())
-    applied = (*spec.steps,) if spec.allocation is None else (spec.allocation, *spec.steps)
-    check_order(applied, frozenset(given), dict.fromkeys(STATISTICS, _CALIBRATE))
-    quantizer = spec.quantizer
-    if quantizer is not None and calibrated is None and quantizer.input_statistics:
-        raise SpecError(
-            f"{quantizer.kind} with activations {quantizer.activations} needs calibration inputs",
-            fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
-        )
+    _check_inputs(spec, calibrated is not None)
     whole, model = model, _rewritten(spec, model, calibrated is not None)
     cache, storage = spec.cache, storing(spec.steps)
     if cache is not None:
@@ -174,44 +146,25 @@ def _check_model(spec: CompressSpec, model: CheckpointFacts) -> None:
         raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
 
 
+def _check_inputs(spec: CompressSpec, calibrated: bool) -> None:
+    """Raises SpecError where a step needs what the steps before and the calibration, if there is one, do not give."""
+    given = {"weights:float"} | (STATISTICS.keys() if calibrated else frozenset())
+    applied = (*spec.steps,) if spec.allocation is None else (spec.allocation, *spec.steps)
+    check_order(applied, frozenset(given), dict.fromkeys(STATISTICS, CALIBRATE))
+    quantizer = spec.quantizer
+    if quantizer is not None and not calibrated and quantizer.input_statistics:
+        raise SpecError(
+            f"{quantizer.kind} with activations {quantizer.activations} needs calibration inputs",
+            fix="add data: NAME OR FOLDER, or set calibration_text=FILE",
+        )
+
+
 def _rewritten(spec: CompressSpec, model: CheckpointFacts, calibrated: bool) -> CheckpointFacts:
     """The facts of the dense model that the steps of the phase "model" leave. Raises SpecError where they cannot."""
     for step in spec.model_steps:
         if not calibrated and step.passes(model.config) is not None:
-            raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=_CALIBRATE)
+            raise SpecError(f"{step.kind} measures importances on calibration inputs", fix=CALIBRATE)
     return model.model_copy(update={"config": chain.reshape(model.config, spec.model_steps)})
-
-
-def calibrated_of(spec: CompressSpec, model: CheckpointFacts, data: DataFacts | None) -> Calibrated | None:
-    """Number and length of the sequences; None without calibration. Raises SpecError for an unusable source."""
-    if data is not None and spec.calibration_text is not None:
-        raise SpecError("both the role data and calibration_text are given", fix="give one of them")
-    if data is None and spec.calibration_text is None:
-        return None
-    borrowing = [index for index, layer in enumerate(model.config.layers) if layer.mixer.reuses_kv]
-    if borrowing:
-        raise SpecError(
-            f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
-            fix="compress without calibration: kind=rtn, no data and no calibration_text",
-        )
-    longest = model.config.max_seq_len
-    seq_len = spec.seq_len or min(longest, DEFAULT_SEQ_LEN)
-    if seq_len > longest:
-        raise SpecError(
-            f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"
-        )
-    if data is None:
-        size = texts.num_bytes(str(spec.calibration_text), "calibration_text")
-        there = max(int(size / TEXT_BYTES_PER_TOKEN / seq_len), 1)
-    else:
-        if None not in (data.tokenizer, model.tokenizer) and data.tokenizer != model.tokenizer:
-            raise SpecError(
-                f"the tokens in {data.where} were made with another tokenizer than {model.where}'s",
-                fix="give the data the model was trained on, or calibration_text=FILE, which is encoded anew",
-            )
-        there = max(data.split("train").num_sequences(seq_len), 1)
-    count = min(spec.num_sequences, there)
-    return Calibrated(count, seq_len, min(spec.check_sequences, there - count))
 
 
 def with_head(model: CheckpointFacts, targets: Targets) -> CheckpointFacts:
@@ -230,7 +183,7 @@ def notes_of(
     written: Written,
 ) -> tuple[str, ...]:
     """What rules give, how the head of the model `whole` and a compressed embedding are stored, and what that means to engines."""
-    found = () if spec.quantizer is None else spec.quantizer.lines(_with(targets, embedding))
+    found = () if spec.quantizer is None else spec.quantizer.lines(every_matrix(targets, embedding))
     if whole.config.tie_embeddings and not model.config.tie_embeddings and has_head(targets):
         other = "which stays as it is" if embedding is None else "which is quantized, too"
         found += (f"lm_head is tied to the embedding: the compressed head is stored beside it, {other}",)
@@ -245,168 +198,4 @@ def notes_of(
         found += (
             f"transformers loads this embedding only with CompressedTensorsConfig(dequantize=True){why}; hone loads it packed",
         )
-    return found
-
-
-def _with(targets: Targets, embedding: Linear | None) -> Targets:
-    """The matrices of all layers, then the embedding, if it is compressed."""
-    return targets if embedding is None else (*targets, (embedding,))
-
-
-def check_targets(spec: CompressSpec, targets: Targets, embedding: Linear | None) -> None:
-    """Raises SpecError where the steps cannot work on a linear of `targets` or on the embedding, or rules fit none."""
-    if spec.quantizer is not None:
-        spec.quantizer.check_targets(_with(targets, embedding))
-    elif embedding is not None:
-        raise SpecError(
-            f"targets name the embedding, and {', '.join(step.kind for step in spec.layer_steps)} works on linears alone",
-            fix="add a quantizer to the steps, as {kind: rtn, bits: 8}, or leave embed_tokens out of targets",
-        )
-    if spec.gradient_sequences and has_head(targets):
-        raise SpecError(
-            f"observer {spec.quantizer.observer.kind} reads gradients of the inputs of layers, not of lm_head's",
-            fix="use observer mse, or leave it unchanged: ignore=['lm_head']",
-        )
-    for index, linears in enumerate(_with(targets, embedding)):
-        for linear in linears:
-            for step in possible_steps(spec, linear):
-                step.check_linear(matrix_name(index, linear.path), linear)
-
-
-def steps_of(spec: CompressSpec, linear: Linear) -> tuple[Step, ...]:
-    """The steps of a matrix, the quantizer with the options that it has for it; of the embedding that one alone."""
-    names = [name for name, _ in linear.modules]
-    if linear.path == EMBEDDED:
-        return (spec.quantizer.of_matrix(names).of_embedding(),)
-    return tuple(step.of_matrix(names) for step in spec.layer_steps)
-
-
-def possible_steps(spec: CompressSpec, linear: Linear) -> tuple[Step, ...]:
-    """The steps of a matrix, the quantizer with each choice of bits that it may get."""
-    if spec.allocation is None or linear.path in (HEAD, EMBEDDED):
-        return steps_of(spec, linear)
-    quantizer = spec.quantizer
-    others = (step for step in spec.layer_steps if step is not quantizer)
-    return (*others, *candidates(quantizer, spec.allocation.bits).values())
-
-
-def written_by(spec: CompressSpec, config: ModelConfig, targets: Targets, embedding: Linear | None = None) -> Written:
-    """What an engine has to load: every scheme that a matrix may get."""
-    schemes = (
-        (matrix_name(index, linear.path), step.scheme(linear.columns), linear.columns)
-        for index, linears in enumerate(_with(targets, embedding))
-        for linear in linears
-        for step in possible_steps(spec, linear)
-    )
-    return Written(
-        config,
-        tuple((name, scheme, columns) for name, scheme, columns in schemes if scheme is not None),
-        spec.cache and spec.cache.cache_scheme,
-        *(step and step.kind for step in (giving(f"weights:{what}", spec.steps) for what in ("low_rank", "corrected"))),
-        bool(hadamards_of(spec, config, targets)),
-    )
-
-
-def hadamards_of(spec: CompressSpec, config: ModelConfig, targets: Targets) -> dict[str, int]:
-    """Sizes of the Hadamard matrices that multiply inputs, by the linear's name."""
-    return {name: size for step in spec.model_steps for name, size in step.hadamards(config, targets).items()}
-
-
-def paired(spec: CompressSpec) -> bool:
-    """Whether a step needs statistics of the inputs in the model that is not compressed."""
-    return any(step.needs & PAIRED for step in spec.steps)
-
-
-def rest_dtype(spec: CompressSpec) -> torch.dtype | None:
-    """Dtype of the stored matrices outside the layers; None keeps theirs."""
-    return None if spec.rest_dtype == "keep" else getattr(torch, spec.rest_dtype)
-
-
-def work_of(
-    spec: CompressSpec,
-    whole: CheckpointFacts,
-    model: CheckpointFacts,
-    targets: Targets,
-    shards: tuple[int, ...],
-    calibrated: Calibrated | None,
-    stored_width: int,
-    dtype: str,
-    embedding: Linear | None = None,
-) -> Compression:
-    """The work of compressing the linears in `targets` of `model`, which is the model `whole` as the first steps leave it.
-
-    `shards`: bytes of every file; `stored_width`: bytes of a weight in the checkpoint; `dtype` of the forward passes.
-    """
-    layers = tuple(
-        tuple(
-            MatrixWork(
-                one.rows,
-                one.columns,
-                tuple(step.work(one.rows, one.columns) for step in steps_of(spec, one)),
-                1.0 if one.expert is None else one.share,
-            )
-            for one in linears
-        )
-        for linears in _with(targets, embedding)
-    )
-    count = model.config.num_layers
-    num_sequences, seq_len, num_spare = calibrated or (0, 0, 0)
-    once = {"stored_width": stored_width, "dtype": dtype, "batch_size": spec.batch_size}
-    more = {"num_sequences": num_sequences, "seq_len": seq_len} if spec.calibrated_steps else {}
-    probes, differentiated = 0, min(spec.gradient_sequences, num_sequences)
-    if spec.allocation is not None:
-        probes = spec.allocation.probes(sum(map(len, targets[:count])))
-        differentiated += min(spec.allocation.differentiated, spec.allocation.num_sequences, num_sequences)
-    if spec.quantizer is not None:
-        more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
-    return Compression(
-        model.config.dims(),
-        layers[:count],
-        shards,
-        head=layers[count : len(targets)],
-        embedding=layers[len(targets) :],
-        **once,
-        **more,
-        measured=chain.measured(whole.config, spec.model_steps, num_sequences, seq_len, **once),
-        paired=paired(spec),
-        ends_bytes=sum(step.ends_bytes for step in spec.model_steps),
-        cache_bytes=0.0 if spec.cache is None else spec.cache.range_bytes(model.config),
-        check_sequences=0 if spec.reshapes else num_spare,
-        probes=probes,
-        differentiated=differentiated,
-    )
-
-
-def estimates_of(
-    spec: CompressSpec,
-    whole: CheckpointFacts,
-    model: CheckpointFacts,
-    machine: Machine,
-    work: Compression,
-    budget: Budget | None,
-) -> dict[str, Estimate]:
-    """Exact sizes; seconds and memory; figures that follow from the steps' options."""
-    size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
-    beside = beside_bytes(model.config.vocab_size)
-    options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
-    if budget is not None:
-        size = budget.model_bytes
-        options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
-    bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", **options}
-    found = {
-        "model_bytes": Estimate(value=size, unit="B", **options),
-        "bits_per_weight": Estimate(**bits),
-        "time_s": seconds(machine, work, spec.allocation),
-        MEMORY: compress_bytes(machine, work),
-        DISK: Estimate(
-            value=size + work.adapter_bytes + beside,
-            unit="B",
-            formula=f"the weights{', an adapter twice' if work.adapter_bytes else ''}; tokenizer, config, index, rows {human_bytes(beside)}",
-        ),
-    }
-    if params != whole.config.num_params:
-        found["num_params"] = Estimate(value=params, unit="parameters", formula="the new config", tolerance=0.0)
-    if spec.quantizer is None:
-        for step in spec.layer_steps:
-            found.update(step.figures())
     return found

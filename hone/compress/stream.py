@@ -77,7 +77,9 @@ class Stream:
                 one = LayerRun(job, index)
                 for flow in flows:
                     flow.dense_through(one.layer)
-                one.replay(unstack_experts(read_shard(self._file(index)), job.stacked), adapter.read(self.draft, index))
+                one.replay(
+                    unstack_experts(read_shard(self._shard(index)), job.stacked), adapter.read(self.draft, index)
+                )
                 for flow in flows:
                     flow.through(one.layer)
                 bar.advance()
@@ -107,11 +109,11 @@ class Stream:
         """Writes layer `index`: its shard, then the marker that it is complete."""
         tensors, added = adapter.split(tensors)
         tensors = dict(stack_experts(tensors.items(), self.job.stacked))
-        write_shard(self._file(index), tensors)
+        write_shard(self._shard(index), tensors)
         adapter.keep(self.draft, index, added)
         mark(self.draft, index, rows, tensors)
         self.draft.keep_time()
 
-    def _file(self, index: int) -> Path:
+    def _shard(self, index: int) -> Path:
         """The shard of layer `index`, or of the head after the last one."""
         return shard_file(self.draft, index, self.job.num_shards)

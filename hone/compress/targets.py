@@ -205,8 +205,9 @@ def check_stacked(config: ModelConfig, targets: Sequence[Sequence[Linear]]) -> N
                 )
 
 
-def check_modules(linear: Linear, scheme: Scheme) -> None:
-    """Raises SpecError for a checkpoint module that the layout cannot store, or a block of rows that extends over two."""
+def check_modules(matrix: str, linear: Linear, scheme: Scheme, without_blocks: str) -> None:
+    """Raises SpecError for a checkpoint module of `matrix` that the layout cannot store, or a block of rows that extends over two, which
+    `without_blocks` does not."""
     from hone.model.quantized.layouts import layout_of
 
     if linear.path == EMBEDDED and layout_of(scheme).method != "compressed-tensors":
@@ -231,8 +232,9 @@ def check_modules(linear: Linear, scheme: Scheme) -> None:
         return
     for name, rows in linear.modules[:-1]:
         if rows % scheme.block[0]:
+            parts = [(module.rpartition(".")[2], height) for module, height in linear.modules]
             raise SpecError(
-                f"blocks of {scheme.block[0]} rows do not divide the {rows} rows of {name}, which is one matrix with "
-                f"{linear.modules[-1][0]}",
-                fix="use a block height that divides them, groups, or one scale per row",
+                f"blocks of {scheme.block[0]} rows do not divide the {rows} rows of {name}, and {matrix} is one matrix of "
+                + ", ".join(f"{part} ({height})" for part, height in parts),
+                fix=f"{without_blocks}, or leave it unchanged: ignore={[HEAD, *(part for part, _ in parts)]}",
             )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
+import json
 from dataclasses import replace
 
 import pytest
-import torch
 
+from benchmarks import mask_seconds
 from hone.compress import PRUNERS, QUANTIZERS
-from hone.compress.matrix import Matrix
 from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.dims import ModelDims
-from tests.cost.h200 import h200
+from tests.cost.h200 import LEDGER, h200
 
 LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
@@ -51,43 +48,19 @@ def test_pruning_in_the_sweep_is_a_second_sweep_and_its_masks() -> None:
     assert alone.flops == plain.flops and alone.num_bytes < plain.num_bytes + pattern.num_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["none", "2:4", "4:8"])
-def test_masks_cost_what_a_sweep_that_chooses_them_takes(pattern: str) -> None:
-    """Seconds of this thread, in units of copies and operation starts that are measured beside it."""
-    step = PRUNERS.read({"kind": "sparsegpt", "pattern": pattern})
-    weights, x = torch.randn(1536, 512), torch.randn(2048, 512)
-    given = {"hessian": x.T @ x / 2048}
-
-    def seconds(work: Callable[[], object]) -> float:
-        begun = time.thread_time()
-        work()
-        return time.thread_time() - begun
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        large, small, square = torch.randn(4096, 4096), torch.ones(8), torch.randn(1024, 1024)
-        into = torch.empty_like(large)
-        # The least of each is that of a moment without other work: it was found when four rounds made none smaller.
-        least, settled = [math.inf] * 4, 0
-        for _ in range(40):
-            found = (
-                seconds(lambda: into.copy_(large)) / (2 * large.nbytes),
-                seconds(lambda: [small.add_(small) for _ in range(1000)]) / 1000,
-                seconds(lambda: square @ square) / 2e9,
-                seconds(lambda: step.apply(Matrix("w", weights, torch.float32, dict(given)))),
-            )
-            settled = settled + 1 if all(one > 0.97 * best for one, best in zip(found, least, strict=True)) else 0
-            least = [min(pair) for pair in zip(least, found, strict=True)]
-            if settled == 4:
-                break
-    finally:
-        torch.set_num_threads(threads)
-    byte_s, op_s, flop_s, took = least
-    work = step.work(1536, 512)
-    estimate = work.num_bytes * byte_s + work.num_ops * op_s + work.flops * flop_s
-    assert 0.5 < estimate / took < 2.0, (estimate, took)
+@pytest.mark.parametrize("pattern", mask_seconds.PATTERNS)
+def test_masks_cost_what_a_sweep_that_chooses_them_took(pattern: str) -> None:
+    """Seconds of one core in the ledger, in units of the copies and operation starts that were measured beside it; and the sweep is
+    still the one that was measured, by what it starts and moves."""
+    lines = (LEDGER / "masks.jsonl").read_text(encoding="utf8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["figure"].endswith(f" {pattern}")]
+    row = rows[-1]
+    work = PRUNERS.read({"kind": "sparsegpt", "pattern": pattern}).work(mask_seconds.ROWS, mask_seconds.COLUMNS)
+    estimate = work.num_bytes * row["byte_s"] + work.num_ops * row["op_s"] + work.flops * row["flop_s"]
+    assert 0.67 < estimate / row["value"] < 1.5, (estimate, row["value"])
+    now = mask_seconds.counted(pattern)
+    assert now.num_ops == pytest.approx(row["num_ops"], rel=0.1), "measure it again: python -m benchmarks.mask_seconds"
+    assert now.num_bytes == pytest.approx(row["operand_bytes"], rel=0.1), "python -m benchmarks.mask_seconds"
 
 
 def test_the_parts_of_a_layer_are_those_that_were_measured() -> None:

@@ -17,7 +17,8 @@ from hone.compress.engine import ends
 from hone.compress.engine.head import untied
 from hone.compress.engine.job import Job
 from hone.compress.matrix import notes_said
-from hone.compress.planning import CompressPlan, hadamards_of, paired, rest_dtype
+from hone.compress.planning import CompressPlan
+from hone.compress.plans.matrices import hadamards_of, paired, rest_dtype
 from hone.compress.spec import CompressSpec
 from hone.compress.step import storing
 from hone.compress.structured import chain
@@ -43,13 +44,8 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     folder = parents["model"].folder
     checkpoint, requantized = _opened(folder, run)
     samples = mesh.from_leader(lambda: _samples(spec, plan, checkpoint, parents))
-    if samples is not None and -(-len(samples.tokens) // spec.batch_size) < mesh.world_size:
-        run.warn(f"there are fewer batches of {spec.batch_size} sequences than ranks: lower batch_size to use all")
     if samples is not None:
-        columns = [linear.columns for linears in plan.targets for linear in linears]
-        widest = max(columns, default=0) if spec.fits_hessian else 0
-        for line in (*samples.notes, *calibration.shortage(samples, widest)):
-            run.warn(line)
+        _warn_of(samples, spec, plan, run)
     dtype = getattr(torch, plan.compute_dtype)
     warm_up(run.device)
     mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
@@ -72,15 +68,9 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             requantized=requantized,
             stacked=result.stacked_experts(checkpoint, storing(spec.steps)),
         )
+        loss = None
         if spec.allocation is not None:
-            few = samples.part(slice(spec.allocation.num_sequences))
-            few = capture.Flow(few, spec.batch_size, run.device, dtype, mesh=mesh)
-            allocated = spec.allocation.allocate(plan.budget, job, few, draft, run)
-            job = replace(job, bits=allocated.bits)
-            predicted = spec.allocation.predicted(allocated.loss)
-            if predicted is not None and samples.spare is not None:
-                draft.predict({"kl_to_dense": predicted})
-                run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
+            job, loss = _allocated(spec, plan, job, samples, draft, run)
         if spec.gradient_sequences and spec.layer_steps:
             few = samples.part(slice(spec.gradient_sequences))
             few = capture.Flow(few, 1, run.device, dtype, mesh=mesh)
@@ -99,7 +89,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         result.describe(draft, checkpoint, quantization, added)
         if spec.layer_steps:
             write_jsonl(draft.folder / "layers.jsonl", rows)
-    result.techniques(draft, run, spec, samples, said, None if spec.allocation is None else allocated.loss)
+    result.techniques(draft, run, spec, samples, said, loss)
     result.record(draft, folder, checkpoint, rows)
     changed = "".join(step.checked_against for step in spec.steps)
     result.record_check(draft, checked, spec.check_sequences, changed, reshaped=spec.reshapes)
@@ -112,6 +102,30 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
             f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
         )
+
+
+def _warn_of(samples: calibration.Calibration, spec: CompressSpec, plan: CompressPlan, run: Run) -> None:
+    """Says what a user must know of the calibration: how it was drawn, and where it is too little."""
+    if -(-len(samples.tokens) // spec.batch_size) < run.mesh.world_size:
+        run.warn(f"there are fewer batches of {spec.batch_size} sequences than ranks: lower batch_size to use all")
+    columns = [linear.columns for linears in plan.targets for linear in linears]
+    widest = max(columns, default=0) if spec.fits_hessian else 0
+    for line in (*samples.notes, *calibration.shortage(samples, widest)):
+        run.warn(line)
+
+
+def _allocated(
+    spec: CompressSpec, plan: CompressPlan, job: Job, samples: calibration.Calibration, draft: Draft, run: Run
+) -> tuple[Job, float | None]:
+    """`job` with the bits that the allocation chooses for each matrix, and the loss that it expects of them."""
+    few = samples.part(slice(spec.allocation.num_sequences))
+    few = capture.Flow(few, spec.batch_size, job.device, job.dtype, mesh=job.mesh)
+    allocated = spec.allocation.allocate(plan.budget, job, few, draft, run)
+    predicted = spec.allocation.predicted(allocated.loss)
+    if predicted is not None and samples.spare is not None:
+        draft.predict({"kl_to_dense": predicted})
+        run.say(f"predicted divergence {predicted.value:.3g} nats a token: {predicted.formula}")
+    return replace(job, bits=allocated.bits), allocated.loss
 
 
 def _written(

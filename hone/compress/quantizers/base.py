@@ -66,6 +66,8 @@ class Quantizer(Step):
     stores: ClassVar[bool] = True
     gives: ClassVar[frozenset[str]] = frozenset({"weights:quantized"})
     takes: ClassVar[frozenset[str]] = frozenset({"weights:float"})
+    without_blocks: ClassVar[str] = "use a block height that divides them, groups, or one scale per row"
+    """The options by which no scale is of rows of two modules."""
 
     scale_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype of the stored scales; auto is the checkpoint's, or float16 for a float32 checkpoint."
@@ -186,7 +188,7 @@ class Quantizer(Step):
 
     def check_linear(self, name: str, linear: Linear) -> None:
         super().check_linear(name, linear)
-        check_modules(linear, self.scheme(linear.columns))
+        check_modules(name, linear, self.scheme(linear.columns), self.without_blocks)
 
     def nearest(self, weights: Tensor) -> Tensor:
         """`weights` [N, K] rounded to the nearest points of this quantizer's grid, for searches that round many times.

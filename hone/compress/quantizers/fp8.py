@@ -23,6 +23,7 @@ class FP8(Quantizer):
     """Rounds every weight to e4m3, the largest of a block, row or matrix to 448. Micikevicius et al. 2022, arXiv:2209.05433."""
 
     paper: ClassVar[str] = "arXiv:2209.05433"
+    without_blocks: ClassVar[str] = "use strategy=channel, one scale a row"
 
     strategy: Literal["tensor", "channel", "block"] = Field(
         "channel", description="Weights that share a scale: the matrix, a row, or a block of 128 x 128."

@@ -11,6 +11,8 @@ import torch
 from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
+from hone.compress.targets import Linear
+from hone.model.linear_spec import Norm
 from hone.model.quantized.layouts import layout_of
 
 
@@ -46,6 +48,23 @@ def test_scales_of_bfloat16_do_not_overflow_codes() -> None:
     QUANTIZERS.read({"kind": "fp8"}).apply(made)
     assert made.stored.scales.dtype == torch.bfloat16
     assert torch.isfinite(made.stored.codes.float()).all()
+
+
+def test_blocks_over_two_projections_name_all_of_them() -> None:
+    """128 rows are two heads of 64; a layer with one key head has 64 rows of keys."""
+    attention = "model.layers.3.self_attn"
+    modules = ((f"{attention}.q_proj", 256), (f"{attention}.k_proj", 64), (f"{attention}.v_proj", 64))
+    qkv = Linear("mixer.qkv", modules, 256, Norm("mixer_norm"))
+    with pytest.raises(SpecError) as caught:
+        QUANTIZERS.read({"kind": "fp8", "strategy": "block"}).check_linear("layers.3.mixer.qkv", qkv)
+    assert caught.value.what == (
+        "blocks of 128 rows do not divide the 64 rows of model.layers.3.self_attn.k_proj, and layers.3.mixer.qkv is one matrix "
+        "of q_proj (256), k_proj (64), v_proj (64)"
+    )
+    assert caught.value.fix == (
+        "use strategy=channel, one scale a row, or leave it unchanged: ignore=['lm_head', 'q_proj', 'k_proj', 'v_proj']"
+    )
+    QUANTIZERS.read({"kind": "fp8", "strategy": "channel"}).check_linear("layers.3.mixer.qkv", qkv)
 
 
 @pytest.mark.parametrize(
