@@ -42,7 +42,7 @@ Without these options the text is in `texts/books` and `texts/code`. What was ch
 | a tokenizer of its own, 16,384 tokens | its embedding is 12 % of the weights; GPT-2's 50,257 tokens would be 30 % of such a model, Qwen2's 151,936 more than half |
 | books in pieces of 20,000 characters | the val split has some pieces of every book; its loss is that of unseen pages of known books, not of unseen books |
 | `unimax`, at most 8 epochs | books are few: they are read as often as that allows, code has the rest. Up to 4 epochs cost little (arXiv:2305.16264); beyond that the loss on their val split has to be watched |
-| `muon` | by far the lowest loss at equal steps in [training.md](training.md#optimizers), with half of AdamW's state |
+| `muon` | by far the lowest loss at equal steps in [optimizers.md](optimizers.md#optimizers), with half of AdamW's state |
 | `wsd` | the learning rate does not depend on the length before it decays, so the training can be prolonged from its stable phase |
 | bf16, compiled layers, documents masked | what a GPU is fast with; tokens attend to their own document alone |
 """
