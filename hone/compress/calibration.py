@@ -129,6 +129,14 @@ def _enough(there: int, asked: int, seq_len: int, where: str) -> None:
         )
 
 
+def not_finite(what: str, dtype: object) -> ArtifactError:
+    """The error for something that was computed in the torch dtype `dtype` and is not finite: 'the inputs of lm_head'."""
+    return ArtifactError(
+        f"calibration: {what} are not all finite in {str(dtype).removeprefix('torch.')}",
+        fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
+    )
+
+
 def shortage(calibration: Calibration, widest: int) -> list[str]:
     """What to say of too few tokens for a Hessian of `widest` input features."""
     seq_len, wanted = calibration.tokens.shape[1], _TOKENS_PER_FEATURE * widest

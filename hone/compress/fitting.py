@@ -115,14 +115,9 @@ def choose(
         )
     tried, found, known = [dense], None, quoted()
     for option in options(calibrated):
-        fields: dict[str, Any] = {"fit": None, "target_latency": None, "steps": list(option.steps)}
-        if model.dtype == "float32" and spec.rest_dtype == "keep":
-            fields["rest_dtype"] = "bfloat16"
-        if option.allocated:
-            if spec.fit is None:
-                continue
-            fields["allocation"] = {"kind": "kl", "bits": option.allocated, "probe_bits": 4, "model_bytes": spec.fit}
-        candidate = type(spec).read(spec.model_dump(mode="json") | fields)
+        if option.allocated and spec.fit is None:
+            continue
+        candidate = _candidate(spec, model, option)
         try:
             planned = plan(candidate)
         except engines.Refused as refused:
@@ -156,6 +151,16 @@ def choose(
         else "hone eval with --from.reference measures it"
     )
     return candidate, planned, (*(one.line(index == place) for index, one in enumerate(tried)), said)
+
+
+def _candidate(spec: CompressSpec, model: CheckpointFacts, option: Option) -> CompressSpec:
+    """`spec` with the steps of `option` in place of what it asks for."""
+    fields: dict[str, Any] = {"fit": None, "target_latency": None, "steps": list(option.steps)}
+    if model.dtype == "float32" and spec.rest_dtype == "keep":
+        fields["rest_dtype"] = "bfloat16"
+    if option.allocated:
+        fields["allocation"] = {"kind": "kl", "bits": option.allocated, "probe_bits": 4, "model_bytes": spec.fit}
+    return type(spec).read(spec.model_dump(mode="json") | fields)
 
 
 def keep(chosen: CompressSpec, state: Path) -> None:

@@ -100,6 +100,11 @@ class LayerWeights:
         found = {id(self.statistics[path]): self.statistics[path][name] for path in readers}  # one where they share it
         return reduce(joined, found.values())
 
+    def largest_read(self, source: Producer) -> Tensor:
+        """The largest |weight| [C] by which the readers multiply each channel of `source`."""
+        columns = torch.stack([self.weight(path).abs().amax(0) for path in source.readers]).amax(0)
+        return self.per_channel(source, columns)
+
     def per_channel(self, source: Producer, values: Tensor) -> Tensor:
         """Largest of `values` [K] over the input features that belong to one channel of the source: [C]."""
         if source.shared == 1:

@@ -74,14 +74,13 @@ class Stream:
             return
         with self.run.progress("finished layers", done, "layers") as bar:
             for index in range(done):
-                one = LayerRun(job, index)
+                layer_run = LayerRun(job, index)
                 for flow in flows:
-                    flow.dense_through(one.layer)
-                one.replay(
-                    unstack_experts(read_shard(self._shard(index)), job.stacked), adapter.read(self.draft, index)
-                )
+                    flow.dense_through(layer_run.layer)
+                stored = unstack_experts(read_shard(self._shard(index)), job.stacked)
+                layer_run.replay(stored, adapter.read(self.draft, index))
                 for flow in flows:
-                    flow.through(one.layer)
+                    flow.through(layer_run.layer)
                 bar.advance()
 
     def _embed(self, flows: list[Flow]) -> None:
@@ -95,15 +94,15 @@ class Stream:
 
     def _compress_layer(self, index: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         """Rows of the report and the checkpoint tensors of layer `index` or the head; advances the flows to its outputs."""
-        one = LayerRun(self.job, index, self.flow)
+        layer_run = LayerRun(self.job, index, self.flow)
         if self.checked is not None:
-            self.checked.dense_through(one.layer)
-        rows = one.compress()
+            self.checked.dense_through(layer_run.layer)
+        rows = layer_run.compress()
         if self.flow is not None and index + 1 < len(self.job.targets):
-            self.flow.through(one.layer)
+            self.flow.through(layer_run.layer)
         if self.checked is not None:
-            self.checked.through(one.layer)
-        return rows, one.tensors
+            self.checked.through(layer_run.layer)
+        return rows, layer_run.tensors
 
     def _keep(self, index: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         """Writes layer `index`: its shard, then the marker that it is complete."""

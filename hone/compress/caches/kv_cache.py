@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hone.base.errors import ArtifactError, SpecError
+from hone.base.errors import SpecError
 from hone.base.table import Choice
 from hone.compress.observers import OBSERVERS
 from hone.compress.observers.base import Observer
@@ -121,14 +121,12 @@ class KVCache(CacheStep):
 
     def _scale(self, statistics: dict[str, Tensor], index: int, dtype: Any) -> Tensor:
         """The scale, float32 [], of the values that `statistics` are of."""
+        from hone.compress.calibration import not_finite
         from hone.ops.rounding.inputs import static_tensors
 
         ends = self.observer.range(statistics, self.cache_scheme.rounding)
         scale = static_tensors(self.cache_scheme.rounding, *ends)["input_scale"][0]
         extremes = statistics.get("extremes")
         if not bool(scale.isfinite()) or (extremes is not None and not bool(extremes.isfinite().all())):
-            raise ArtifactError(
-                f"calibration: the keys or values of layer {index} are not all finite in {str(dtype).removeprefix('torch.')}",
-                fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
-            )
+            raise not_finite(f"the keys or values of layer {index}", dtype)
         return scale

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.base.errors import ArtifactError
+from hone.compress.calibration import not_finite
 from hone.compress.engine.job import Job
 from hone.compress.matrix import Matrix
 from hone.compress.statistics import LEAST_TOKENS, uncalibrated
@@ -28,10 +28,7 @@ def solve(job: Job, index: int, linear: Linear, original: Tensor, statistics: di
     statistics = statistics | ({"gradients": job.gradients[name]} if job.gradients else {})
     name = name if linear.path == HEAD else f"model.{name}"
     if not all(bool(torch.isfinite(value).all()) for value in statistics.values()):
-        raise ArtifactError(
-            f"calibration: the inputs of {name} are not all finite in {str(job.dtype).removeprefix('torch.')}",
-            fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
-        )
+        raise not_finite(f"the inputs of {name}", job.dtype)
     steps, storage = job.matrix_steps(index, linear), job.storage.of(index, linear)
     matrix = Matrix(
         name,

@@ -64,10 +64,13 @@ class Pruner(Sparse):
     def figures(self) -> dict[str, Estimate]:
         return {"sparsity": Estimate(value=self.sparsity, unit="fraction", formula="the option sparsity")}
 
-    def pattern_of(self, scores: Tensor) -> Tensor:
-        """Bool [N, K]: the N largest scores of every M neighbours."""
-        assert self.groups is not None
-        stay, group = self.groups
+    def largest_of(self, scores: Tensor, scope: Literal["matrix", "row"]) -> Tensor:
+        """Bool [N, K]: all but the fraction `sparsity` of the smallest `scores` of a row or of the matrix, or of its neighbours
+        where there is a pattern."""
         from hone.ops.rounding.selection import largest
 
-        return largest(scores.reshape(-1, group), group - stay).view(scores.shape)
+        if self.groups is not None:
+            stay, group = self.groups
+            return largest(scores.reshape(-1, group), group - stay).view(scores.shape)
+        together = scores if scope == "row" else scores.view(1, -1)
+        return largest(together, round(self.sparsity * together.shape[1])).view(scores.shape)

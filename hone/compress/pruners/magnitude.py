@@ -50,18 +50,13 @@ class Magnitude(Pruner):
         return {"threshold": found.magnitude, "tied": found.tied}
 
     def apply(self, matrix: Matrix) -> None:
-        from hone.ops.rounding.selection import largest
         from hone.solvers.threshold import Threshold
 
         sizes = matrix.weight.abs()
-        if self.pattern != "none":
-            keep = self.pattern_of(sizes)
-        elif self.scope == "row":
-            keep = largest(sizes, round(self.sparsity * sizes.shape[1]))
-        elif self.scope == "matrix":
-            keep = largest(sizes.view(1, -1), round(self.sparsity * sizes.numel())).view(sizes.shape)
-        else:
+        if self.scope == "global":
             keep = Threshold(matrix.model["threshold"], matrix.model["tied"]).above(sizes.float())
+        else:
+            keep = self.largest_of(sizes, self.scope)
         matrix.prune(keep)
 
     def work(self, rows: int, columns: int) -> Work:

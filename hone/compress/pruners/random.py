@@ -24,16 +24,10 @@ class RandomPruning(Pruner):
     def apply(self, matrix: Matrix) -> None:
         import torch
 
-        from hone.ops.rounding.selection import largest
-
         digest = hashlib.sha256(f"{self.seed}/{matrix.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         scores = torch.rand(matrix.original.shape, generator=generator, dtype=torch.float64)
-        if self.pattern == "none":
-            keep = largest(scores.view(1, -1), round(self.sparsity * scores.numel())).view(scores.shape)
-        else:
-            keep = self.pattern_of(scores)
-        matrix.prune(keep.to(matrix.original.device))
+        matrix.prune(self.largest_of(scores, "matrix").to(matrix.original.device))
 
     def work(self, rows: int, columns: int) -> Work:
         """Drawing and sorting on the CPU."""

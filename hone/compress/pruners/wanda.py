@@ -21,12 +21,8 @@ class Wanda(Pruner):
     needs: ClassVar[frozenset[str]] = frozenset({"weights:float", "meansquare"})
 
     def apply(self, matrix: Matrix) -> None:
-        from hone.ops.rounding.selection import largest
-
         scores = matrix.weight.abs() * matrix.statistics["meansquare"].sqrt()
-        plain = self.pattern == "none"
-        count = round(self.sparsity * scores.shape[1])
-        matrix.prune(largest(scores, count) if plain else self.pattern_of(scores))
+        matrix.prune(self.largest_of(scores, "row"))
 
     def work(self, rows: int, columns: int) -> Work:
         """A selection from each row, and the mask."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.base.errors import ArtifactError
 from hone.base.run import Run
+from hone.compress.calibration import not_finite
 from hone.compress.capture import Flow, WithoutPadding
 from hone.feed.load import IGNORE
 from hone.model.decoder import DecoderLayer
@@ -233,8 +233,5 @@ def _loss(checkpoint: ModelSource, flow: Flow) -> float:
 def _finite(scores: list[float], flow: Flow) -> list[float]:
     """The scores. Raises ArtifactError when one is not finite."""
     if not bool(torch.isfinite(torch.tensor(scores, dtype=torch.float64)).all()):
-        raise ArtifactError(
-            f"calibration: hidden states are not all finite in {str(flow.dtype).removeprefix('torch.')}",
-            fix="set compute_dtype=float32, or check the checkpoint and the calibration text",
-        )
+        raise not_finite("hidden states", flow.dtype)
     return scores

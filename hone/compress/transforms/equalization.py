@@ -21,8 +21,6 @@ class CrossLayerEqualization(Transform):
         for source in layer.sources():
             if source.linear is None or not layer.targets.issuperset((source.linear, *source.readers)):
                 continue
-            columns = torch.stack([layer.weight(path).abs().amax(0) for path in source.readers]).amax(0)
-            read = layer.per_channel(source, columns)
-            made = layer.rows(source).abs().amax(1)
+            made, read = layer.rows(source).abs().amax(1), layer.largest_read(source)
             scales = (made / read).sqrt()
             layer.scale(source, torch.where((made > 0) & (read > 0), scales, torch.ones_like(scales)))

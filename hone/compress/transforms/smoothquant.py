@@ -37,7 +37,6 @@ class SmoothQuant(Transform):
             if not readers or (source.norm is None and self.inputs == "norms"):
                 continue
             inputs = layer.per_channel(source, layer.inputs(readers, "absmax", torch.maximum))
-            columns = torch.stack([layer.weight(path).abs().amax(0) for path in source.readers]).amax(0)
-            weights = layer.per_channel(source, columns).to(inputs)
+            weights = layer.largest_read(source).to(inputs)
             scales = inputs.clamp(min=LEAST) ** self.alpha / weights.clamp(min=LEAST) ** (1 - self.alpha)
             layer.scale(source, torch.where(inputs > 0, scales, torch.ones_like(scales)))
