@@ -28,6 +28,7 @@ from hone.train.routing.loads import LayerLoads, Loads
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from hone.train.student import from_teacher
+from hone.train.weights import describe_parameters
 from tests.train.conftest import SHAPE
 from tests.train.data_parallel.test_data_parallel import assert_same_weights, on_ranks, weights_of
 from tests.train.ranks import trained
@@ -36,6 +37,7 @@ SOFTMAX = {"kind": "moe", "num_experts": 4, "intermediate_size": 32}
 SIGMOID = {**SOFTMAX, "router": "sigmoid", "num_shared_experts": 1, "balance": ["bias", "sequence_loss"]}
 SWITCH = {**SOFTMAX, "router": "switch", "capacity_factor": 1.25, "jitter": 0.01, "balance": ["aux_loss", "z_loss"]}
 GSHARD = {**SOFTMAX, "router": "gshard", "capacity_factor": 1.0, "balance": ["aux_loss"]}
+GPT_OSS = {**SOFTMAX, "biases": True, "swiglu_limit": 0.5}
 
 
 def make(data: PackedTokens, moe: dict[str, Any], optimizer: str = "adamw", **options: Any) -> Trainer:
@@ -88,6 +90,15 @@ def test_every_optimizer_trains_stacks_of_experts(data_folder: Path, optimizer: 
     losses = [trainer.step(data.batch(0, 8, 48, 0)).loss for _ in range(6)]
     assert losses[-1] < losses[0]
     assert not torch.equal(trainer.model.layers[0].feed_forward.gate_up.weight, before)
+
+
+def test_biases_of_experts_and_sinks_do_not_decay(data_folder: Path) -> None:
+    shape = SHAPE.model_copy(update={"family": "gpt_oss", "num_layers": 1, "feed_forward": (GPT_OSS,)})
+    described = describe_parameters(build(shape.config(64)))
+    groups = OPTIMIZERS.read({"kind": "adamw"}).groups(described)
+    fixed = {name for group in groups if not group.weight_decay for name in group.names}
+    assert {"layers.0.mixer.sinks", "layers.0.feed_forward.down.bias", "layers.0.feed_forward.router.bias"} <= fixed
+    assert not any(name.endswith("feed_forward.down.weight") for name in fixed)
 
 
 def test_muon_steps_each_expert_on_its_own(data_folder: Path) -> None:
@@ -241,6 +252,7 @@ def test_layouts_that_do_not_train_experts_yet_say_so(parallelism: Any, moe: dic
 
 WHOLE: list[dict[str, Any]] = [{"model": {"num_layers": 2, "feed_forward": [one]}} for one in (SOFTMAX, {**SIGMOID, "balance": ["bias"]})]  # fmt: skip
 """What is the same however tokens are divided."""
+WHOLE += [{"model": {"num_layers": 2, "family": "gpt_oss", "window": 9, "mixers": ["sliding_window", "attention"], "feed_forward": [GPT_OSS]}}]  # fmt: skip
 PARTS: list[dict[str, Any]] = [{"model": {"num_layers": 2, "feed_forward": [one]}} for one in (SIGMOID, SWITCH, GSHARD)]
 """What is of each micro-batch: capacities, losses and random choices."""
 

@@ -161,8 +161,11 @@ class Optimizer(Technique):
 def by_decay(
     parameters: Mapping[str, Parameter], names: Sequence[str], rule: Rule, weight_decay: float, lr_factor: float = 1.0
 ) -> list[Group]:
-    """`names` in two groups of one rule: matrices, which decay, and vectors, which do not. An empty one is left out."""
-    matrices = tuple(name for name in names if len(parameters[name].shape) >= 2)
-    vectors = tuple(name for name in names if len(parameters[name].shape) < 2)
+    """`names` in two groups of one rule: matrices, which decay, and vectors, which do not. An empty one is left out.
+
+    Biases of several experts [E, N] are vectors.
+    """
+    matrices = tuple(name for name in names if len(parameters[name].shape) >= 2 and not name.endswith(".bias"))
+    vectors = tuple(name for name in names if name not in matrices)
     groups = [Group(matrices, rule, weight_decay, lr_factor), Group(vectors, rule, 0.0, lr_factor)]
     return [group for group in groups if group.names]
