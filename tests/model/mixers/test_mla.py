@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from tests.model.mixers.small import (
 
 MLA = {"kind": "mla", "num_heads": 3, "head_dim": 5, "rope_dim": 4, "latent_dim": 7}
 LOW = {**MLA, "q_latent_dim": 6, "value_dim": 8}
+PAIRS = {**LOW, "rope_interleaved": True, "latent_norm_eps": 0.1}
 
 
 def formula(mixer, x: torch.Tensor) -> torch.Tensor:
@@ -28,15 +31,16 @@ def formula(mixer, x: torch.Tensor) -> torch.Tensor:
     def norm(module, y):
         return y / (y.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.weight
 
-    def turned(y):  # [B, S, rope_dim], the pair (i, i + half) by position * theta^(-2i/d)
+    def turned(y):  # [B, S, rope_dim], the pair (i, i + half), or (2i, 2i + 1), by position * theta^(-2i/d)
         half = spec.rope_dim // 2
         out = torch.empty_like(y)
         for place in range(seq_len):
             for i in range(half):
                 angle = torch.tensor(place * spec.rope.theta ** (-2 * i / spec.rope_dim), dtype=torch.float32).double()
-                a, b = y[:, place, i], y[:, place, i + half]
-                out[:, place, i] = a * angle.cos() - b * angle.sin()
-                out[:, place, i + half] = b * angle.cos() + a * angle.sin()
+                first, second = (2 * i, 2 * i + 1) if spec.rope_interleaved else (i, i + half)
+                a, b = y[:, place, first], y[:, place, second]
+                out[:, place, first] = a * angle.cos() - b * angle.sin()
+                out[:, place, second] = b * angle.cos() + a * angle.sin()
         return out
 
     if spec.q_latent_dim is None:
@@ -58,14 +62,24 @@ def formula(mixer, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", [MLA, LOW])
+@pytest.mark.parametrize("spec", [MLA, LOW, PAIRS])
 def test_formula(spec):
     mixer = small(spec).layers[0].mixer
+    assert spec is not PAIRS or mixer.latent_norm.eps == mixer.q_latent_norm.eps == 0.1
     x = torch.randn(2, 9, 24, dtype=torch.float64)
     torch.testing.assert_close(mixer(x, Causal(x[..., 0])), formula(mixer, x), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [MLA, LOW])
+def test_yarn_scales_the_scores_as_deepseek_does():
+    """(0.1 mscale_all_dim ln(factor) + 1)^2 beside the tables' own factor; without a scaling of the positions there is none."""
+    yarn = {"scaling": "yarn", "factor": 40.0, "original_max_seq_len": 16}
+    plain, scaled = (small({**MLA, **more}).layers[0].mixer for more in ({}, {"rope": yarn, "mscale_all_dim": 0.707}))
+    assert plain.scale == 9**-0.5
+    assert scaled.scale == pytest.approx(9**-0.5 * (0.0707 * math.log(40.0) + 1) ** 2)
+    assert small({**MLA, "mscale_all_dim": 0.707}).layers[0].mixer.scale == plain.scale
+
+
+@pytest.mark.parametrize("spec", [MLA, LOW, PAIRS])
 def test_decoding_from_latents(spec):
     model = small(spec)
     carry = check_incremental(model, 17, [[17], [1] * 17, [6, 1, 10], [4, 13]])
