@@ -48,19 +48,6 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
 
 
-def deepseek_lite(num_layers: int) -> tuple[Shape, int]:
-    """DeepSeek-V2-Lite's sizes with so many layers (27: 15.7 billion parameters), balanced by a bias, as torchtitan's flavor 16B is."""
-    experts = {
-        "kind": "moe", "num_experts": 64, "intermediate_size": 1408, "num_shared_experts": 2,
-        "router": {"kind": "softmax", "top_k": 6, "normalize": False}, "balance": ["bias"],
-    }  # fmt: skip
-    latent = {"kind": "mla", "head_dim": 128, "rope_dim": 64, "latent_dim": 512, "latent_norm_eps": 1e-5}
-    return Shape(
-        family="deepseek_v2", hidden_size=2048, num_layers=num_layers, num_dense_layers=1, num_heads=16, intermediate_size=10944,
-        max_seq_len=4096, tie_embeddings=False, mixers=(latent,), feed_forward=(experts,),
-    ), 102400  # fmt: skip
-
-
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
     "27m": (Shape(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536), 4096),

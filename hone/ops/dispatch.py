@@ -19,6 +19,7 @@ from hone.base.errors import SpecError
 from hone.ops.attention.rules import attend, attend_backward, attend_latent, attend_paged
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import GATHERED, HALVES, ON_CPU, UP_TO_32
+from hone.ops.moe.rules import choose_experts, expert_swiglu, grouped_linear
 from hone.ops.where import Choice, Where
 
 
@@ -165,55 +166,6 @@ def _scan(where: Where, *, dtype: torch.dtype, dim_k: int, dim_v: int, seq_len: 
     return Choice("triton", "chunked kernels, the state in registers")
 
 
-def _grouped_linear(
-    where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool
-) -> Choice:
-    if dtype not in HALVES:
-        return Choice("reference", f"grouped products take dtypes of 16 bits, not {dtype}")
-    if not grad and num_rows <= 32 * num_experts:
-        return Choice("triton", "few tokens per expert: bound by reading the weights once")
-    if any(size % 8 for size in sizes):
-        return Choice("reference", f"grouped products need sizes that are multiples of 8, not {sizes}")
-    if where.runs_gluon:
-        return Choice("gluon", "many tokens per expert, or a gradient: Hopper's asynchronous products, without padding")
-    return Choice("torch", "many tokens per expert, or a gradient, on another GPU than Hopper: torch's grouped product")
-
-
-def _choose_experts(where: Where, *, dtype: torch.dtype | None, num_experts: int, top_k: int) -> Choice:
-    """`dtype` None: x and the router's weight differ."""
-    if dtype not in HALVES:
-        return Choice("reference", f"the kernels take a router of 16 bits and x of the same, not {dtype}")
-    if num_experts > 1024 or top_k > 32:
-        return Choice("reference", f"the kernels take up to 32 of 1024 experts, not {top_k} of {num_experts}")
-    return Choice("triton", "two kernels: logits summed in float32, and the best of them")
-
-
-def _expert_swiglu(
-    where: Where,
-    *,
-    dtype: torch.dtype | None,
-    visits: int,
-    num_experts: int,
-    sizes: tuple[int, int],
-    kind: str,
-    plain: bool,
-) -> Choice:
-    """`dtype` None: x and dense weights differ. `kind` of both weights, "mixed" where they differ; `plain`: no gradient."""
-    dense = kind == "dense"
-    if dense and (not plain or visits > 32 * num_experts):
-        return Choice("grouped", "many tokens per expert, or a gradient: sorted by expert, for grouped products")
-    if not plain:
-        return Choice("reference", "codes have no kernel with a gradient")
-    if dtype not in HALVES:
-        return Choice("grouped" if dense else "reference", f"the kernels take 16 bits, not {dtype}")
-    if num_experts > 1024 or any(size % 16 for size in sizes):
-        said = f"the kernels take up to 1024 experts and sizes in sixteens, not {num_experts} of {sizes}"
-        return Choice("grouped" if dense else "reference", said)
-    if kind == "mixed":
-        return Choice("triton", "codes of two kinds, widened in registers")
-    return Choice("triton", "x is read where it is, and each expert's weights once")
-
-
 def _linear(
     where: Where, *, dtype: torch.dtype | None, rows: int, out_features: int, in_features: int, in_rows: bool, plain: bool
 ) -> Choice:  # fmt: skip
@@ -328,10 +280,10 @@ RULES: dict[str, Callable[..., Choice]] = {
     ),
     "geglu": lambda where: Choice("torch", "there is no kernel: torch's gelu and a product"),
     "linear_cross_entropy": _linear_cross_entropy,
-    "grouped_linear": _grouped_linear,
+    "grouped_linear": grouped_linear,
     "permute": _by_dtype("reference", UP_TO_32, "counting sort in two kernels"),
-    "choose_experts": _choose_experts,
-    "expert_swiglu": _expert_swiglu,
+    "choose_experts": choose_experts,
+    "expert_swiglu": expert_swiglu,
     **dict.fromkeys(_CHOOSING, _by_dtype("reference", UP_TO_32, "one pass over the logits")),
     "count_tokens": _by_dtype("reference", (torch.int32,), "one atomic operation a token"),
     **dict.fromkeys(_SWEEPS, _by_dtype("reference", (torch.float32,), "one launch for 64 columns, not five a column")),

@@ -7,7 +7,7 @@ more. It never waits for the device, and its shapes depend on the number of toke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,8 @@ from hone.ops import choose_experts, expert_swiglu
 from hone.ops.dispatch import choose, locate, runs_kernel
 from hone.ops.moe.weights import ExpertWeights
 
-if TYPE_CHECKING:
-    from hone.model.feed_forwards.moe import MoELayer
 
-
-def fused(layer: MoELayer, tokens: Tensor, x: Tensor, context: Context) -> Tensor | None:
+def fused(layer: Any, tokens: Tensor, x: Tensor, context: Context) -> Tensor | None:
     """The weighted sum of the chosen experts of tokens [T, D] (x before it was flattened), without shared ones; None where they must
     be computed in steps: with a gradient, on a CPU, or where something watches or replaces one of the layer's linears."""
     if torch.is_grad_enabled() or not _on_gpu(tokens):
@@ -43,7 +40,7 @@ def fused(layer: MoELayer, tokens: Tensor, x: Tensor, context: Context) -> Tenso
     return expert_swiglu(tokens, *chosen, gate_up, down)
 
 
-def _weights(layer: MoELayer, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] | None:
+def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] | None:
     """Both weights of all experts, where a kernel multiplies them with these tokens."""
     if layer.spec.biases or layer.spec.swiglu_limit is not None:
         return None
@@ -73,7 +70,7 @@ def _stacked(linear: nn.Module) -> ExpertWeights | None:
     return getattr(linear, "stacked", None)
 
 
-def _chosen(layer: MoELayer, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+def _chosen(layer: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
     """The choice of a router whose scores and choice are one kernel's."""
     router, linear = layer.spec.router, getattr(layer, "router", None)
     if type(router) not in (Softmax, Sigmoid) or router.num_groups > 1:
