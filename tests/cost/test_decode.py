@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from benchmarks.serve import SHAPES
 from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.dims import ModelDims
 from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Machine
+from hone.model.shape import Shape
 from tests.cost.h200 import GPU, LLAMA_8B, h200, row
 
 CAPTURED = {"dtype": "bfloat16", "in_place": True, "captured": True}
@@ -61,6 +65,32 @@ def test_a_step_that_is_not_captured_waits_for_its_launches():
     machine = h200()
     launched = decode_step_seconds(LLAMA_8B, machine, num_seqs=1, context=0, dtype="bfloat16", in_place=True).value
     assert launched == pytest.approx(decode_step_starts(LLAMA_8B) * machine.calibration.op_s)
+
+
+def test_a_step_reads_the_experts_that_its_sequences_visit():
+    """Counted by drawing: independent choices of 3 of 24 experts."""
+    experts = {"kind": "moe", "num_experts": 24, "intermediate_size": 48, "router": {"kind": "softmax", "top_k": 3}}
+    shape = Shape(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, feed_forward=("swiglu", experts))
+    config = shape.config(vocab_size=300)
+    dims, draw = config.dims(), random.Random(0)
+    one = 3 * 64 * 48
+    assert dims.layers[0].routed.params == 0 and dims.layers[1].routed.params == 24 * one
+    assert dims.read_params(1) == dims.matmul_params
+    for sequences in (1, 4, 20):
+        seen = [len({e for _ in range(sequences) for e in draw.sample(range(24), 3)}) for _ in range(2000)]
+        more = dims.read_params(sequences) - dims.matmul_params
+        assert more == pytest.approx(2 * one * (sum(seen) / len(seen) - 3), rel=0.02, abs=1e-6)
+    machine = h200()
+    moe = SHAPES["qwen3-30b-a3b"][0].config(SHAPES["qwen3-30b-a3b"][1]).dims()
+    rate = machine.calibration.read_bytes_per_s
+    for sequences, experts_read in ((1, 8), (8, 51.6), (64, 125.9)):
+        least = 2 * (moe.matmul_params + 48 * (experts_read - 8) * 3 * 2048 * 768) / rate
+        step = decode_step_seconds(moe, machine, num_seqs=sequences, context=0, **CAPTURED).value
+        quarter = decode_step_seconds(
+            moe, machine, num_seqs=sequences, context=0, weights_bytes=2 * moe.read_params(10**6) / 4, **CAPTURED
+        ).value
+        assert least < step < 1.1 * least + 1e-3
+        assert least / 4 < quarter < least / 1.5 + 1e-3
 
 
 def test_without_a_calibration_it_is_the_data_sheets_bound():
