@@ -73,18 +73,26 @@ def best_experts(
     # A row that is not finite still gets experts that exist; its weights say what it is.
     choice = tl.where(choice == choice, choice, -3.0e38)
     choice = tl.where(known, tl.maximum(choice, -3.0e38), float("-inf"))
+    # One number orders scores, and among equal ones experts: integers that compare as the scores do, above the experts' order.
+    bits = choice.to(tl.int32, bitcast=True)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (EXPERTS - 1 - experts)[None, :]
     ranks = tl.arange(0, TOP_K)[None, :]
     best = tl.zeros([TOKENS, TOP_K], tl.int32)
     share = tl.zeros([TOKENS, TOP_K], tl.float32)
     for j in tl.static_range(TOP_K):
         if j < top_k:
-            most = tl.max(choice, 1)[:, None]
-            first = tl.min(tl.where(choice == most, experts[None, :], EXPERTS), 1)[:, None]
+            most = tl.max(keys, 1)[:, None]
+            first = EXPERTS - 1 - (most & 0xFFFFFFFF).to(tl.int32)
             taken = experts[None, :] == first
-            score = tl.sum(tl.where(taken, scores, 0.0), 1)[:, None]
+            if BIASED:
+                score = tl.sum(tl.where(taken, scores, 0.0), 1)[:, None]
+            else:
+                high = (most >> 32).to(tl.int32)
+                score = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+                score = tl.where(score < -1.0, float("nan"), score)  # of a row that is not finite
             best = tl.where(ranks == j, first, best)
             share = tl.where(ranks == j, score, share)
-            choice = tl.where(taken, float("-inf"), choice)
+            keys = tl.where(taken, -0x7FFFFFFFFFFFFFFF, keys)
     if NORMALIZE:
         added = 1e-20 if SIGMOID else 0.0
         share = share / (tl.sum(share, 1)[:, None] + added)

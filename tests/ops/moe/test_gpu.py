@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.ops import grouped_linear, permute, unpermute
+from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
+from hone.ops.moe.weights import FP8, ExpertWeights, pack_pairs
 from tests.ops.gpu_case import as_good, error, graded, poison
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +87,58 @@ def test_an_experts_gradient_has_nothing_of_the_next_experts_rows() -> None:
     (found,) = torch.autograd.grad(grouped_linear(x, leaf, ends, backend="gluon"), leaf, flow)
     assert torch.isfinite(found[0]).all()
     assert not torch.isfinite(found[1]).all()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (3, 8, 1), (64, 64, 6), (2000, 128, 8)])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_choice_of_experts(tokens: int, experts: int, top_k: int, score: str) -> None:
+    x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(experts, 1024, device="cuda") / 30).bfloat16()
+    bias = torch.randn(experts, device="cuda") / 10 if score == "sigmoid" else None
+    poison()
+    ids, weights = choose_experts(x, weight, top_k, score=score, bias=bias)  # type: ignore[arg-type]
+    again = choose_experts(x, weight, top_k, score=score, bias=bias)  # type: ignore[arg-type]
+    assert torch.equal(ids, again[0]) and torch.equal(weights, again[1])
+    logits = x.double() @ weight.double().T
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    torch.testing.assert_close(choice.gather(-1, ids.long()), choice.topk(top_k, -1).values, rtol=0, atol=1e-5)
+    exact = scores.gather(-1, ids.long())
+    assert error(weights, exact / exact.sum(-1, keepdim=True)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (3, 8, 2), (16, 128, 8), (300, 16, 4)])
+def test_layers_of_experts(kind: str, tokens: int, experts: int, top_k: int) -> None:
+    def weights_of(rows: int, columns: int) -> ExpertWeights:
+        values = torch.randn(experts, rows, columns, device="cuda") / columns**0.5
+        if kind == "dense":
+            return ExpertWeights(values.bfloat16())
+        scales = (torch.rand(experts, columns // 128, rows, device="cuda") + 0.5) / 100
+        if kind == "fp8":
+            return ExpertWeights((values * 100).to(FP8), scales)
+        codes = (values * 100).round().clamp(-128, 127).to(torch.int8)
+        return ExpertWeights(pack_pairs(codes.clamp(-8, 7), 128) if kind == "int4" else codes, scales)
+
+    gate_up, down = weights_of(512, 384), weights_of(384, 256)
+    x = torch.randn(tokens, 384, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, experts, device="cuda").topk(top_k, -1).indices
+    ids[: tokens // 2] = ids[:1]
+    shares = torch.rand(tokens, top_k, device="cuda")
+    poison()
+    found = expert_swiglu(x, ids, shares, gate_up, down, backend="triton")
+    assert torch.equal(found, expert_swiglu(x, ids, shares, gate_up, down, backend="triton"))
+    exact = (
+        expert_swiglu(x.double(), ids, shares.double(), gate_up, down, backend="reference")
+        if kind != "dense"
+        else (
+            expert_swiglu(
+                x.double(),
+                ids,
+                shares.double(),
+                *(ExpertWeights(one.values.double()) for one in (gate_up, down)),
+                backend="reference",
+            )
+        )
+    )
+    assert error(found, exact) < 6e-3
