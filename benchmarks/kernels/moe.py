@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
-from hone.ops import grouped_linear, permute, unpermute
+from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
 from hone.ops.moe.gluon_grouped import by_rows, by_weights
+from hone.ops.moe.weights import FP8, ExpertWeights
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -24,7 +25,59 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
     for experts, out, width in ((64, 2816, 2048), (64, 2048, 1408), (128, 1536, 2048), (128, 2048, 768)):
         found += training_rows(experts, out, width, 512)
     found += training_rows(64, 2816, 2048, 512, even=False)
+    for kind in ("bf16", "int4", "fp8"):
+        found += layer_rows(limit, kind, (1, 8, 64, 256), (128, 8, 2048, 768))
     return found + permute_rows(limit, 8192, 8, 128, 2048)
+
+
+def layer_rows(
+    limit: Ceilings, kind: str, batches: tuple[int, ...], sizes: tuple[int, int, int, int]
+) -> list[dict[str, Any]]:
+    """A layer of experts in decode steps, the router's choice included, of reading the weights of those that are visited.
+
+    `sizes`: experts, of which a token visits, width, inner width. Two layers alternate. The peer is torch's grouped product with its
+    topk, sort and gathers, of dense weights.
+    """
+    experts, top_k, width, inner = sizes
+    layers = [(_coded(kind, experts, 2 * inner, width), _coded(kind, experts, width, inner)) for _ in range(2)]
+    routers = [torch.randn(experts, width, **BF16) / 30 for _ in layers]
+    size = sum(one.values.nbytes + (0 if one.scales is None else one.scales.nbytes) for one in layers[0]) / experts
+    found = []
+    for batch in batches:
+        xs = [torch.randn(batch, width, **BF16) for _ in layers]
+
+        def ours(xs: list[torch.Tensor] = xs) -> None:
+            for x, router, (gate_up, down) in zip(xs, routers, layers):
+                expert_swiglu(x, *choose_experts(x, router, top_k), gate_up, down)
+
+        def theirs(xs: list[torch.Tensor] = xs) -> None:
+            for x, router, (gate_up, down) in zip(xs, routers, layers):
+                weights, ids = (x.float() @ router.float().T).softmax(-1).topk(top_k, -1)
+                flat, order = ids.flatten().sort(stable=True)
+                ends = torch.searchsorted(flat, torch.arange(experts, device="cuda"), right=True).int()
+                made = F.grouped_mm(x[order // top_k], gate_up.values.mT, offs=ends)
+                made = F.grouped_mm(F.silu(made[:, :inner]) * made[:, inner:], down.values.mT, offs=ends)
+                made = made * (weights / weights.sum(-1, keepdim=True)).flatten()[order, None].bfloat16()
+                torch.zeros_like(x).index_add_(0, order // top_k, made)
+
+        visited = sum(len(choose_experts(x, router, top_k)[0].unique()) for x, router in zip(xs, routers)) / len(layers)
+        taken = interleaved([ours, theirs] if kind == "bf16" else [ours], calls=len(layers))
+        peer = {"peer": "torch grouped_mm", "peer_seconds": taken[1]} if kind == "bf16" else {}
+        name = f"layer of {experts} experts of {inner} x {width}, {top_k} a token, {kind}, batch {batch}"
+        found.append(row(name, taken[0], amount=visited * size, unit="TB/s", ceiling=limit.read, **peer))
+    return found
+
+
+def _coded(kind: str, experts: int, rows: int, columns: int) -> ExpertWeights:
+    """Random weights in one of the forms of `layer_rows`."""
+    shape = (experts, rows, columns)
+    if kind == "bf16":
+        return ExpertWeights(torch.randn(shape, **BF16) / columns**0.5)
+    scales = torch.rand(experts, columns // 128, rows, device="cuda") * 1e-3
+    if kind == "fp8":
+        return ExpertWeights(torch.randint(0, 120, shape, device="cuda", dtype=torch.uint8).view(FP8), scales)
+    pairs = torch.randint(0, 256, (experts, rows, columns // 2), device="cuda", dtype=torch.uint8)
+    return ExpertWeights(pairs, scales.bfloat16())
 
 
 def training_rows(experts: int, out: int, width: int, each: int, *, even: bool = True) -> list[dict[str, Any]]:
