@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -11,8 +14,10 @@ from hone.ops.loss import triton_kernels as loss
 from hone.ops.loss.api import ROW_BLOCK
 from hone.ops.moe import triton_experts as layers
 from hone.ops.moe import triton_kernels as grouped
+from hone.ops.moe import triton_visits as alone
 from hone.ops.moe.api import few_shape
-from hone.ops.moe.launch_experts import expert_shape, summed_shape
+from hone.ops.moe.launch_experts import ALONE_ROWS, expert_shape, tile_of
+from hone.ops.moe.weights import ExpertWeights
 from hone.ops.norm import triton_kernels as norm
 from hone.ops.rope import triton_kernels as turn
 from hone.ops.rounding import triton_kernels as rounding
@@ -22,7 +27,7 @@ from hone.ops.sample import triton_tables as tables
 from hone.ops.sample.api import draw_shape, floor_shape
 from hone.ops.sample.bitmask import BLOCK as MASK_BLOCK
 from hone.ops.update import triton_kernels as update
-from tests.ops.compiled import NUMBERS, SHARED_LIMIT, bf16, compile_simple, compile_triton, fp32
+from tests.ops.compiled import NUMBERS, bf16, compile_simple, compile_triton, fp32
 
 
 def test_norm() -> None:
@@ -121,32 +126,46 @@ def test_few_tokens_streams_weights_through_shared_memory() -> None:
     assert record.count("HGMMA") and record.count("LDGSTS")
 
 
+STORED = {"dense": torch.bfloat16, "int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KINDS = {"dense": "*bf16", "int4": "*u8", "int8": "*i8", "fp8": "*fp8e4nv"}
+
+
+def compile_experts(kernel: Any, kind: str, constants: dict[str, Any], warps: int = 4) -> Any:
+    """A kernel of a layer of Qwen3-30B-A3B's experts, with scales of 128 columns."""
+    types = bf16("x", "h", "scales", "out", "y") | {
+        "weight": KINDS[kind],
+        "ids": "*i32",
+        "order": "*i32",
+        "ends": "*i32",
+    }
+    types |= fp32("weights")
+    constants |= {"KIND": kind, "GROUPED": kind != "dense", "EARLY": True, "TOP_K": 8, "EVEN": True, "LISTED": False}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    divisible = [name for name in ("x_stride", "inner", "num_out", "num_in") if name in signature]
+    return compile_triton(kernel, signature, constants, num_warps=warps, divisible=divisible)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "stored"), [("dense", "*bf16"), ("int4", "*u8"), ("int8", "*i8"), ("fp8", "*fp8e4nv")]
-)
-def test_layers_of_experts_stream_weights_through_shared_memory(kind: str, stored: str) -> None:
-    experts, block = 128, 0 if kind == "dense" else 128
-    names = bf16("x", "h", "scales", "out", "y") | {"weight": stored, "ids": "*i32", "order": "*i32", "ends": "*i32"}
-    names |= fp32("weights") | dict.fromkeys(("inner", "num_out", "num_in", "groups", "num_visits", "top_k"), "i32")
-    finds = {"LISTED": False, "EARLY": True, "KIND": kind, "EVEN": True, "GROUPED": kind != "dense", "TOP_K": 8}
-    for kernel, visits, features, columns, each in (
-        (layers.gate_up_swiglu, 8, 768, 2048, 2),
-        (layers.gate_up_swiglu, 512, 768, 2048, 2),
-        (layers.down_visits, 512, 2048, 768, 1),
-        (layers.down_summed, 8, 2048, 768, 1),
-    ):
-        shape = expert_shape(visits, experts, features, columns, block, each)
-        if kernel is layers.down_summed:
-            shape = summed_shape(1, features, columns, block)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_experts_stream_weights_through_shared_memory(kind: str) -> None:
+    for kernel, features, columns, each in ((layers.gate_up_swiglu, 768, 2048, 2), (layers.down_visits, 2048, 768, 1)):
+        shape = expert_shape(512, 128, features, columns, 0 if kind == "dense" else 128, each)
         constants = {"BLOCK": shape.block_k, "TOKENS": shape.tokens, "BLOCK_N": shape.block_n, "STAGES": shape.stages}
-        constants |= finds | {"BY_VISIT": visits < experts, "IDS": max(16, visits)}
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {name: names.get(name, "i32") for name in kernel.arg_names if name not in constants}
-        divisible = [name for name in ("x_stride", "inner", "num_out", "num_in") if name in signature]
-        record = compile_triton(kernel, signature, constants, num_warps=shape.warps, divisible=divisible)
-        assert record.spill_bytes <= 64 and not record.serialized and record.shared <= SHARED_LIMIT, record.line()
-        assert record.count("LDGSTS") and record.count("HGMMA") + record.count("HMMA")
+        record = compile_experts(kernel, kind, constants | {"BY_VISIT": False, "IDS": 512}, shape.warps)
+        assert record.clean, record.line()
+        assert record.count("LDGSTS") and record.count("HGMMA")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_visits_alone_load_sixteen_bytes_at_a_time(kind: str) -> None:
+    for kernel, columns, rows in ((alone.gate_up_visits, 2048, ALONE_ROWS), (alone.down_tokens, 768, 8 * ALONE_ROWS)):
+        stored = torch.empty(1, 1, columns // 2 if kind == "int4" else columns, dtype=STORED[kind])
+        scales = None if kind == "dense" else torch.empty(1, columns // 128, 1)
+        record = compile_experts(kernel, kind, tile_of(ExpertWeights(stored, scales), rows) | {"BLOCK_N": ALONE_ROWS})
+        assert record.spill_bytes <= 16, record.line()
+        assert record.count("LDG.E.128") >= 6, record.line()
 
 
 def test_bitmask() -> None:

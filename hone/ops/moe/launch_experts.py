@@ -10,13 +10,18 @@ from torch import Tensor
 from hone.ops.early import early_launch, launch_options
 from hone.ops.linear.shapes import power_of_2
 from hone.ops.moe import triton_experts as kernels
+from hone.ops.moe import triton_visits as alone
 from hone.ops.moe.weights import ExpertWeights
 
 SEARCHED = 512
 """Up to this many visits every program looks for those of its expert itself; more are listed by expert first."""
 
-SUMMED = 2
-"""Up to this many tokens a program of the second product sums all of a token's experts."""
+ALONE = {True: 4, False: 16}
+"""Up to this many tokens, with dense weights or codes, each visit is computed by itself: its expert is hardly another's, too, and
+tensor cores wait longer for codes to be widened in their order than products of them take."""
+
+ALONE_ROWS, ALONE_VALUES = 4, 8192
+"""Of such a program: output features, and weights that it loads at once."""
 
 _PROGRAMS = 264
 """Programs that fill a GPU: twice an H100's multiprocessors."""
@@ -79,6 +84,9 @@ def launch_experts(
         **early,
     }
     h = torch.empty(visits, inner, dtype=x.dtype, device=x.device)
+    if num_tokens <= ALONE[gate_up.kind == "dense"]:
+        _alone(x, ids, weights, gate_up, down, h, out, early)
+        return out
     shape = expert_shape(visits, experts, inner, width, gate_up.block, 2)
     values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
     kernels.gate_up_swiglu[(slots * -(-inner // shape.block_n),)](
@@ -87,15 +95,6 @@ def launch_experts(
         num_warps=shape.warps, **found,
     )  # fmt: skip
     values, scales = down.values, down.values if down.scales is None else down.scales
-    if num_tokens <= SUMMED:
-        shape = summed_shape(num_tokens, width, inner, down.block)
-        stored = _weights(down, shape.block_k)
-        del stored["GROUPED"]
-        kernels.down_summed[(num_tokens * -(-width // shape.block_n),)](
-            h, values, scales, ids, weights, out, top_k, width, inner, _groups(down), **stored,
-            TOP_K=power_of_2(top_k), BLOCK_N=shape.block_n, STAGES=shape.stages, num_warps=shape.warps, **early,
-        )  # fmt: skip
-        return out
     y = torch.empty(visits, width, dtype=x.dtype, device=x.device)
     shape = expert_shape(visits, experts, width, inner, down.block, 1)
     kernels.down_visits[(slots * -(-width // shape.block_n),)](
@@ -109,10 +108,34 @@ def launch_experts(
     return out
 
 
-def summed_shape(num_tokens: int, features: int, columns: int, block: int) -> ExpertShape:
-    """Of `down_summed`: 16 features a program, as few tokens have few programs."""
-    block_k = block or min(128, max(16, power_of_2(columns)))
-    return ExpertShape(16, 16, block_k, 8, 4)
+def _alone(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, h: Tensor, out: Tensor,
+    early: dict[str, Any],
+) -> None:  # fmt: skip
+    """Fills h [P, F] and out [T, D] where every visit is computed by itself (`triton_visits`)."""
+    (num_tokens, width), top_k, (visits, inner) = x.shape, ids.shape[1], h.shape
+    rows, padded = ALONE_ROWS, power_of_2(top_k)
+    values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
+    alone.gate_up_visits[(visits * -(-inner // rows),)](
+        x, values, scales, ids, h, x.stride(0), top_k, inner, width, _groups(gate_up), **tile_of(gate_up, rows),
+        BLOCK_N=rows, num_warps=4, **early,
+    )  # fmt: skip
+    values, scales = down.values, down.values if down.scales is None else down.scales
+    alone.down_tokens[(num_tokens * -(-width // rows),)](
+        h, values, scales, ids, weights, out, top_k, width, inner, _groups(down), TOP_K=padded,
+        **tile_of(down, rows * padded), BLOCK_N=rows, num_warps=4, **early,
+    )  # fmt: skip
+
+
+def tile_of(weights: ExpertWeights, rows: int) -> dict[str, Any]:
+    """The constants of a kernel of `triton_visits` with `rows` rows: how weights are stored, and how much of a row is loaded at once."""
+    columns = weights.sizes[2]
+    block = weights.block or min(128, columns & -columns)
+    units, span = columns // block, 1
+    while units % (2 * span) == 0 and 2 * span * block * rows <= ALONE_VALUES:
+        span *= 2
+    grouped = weights.scales is not None and weights.scales.shape[1] > 1
+    return {"KIND": weights.kind, "BLOCK": block, "GROUPED": grouped, "SPAN": span, "STEPS": units // span}
 
 
 def _groups(weights: ExpertWeights) -> int:

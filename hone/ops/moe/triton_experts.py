@@ -36,13 +36,13 @@ def _widened(codes, KIND: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def _add_block(
-    total, rows, scales, inputs, begin, num_in, real, by,
+    total, rows, scales, inputs, begin, num_in, real,
     KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """total [N, TOKENS] + the product of BLOCK columns from `begin`, times the scales of their group where GROUPED.
 
     rows, scales [N, 1] and inputs [1, TOKENS] are pointers to the first column, the group's scales, and the tokens' inputs.
-    `by` multiplies the product where it is no constant 1. ONCE: nothing else reads the weights.
+    ONCE: nothing else reads the weights.
     """
     if KIND == "int4":
         HALF: tl.constexpr = BLOCK // 2
@@ -63,13 +63,11 @@ def _add_block(
         else:
             given = tl.load(inputs + k[:, None], mask=real & (k < num_in)[:, None], other=0.0)
             own = tl.load(rows + k[None, :], mask=(k < num_in)[None, :], other=0.0)
-        if KIND == "dense" and by is None:
-            return tl.dot(own, given, total)
+        if not GROUPED:
+            return tl.dot(_widened(own, KIND, False, given.dtype), given, total)
         piece = tl.dot(_widened(own, KIND, False, given.dtype), given)
     if GROUPED:
         piece *= tl.load(scales).to(tl.float32)
-    if by is not None:
-        piece *= by
     return total + piece
 
 
@@ -140,10 +138,10 @@ def gate_up_swiglu(
         for begin in tl.range(0, num_in, BLOCK, num_stages=STAGES):
             here = own_scales + (begin // width) * 2 * inner
             gate = _add_block(
-                gate, gate_rows, here, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
+                gate, gate_rows, here, inputs, begin, num_in, real, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
             )
             up = _add_block(
-                up, up_rows, here + inner, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
+                up, up_rows, here + inner, inputs, begin, num_in, real, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
             )
         if KIND != "dense" and not GROUPED:
             gate *= tl.load(own_scales).to(tl.float32)
@@ -180,51 +178,12 @@ def down_visits(
         total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
         for begin in tl.range(0, num_in, BLOCK, num_stages=STAGES):
             here = own_scales + (begin // width) * num_out
-            total = _add_block(
-                total, rows, here, inputs, begin, num_in, real, None, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
-            )
+            total = _add_block(total, rows, here, inputs, begin, num_in, real, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16)
         if KIND != "dense" and not GROUPED:
             total *= tl.load(own_scales).to(tl.float32)
         places = out + visits.to(tl.int64)[None, :] * num_out + features[:, None]
         tl.store(places, total.to(out.dtype.element_ty), mask=real & (features < num_out)[:, None])
     start_next_kernel(EARLY)
-
-
-@triton.jit
-def down_summed(
-    h, weight, scales, ids, weights, out, top_k, num_out, num_in, groups,
-    TOP_K: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out [T, D]: the sum of a token's visits times weights [T, k], its experts one after another in one program."""
-    tiles = tl.cdiv(num_out, BLOCK_N)
-    token = tl.program_id(0) // tiles
-    features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mine = tl.minimum(features, num_out - 1)
-    stored = num_in // 2 if KIND == "int4" else num_in
-    width = num_in // groups
-    columns = tl.arange(0, 16)
-    real = (columns == 0)[None, :]
-    steps = tl.cdiv(num_in, BLOCK)
-    ranks = tl.arange(0, TOP_K)
-    previous_kernel_done(EARLY)
-    # Loaded before the loop: an address that a load of the same loop gives would halve the loads that are under way.
-    chosen = tl.load(ids + token * top_k + ranks, mask=ranks < top_k, other=0).to(tl.int32)
-    shares = tl.load(weights + token * top_k + ranks, mask=ranks < top_k, other=0.0)
-    total = tl.zeros([BLOCK_N, 16], tl.float32)
-    for step in tl.range(0, top_k * steps, num_stages=STAGES):
-        rank = step // steps
-        begin = (step % steps) * BLOCK
-        visit = token * top_k + rank
-        expert = tl.sum(tl.where(ranks == rank, chosen, 0), 0).to(tl.int64)
-        by = tl.sum(tl.where(ranks == rank, shares, 0.0), 0)
-        rows = weight + expert * num_out * stored + mine.to(tl.int64)[:, None] * stored
-        here = scales + expert * groups * num_out + mine[:, None] + (begin // width) * num_out
-        inputs = h + visit.to(tl.int64) * num_in + 0 * columns[None, :]
-        total = _add_block(total, rows, here, inputs, begin, num_in, real, by, KIND, BLOCK, EVEN, KIND != "dense", True)
-    start_next_kernel(EARLY)
-    result = tl.sum(total, 1)
-    tl.store(out + token.to(tl.int64) * num_out + features, result.to(out.dtype.element_ty), mask=features < num_out)
 
 
 @triton.jit

@@ -1,0 +1,142 @@
+"""A layer of SwiGLU experts for one or a few tokens: rows of weights times one token's row each, without tensor cores.
+
+With few tokens nearly every visit has an expert of its own, and a product of a matrix with one vector is all there is. Programs load
+rows of weights straight into registers, many bytes at a time and none through shared memory, and add up products in float32; sums of a
+block of columns are multiplied by its scale.
+
+Legend: as in `triton_experts`; U blocks of columns of a row, R rows of a program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hone.ops.early import previous_kernel_done, start_next_kernel
+
+
+@triton.jit
+def _numbers(codes, KIND: tl.constexpr, HIGH: tl.constexpr):
+    """Codes or 16-bit numbers in float32. int4: of the low or high halves of bytes. 2^23 + q is a number whose last bits are q."""
+    if KIND == "int4":
+        halves = (codes >> 4) if HIGH else (codes & 15)
+        numbers = (halves.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    elif KIND == "int8":
+        numbers = (((codes.to(tl.int32) & 0xFF) ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _products(rows, scales, near, far, first, scale_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+              GROUPED: tl.constexpr):  # fmt: skip
+    """float32 [R]: SPAN blocks of columns from block `first` on; rows [R, 1, 1] and scales [R, 1] are pointers."""
+    STORED: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
+    blocks = first + tl.arange(0, SPAN)
+    codes = tl.load(rows + blocks[None, :, None] * STORED + tl.arange(0, STORED)[None, None, :])
+    products = _numbers(codes, KIND, False) * near
+    if KIND == "int4":
+        products += _numbers(codes, KIND, True) * far
+    sums = tl.sum(products, 2)
+    if GROUPED:
+        sums *= tl.load(scales + (blocks * BLOCK // width)[None, :] * scale_stride).to(tl.float32)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def _inputs(inputs, first, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """float32 [R, SPAN, columns]: the inputs of the first half of each block's columns and of the second (int4), or of all, twice.
+
+    inputs [R, 1, 1] are pointers: every row loads its own copy, which all but the first find in the L1 cache.
+    """
+    STORED: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
+    places = inputs + (first + tl.arange(0, SPAN))[None, :, None] * BLOCK + tl.arange(0, STORED)[None, None, :]
+    near = tl.load(places).to(tl.float32)
+    far = near
+    if KIND == "int4":
+        far = tl.load(places + STORED).to(tl.float32)
+    return near, far
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def gate_up_visits(
+    x, weight, scales, ids, out, x_stride, top_k, inner, num_in, groups,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`triton_experts.gate_up_swiglu`, one program per visit and BLOCK_N features; D is STEPS x SPAN x BLOCK."""
+    tiles = tl.cdiv(inner, BLOCK_N)
+    visit = tl.program_id(0) // tiles
+    features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.minimum(features, inner - 1)
+    stored = num_in // 2 if KIND == "int4" else num_in
+    width = num_in // groups
+    half = inner.to(tl.int64) * stored
+    inputs = x + (visit // top_k).to(tl.int64) * x_stride + 0 * mine[:, None, None]
+    previous_kernel_done(EARLY)
+    expert = tl.load(ids + visit).to(tl.int64)
+    gate_rows = weight + expert * 2 * half + mine.to(tl.int64)[:, None, None] * stored
+    own_scales = scales + expert * groups * 2 * inner + mine
+    gate = tl.zeros([BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N], tl.float32)
+    for step in tl.static_range(STEPS):
+        near, far = _inputs(inputs, step * SPAN, KIND, BLOCK, SPAN)
+        gate += _products(
+            gate_rows, own_scales[:, None], near, far, step * SPAN, 2 * inner, width, KIND, BLOCK, SPAN, GROUPED
+        )
+        up += _products(
+            gate_rows + half,
+            own_scales[:, None] + inner,
+            near,
+            far,
+            step * SPAN,
+            2 * inner,
+            width,
+            KIND,
+            BLOCK,
+            SPAN,
+            GROUPED,
+        )
+    if KIND != "dense" and not GROUPED:
+        gate *= tl.load(own_scales).to(tl.float32)
+        up *= tl.load(own_scales + inner).to(tl.float32)
+    start_next_kernel(EARLY)
+    active = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+    tl.store(out + visit.to(tl.int64) * inner + features, active.to(out.dtype.element_ty), mask=features < inner)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def down_tokens(
+    h, weight, scales, ids, weights, out, top_k, num_out, num_in, groups,
+    TOP_K: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, SPAN: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [T, D]: the sum of a token's visits times weights [T, k], BLOCK_N features of all of its experts in one program."""
+    tiles = tl.cdiv(num_out, BLOCK_N)
+    token = tl.program_id(0) // tiles
+    rows = tl.arange(0, TOP_K * BLOCK_N)
+    ranks = tl.minimum(rows // BLOCK_N, top_k - 1)
+    first = (tl.program_id(0) % tiles) * BLOCK_N
+    mine = tl.minimum(first + rows % BLOCK_N, num_out - 1)
+    visits = token * top_k + ranks
+    stored = num_in // 2 if KIND == "int4" else num_in
+    width = num_in // groups
+    inputs = h + visits.to(tl.int64)[:, None, None] * num_in
+    previous_kernel_done(EARLY)
+    experts = tl.load(ids + visits).to(tl.int64)
+    shares = tl.load(weights + visits)
+    own_rows = weight + (experts * num_out + mine)[:, None, None] * stored
+    own_scales = scales + experts * groups * num_out + mine
+    total = tl.zeros([TOP_K * BLOCK_N], tl.float32)
+    for step in tl.static_range(STEPS):
+        near, far = _inputs(inputs, step * SPAN, KIND, BLOCK, SPAN)
+        total += _products(
+            own_rows, own_scales[:, None], near, far, step * SPAN, num_out, width, KIND, BLOCK, SPAN, GROUPED
+        )
+    if KIND != "dense" and not GROUPED:
+        total *= tl.load(own_scales).to(tl.float32)
+    start_next_kernel(EARLY)
+    result = tl.sum(tl.reshape(tl.where(rows // BLOCK_N < top_k, total * shares, 0.0), [TOP_K, BLOCK_N]), 0)
+    features = first + tl.arange(0, BLOCK_N)
+    tl.store(out + token.to(tl.int64) * num_out + features, result.to(out.dtype.element_ty), mask=features < num_out)
