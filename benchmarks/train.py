@@ -47,7 +47,6 @@ from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
 
-
 SHAPES: dict[str, tuple[Shape, int]] = {
     "tiny": (Shape(), 4096),
     "27m": (Shape(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536), 4096),
