@@ -160,7 +160,12 @@ class Twins:
         write_atomic(self.options.out / "result.json", json.dumps(found, indent=1).encode())
 
     def choose_steps(self) -> None:
-        """As many steps as fit into the minutes: of every seed one run of the dense model and two of experts, at the pace of a trial."""
+        """As many steps as fit into the minutes: of every seed one run of the dense model and two of experts, at the pace of a trial.
+
+        With --small there is no trial."""
+        if self.options.small:
+            self.steps = self.options.steps or 20
+            return
         pace = {}
         for name in (DENSE, SCRATCH):
             trainer = self.trainer(self.made(name, 0), TRIAL_STEPS, 1, 1)
@@ -191,10 +196,7 @@ def measured(options: argparse.Namespace) -> None:
                 archive.extractall(scratch, filter="data")
             options.data = Path(scratch)
         twins = Twins(options, Path(scratch))
-        if options.small:
-            twins.steps = options.steps or 20
-        else:
-            twins.choose_steps()
+        twins.choose_steps()
         for seed in range(options.seeds):
             twins.seed(seed)
     print(table(json.loads((options.out / "result.json").read_text())))
@@ -296,13 +298,13 @@ def write_page(path: Path, *, keep: bool = True) -> None:
         print(ledger.append("moe_twin", rows(result), stamp=result["stamp"]))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, help="a result.json")
+def parser_of(text: str, minutes: float) -> argparse.ArgumentParser:
+    """The options of a script that trains twins."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="a result that a run wrote")
     parser.add_argument("--data", type=Path, help="folder of a data stage, or an archive of its folder tokens")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--steps", type=int, default=0, help="most steps of a run; 0: as many as fit")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -311,14 +313,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    options = parser.parse_args(arguments)
-    if options.page:
-        write_page(options.page)
-        return
+    return parser
+
+
+def sized(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Sets the sizes that `options` leaves out. Exits where there is nothing to train on."""
     if options.data is None or options.out is None:
         parser.error("give --data and --out")
     for name, size in (SMALL if options.small else SIZES).items():
         setattr(options, name, getattr(options, name) or size)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    parser = parser_of(__doc__ or "", minutes=8)
+    options = parser.parse_args(arguments)
+    if options.page:
+        write_page(options.page)
+        return
+    sized(parser, options)
     measured(options)
 
 

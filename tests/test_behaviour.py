@@ -77,7 +77,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pruner": ("compress/test_stage.py", "compress/pruners/test_pruning.py", "compress/pruners/test_sparsegpt.py"),
     "low rank": ("compress/low_rank/test_low_rank.py",),
     "KV cache quantizer": ("compress/caches/test_kv_cache.py",),
-    "structured pruner": ("compress/structured/test_cuts.py", "compress/structured/test_experts.py"),
+    "structured pruner": tuple(f"compress/structured/test_{name}.py" for name in ("cuts", "experts", "expert_merging")),
     "export format": ("exports/gguf/test_export.py",),
     "drafter": ("serve/speculation/test_speculation.py",),
     "eviction": ("serve/eviction/test_eviction.py",),

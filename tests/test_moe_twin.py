@@ -1,4 +1,4 @@
-"""The comparison of experts with their dense twin: what its arms are, and what its page and its rows say."""
+"""The comparisons of experts, with their dense twin and with fewer of them: what the arms are, and what pages and rows say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moe_twin
+from benchmarks import expert_merging, moe_twin
 from tests.train.conftest import write_data
 
 
@@ -50,3 +50,29 @@ def test_twins_compute_alike_and_the_page_has_all_arms(tmp_path: Path, monkeypat
     first = rows[0]
     assert first["ratio"] == pytest.approx(first["value"] / first["peer_value"])
     assert first["difference"] == pytest.approx(first["value"] - first["peer_value"])
+
+
+@pytest.mark.slow
+def test_experts_are_removed_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = write_data(tmp_path / "data"), tmp_path / "out"
+    shorter = dict(list(expert_merging.ARMS.items())[:3])
+    monkeypatch.setattr(expert_merging, "ARMS", shorter)
+    expert_merging.main(
+        [f"--data={data}", f"--out={out}", "--small", "--steps=6", "--device=cpu", "--calibration-sequences=4"]
+    )
+    result = json.loads((out / "merging.json").read_text(encoding="utf8"))
+    assert {run["arm"] for run in result["runs"]} == {"dense", "moe", "upcycled"}
+    found = result["merging"]
+    assert all(len(found[model]["arms"]) == 2 * len(shorter) for model in expert_merging.MODELS)
+    assert all(math.isfinite(loss) for model in found.values() for loss in model["arms"].values())
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{expert_merging.BEGIN}{expert_merging.END}\nafter\n", encoding="utf8")
+    monkeypatch.setattr(expert_merging, "PAGE", page)
+    expert_merging.write_page(out / "merging.json", keep=False)
+    text = page.read_text(encoding="utf8")
+    assert all(f"| {arm} |" in text for arm in shorter) and text.endswith("\nafter\n")
+    rows = expert_merging.rows(result)
+    assert len(rows) == 2 * 2 * len(shorter) and sum("peer" in row for row in rows) == 2 * 2 * (len(shorter) - 1)
+    assert {row["technique"] for row in rows if "technique" in row} == {
+        "structured pruner/experts", "structured pruner/expert_merging"
+    }  # fmt: skip

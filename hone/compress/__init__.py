@@ -62,6 +62,7 @@ STRUCTURED_PRUNERS = Table(
         "depth": "hone.compress.structured.depth:Depth",
         "width": "hone.compress.structured.width:Width",
         "experts": "hone.compress.structured.experts:Experts",
+        "expert_merging": "hone.compress.structured.expert_merging:ExpertMerging",
     },
 )
 

@@ -123,6 +123,19 @@ def test_ranks_share_the_matrices_of_experts(steps: list, ranked, experts_folder
 
 
 @pytest.mark.slow
+def test_ranks_merge_the_same_experts(ranked, family_folder, calibration_text, tmp_path) -> None:
+    folder = family_folder("mixtral", num_local_experts=6, num_experts_per_tok=2)
+    spec = spec_of(calibration_text, {"kind": "expert_merging", "num_experts": 3, "align": True})
+    ranked(1, spec, folder, tmp_path / "compress-1")
+    found = ranked(2, spec, folder, tmp_path / "compress-2")
+    assert set(found) == {found[0]} and isinstance(found[0], str), found
+    first, second = tensors(tmp_path / "compress-1"), tensors(tmp_path / "compress-2")
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
 def test_sums_are_the_only_difference(ranked, tiny_llama, calibration_text, tmp_path) -> None:
     # Nothing here adds over batches: ranges of inputs and nearest codes.
     static = [{"kind": "smoothquant"}, {**STATIC, "observer": "moving_average"}]
