@@ -79,7 +79,7 @@ def measured(options: argparse.Namespace) -> None:
             found[model] = {"whole": _loss(twins, Checkpoint(folder), dtype), "arms": {}}
             for share in SHARES:
                 for arm, step in ARMS.items():
-                    flow = Flow(calibration, 8, options.device, torch.float32)
+                    flow = Flow(calibration, 8, options.device, dtype)
                     pruner = STRUCTURED_PRUNERS.read({**step, "num_experts": share})
                     state = twins.folder / f"{model}-{share}-{len(found[model]['arms'])}.json"
                     made, _ = pruner.rewrite(Checkpoint(folder), flow, (), state, Run(quiet=True))

@@ -118,16 +118,19 @@ class Twins:
             rows.append(row | ({} if done.loads is None else done.loads.row()))
         return rows
 
-    def run(self, arm: str, seed: int, model: Decoder, first: int, **more: Any) -> Trainer:
+    def run(self, arm: str, seed: int, model: Decoder, first: int) -> Trainer:
         """Trains `model` from step `first` to the last one, and keeps what it gave; the dense one's weights at half, too."""
         steps, half = self.steps - first, self.steps // 2
         trainer = self.trainer(model, steps, max(1, round(DECAY * self.steps)), max(1, min(100, steps // 10)))
+        more: dict[str, float] = {}
         if arm == DENSE:
             rows = self.fit(trainer, seed, 0, half)
             save(trainer.model, self.folder / f"half-{seed}", dtype=torch.float32)
             more["val_loss_at_half"] = self.loss(trainer.model)
             rows += self.fit(trainer, seed, half, steps - half)
         else:
+            if first:
+                more["val_loss_at_start"] = self.loss(trainer.model)
             rows = self.fit(trainer, seed, first, steps)
         tokens = self.sizes["batch_size"] * self.sizes["seq_len"]
         last = rows[-LAST:]
@@ -182,8 +185,7 @@ class Twins:
         self.run(DENSE, seed, self.made(DENSE, seed), 0)
         half, small = self.steps // 2, self.folder / f"half-{seed}"
         for arm, anew in ((UPCYCLED, 0.0), (DROPPED, 0.5)):
-            model = self.upcycle(small, anew, seed)
-            self.run(arm, seed, model, half, val_loss_at_start=self.loss(model))
+            self.run(arm, seed, self.upcycle(small, anew, seed), half)
         self.run(SCRATCH, seed, self.made(SCRATCH, seed), 0)
 
 
