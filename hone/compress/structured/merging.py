@@ -291,7 +291,7 @@ def merged(source: ModelSource, config: ModelConfig, layers: Sequence[LayerGroup
 def _recipe(made: DeclaredTensor, given: list[DeclaredTensor], groups: LayerGroups) -> Recipe:
     """How a tensor of a layer is made of those `given`."""
     module = made.module
-    alike = [one for one in given if one.path == made.path]
+    alike = [one for one in given if one.path == made.path and len(one.shape) == len(made.shape)]  # weights, or biases
     if groups.groups and made.path == f"{_BLOCK}router":
         return Router(alike[0].name, groups)
     if groups.groups and made.path == f"{_BLOCK}router_bias":

@@ -1,4 +1,4 @@
-"""Published families with experts through compression: experts that leave for transformers, and quantized ones that the engine serves."""
+"""Published families with experts through compression: experts that leave or are merged for transformers, and quantized ones that the engine serves."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def _with_experts(family: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["experts", "expert_merging"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_loads_without_some_experts(family, family_folder, compress, calibration_text):
+def test_what_transformers_loads_with_fewer_experts(family, kind, family_folder, compress, calibration_text):
     import transformers
 
     folder = family_folder(family, **FAMILIES[family])
     made = compress(
-        folder, {"kind": "experts", "num_experts": 3}, name=f"{family}-experts", calibration_text=str(calibration_text)
+        folder, {"kind": kind, "num_experts": 3}, name=f"{family}-{kind}", calibration_text=str(calibration_text)
     ).folder
     values = json.loads((made / "config.json").read_text(encoding="utf8"))
     assert values["model_type"] == family
