@@ -56,8 +56,8 @@ class Offload:
             bound=bound,
         )
 
-    def beside(self, computed: Estimate, machine: Machine) -> Estimate:
-        """Seconds of a step that computes for `computed` while the copies run: the longer of both."""
+    def beside(self, computed: Estimate, machine: Machine, num_tokens: int) -> Estimate:
+        """Seconds of a step of `num_tokens` that computes for `computed` while the copies run: the longer of both."""
         copied = self.copy_seconds(machine)
         return Estimate(
             value=max(computed.value, copied.value),
@@ -65,6 +65,61 @@ class Offload:
             formula=f"max({computed.formula}, copies {copied.value * 1e3:.2f} ms: {copied.formula})",
             bound=computed.bound or copied.bound,
         )
+
+
+@dataclass(frozen=True)
+class ExpertCopies:
+    """Experts in host memory: (experts, visits of a token, bytes of an expert) of each layer, and the experts of a layer on the device."""
+
+    layers: tuple[tuple[int, float, float], ...]
+    num_cached: int
+
+    def copied_bytes(self, num_tokens: int) -> float:
+        """Bytes that a step of `num_tokens` copies, tokens choosing evenly and independently. Visits beyond the cache find nothing there."""
+        total = 0.0
+        for count, visits, size in self.layers:
+            distinct = count * (1 - (1 - visits / count) ** num_tokens)
+            held = min(self.num_cached / count, 1.0)
+            total += size * distinct * (1 - held if distinct <= self.num_cached or held == 1.0 else 1.0)
+        return total
+
+    def beside(self, computed: Estimate, machine: Machine, num_tokens: int) -> Estimate:
+        """Seconds of a step that computes for `computed` and waits for its copies: a layer knows its experts when it begins."""
+        rate, _ = link_rate(machine)
+        copied = self.copied_bytes(num_tokens)
+        return Estimate(
+            value=computed.value + copied / rate,
+            unit="s",
+            formula=f"{computed.formula} + {copied:.3g} B of experts at {rate / 1e9:,.1f} GB/s, if tokens choose evenly and nothing is foreseen",
+            bound=True,
+        )
+
+
+def expert_hit_rate(shares: Sequence[float], num_cached: int, eviction: str = "lru") -> float:
+    """Of a token's visits, the part whose expert is on the device, where tokens choose independently of those before.
+
+    `shares`: the part of tokens that visit each expert. With lru the `num_cached` experts are those of the last t tokens, t such that
+    they are so many in the mean (Che, Tung and Wang 2002, "Hierarchical Web caching systems"); with lfu the most visited ones, but for
+    one slot, which the last missing expert has: it must be on the device to compute.
+    """
+    total = sum(shares)
+    if num_cached >= sum(share > 0 for share in shares):
+        return 1.0
+    if eviction == "lfu":
+        ordered = sorted(shares, reverse=True)
+        stay, pass_by = ordered[: num_cached - 1], ordered[num_cached - 1 :]
+        return (sum(stay) + sum(share * share for share in pass_by) / sum(pass_by)) / total
+    low, high = 0.0, 1.0
+
+    def there(tokens: float) -> list[float]:
+        return [1.0 - (1.0 - min(share, 1.0)) ** tokens for share in shares]
+
+    while sum(there(high)) < num_cached and high < 1e12:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(there(middle)) < num_cached else (low, middle)
+    return sum(share * held for share, held in zip(shares, there(high))) / total
 
 
 def link_rate(machine: Machine) -> tuple[float, bool]:

@@ -11,7 +11,7 @@ from hone.base.figure import Estimate
 from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
-from hone.cost.offload import Offload
+from hone.cost.offload import ExpertCopies, Offload
 from hone.cost.ranks import Split
 from hone.cost.roofline import attention_seconds, copy_rate, seconds
 from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
@@ -193,7 +193,7 @@ class Serving:
     """With several ranks: tokens of the whole vocabulary."""
     cache_width: float | None = None
     """Bytes of a cached number, its part of a scale included; None: those of `dtype`."""
-    offload: Offload | None = None
+    offload: Offload | ExpertCopies | None = None
     """Layers whose weights every step copies from host memory."""
 
     @property
@@ -203,7 +203,7 @@ class Serving:
     def step_seconds(self, step: StepKind) -> Estimate:
         """Seconds of one step of that kind, the copies of streamed layers included."""
         computed = self.computed_seconds(step)
-        return computed if self.offload is None else self.offload.beside(computed, self.machine)
+        return computed if self.offload is None else self.offload.beside(computed, self.machine, step.num_tokens)
 
     def computed_seconds(self, step: StepKind) -> Estimate:
         """Seconds in which a step of that kind computes.

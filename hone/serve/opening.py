@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hone.base.errors import SpecError
+from hone.base.figure import human_bytes
 from hone.cost.cache import cache_dtype, page_bytes
 from hone.cost.serving import Serving
 from hone.measure.machine import describe
@@ -21,7 +22,8 @@ from hone.serve import DRAFTERS, EVICTIONS
 from hone.serve.eviction.eviction import Eviction
 from hone.serve.kv_policies.policy import KeptTokens, check_bits, check_combination
 from hone.serve.offload.budget import MemoryBudget
-from hone.serve.offload.opening import open_streamed, said_of, weights_on_device
+from hone.serve.offload.experts import ExpertStream
+from hone.serve.offload.opening import open_experts, open_streamed, said_of, weights_on_device
 from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.paging.pages import PagePool
 from hone.serve.paging.scales import cache_format, check_on, take_scales
@@ -69,11 +71,15 @@ def open_parts(
         return _open_ranked(model, spec, tokenizer, draft, device)
     given = isinstance(model, Decoder)
     streamed: Streamed | None = None
+    experts: ExpertStream | None = None
     if spec.gpu_memory is not None:
         if draft is not None:
             raise SpecError("engine.gpu_memory is given and a draft model, too", fix="leave one of them out")
         streamed = _open_streamed(model, spec, device)
         model, note = streamed.model, ""
+    elif spec.expert_offload.num_cached_experts is not None:
+        model, experts = _open_experts(model, spec, device)
+        note = f"{human_bytes(experts.host_bytes)} of experts in host memory, {spec.expert_offload.num_cached_experts} a layer on the device"
     else:
         model, note = _sparsified(model, device, spec)
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
@@ -117,6 +123,8 @@ def open_parts(
         proposer, guesser = drafter.open(setting)
     assert spec.max_num_seqs is not None, "sized() fills it in"
     runner = Runner(model, cache, sampler, device, guesser, max_num_seqs=spec.max_num_seqs)
+    if experts is not None:
+        runner.graphs, runner.experts = None, experts.counts  # which are copied is decided anew in every step
     longest = longest if most <= num_pages else min(longest, num_pages * size)
     if streamed is not None:
         if streamed.streams:
@@ -148,6 +156,16 @@ def _open_streamed(model: Decoder | Path, spec: EngineSpec, device: torch.device
     opened, stream = open_streamed(model, spec, budget.offload, device)
     serving = serving_of(spec, facts, machine, budget.offload.loaded(stream.layer_bytes))
     return Streamed(opened, budget, serving, bool(budget.offload.streamed))
+
+
+def _open_experts(model: Decoder | Path, spec: EngineSpec, device: torch.device) -> tuple[Decoder, ExpertStream]:
+    """The model with its experts in host memory. Raises SpecError for a given model, and as `open_experts`."""
+    if isinstance(model, Decoder):
+        raise SpecError(
+            "engine.expert_offload is given and the model is given, not its folder: its experts are on a device already",
+            fix="save it (hone.save) and give the engine its folder",
+        )
+    return open_experts(model, spec, device)
 
 
 def _open_ranked(

@@ -11,7 +11,7 @@ from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES, serve_bytes
-from hone.cost.offload import Offload
+from hone.cost.offload import ExpertCopies, Offload
 from hone.cost.ranks import Split
 from hone.cost.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
 from hone.measure.machine import Machine
@@ -28,7 +28,7 @@ from hone.ops.dispatch import Where, choose, triton_version
 from hone.parallel.place import Place
 from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
-from hone.serve.offload.budget import MemoryBudget, budget_of
+from hone.serve.offload.budget import MemoryBudget, budget_of, expert_bytes
 from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
 from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, step_threads, work_bytes
@@ -63,6 +63,9 @@ def estimates(
     budget = budget_on(spec, models[0], machine, one)
     weights = sum(model.loaded_bytes(dtype) for model, dtype in zip(models, formats))
     weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
+    copies = expert_copies(spec, models[0], formats[0])
+    if copies is not None:
+        weights -= sum(size * (count - copies.num_cached) for count, _, size in copies.layers)
     longest = spec.max_model_len or models[0].config.max_seq_len
     work = work_bytes(dims, spec, formats[0], machine.device)
     memory = DeviceMemory.of(machine)
@@ -75,7 +78,7 @@ def estimates(
         sizes = budget.sized(spec, weights)
     pages = cache_pages(sizes, one, memory, most * spec.block_size, weights=weights, work=work)
     _must_hold(traffic, longest if most <= pages else min(longest, pages * spec.block_size))
-    serving = serving_of(spec, models[0], machine, None if budget is None else budget.offload)
+    serving = serving_of(spec, models[0], machine, copies if budget is None else budget.offload)
     run = serving_seconds(serving, traffic, batching)
     alone = serving.step_seconds(StepKind(1, 64, (), 1, 1)).value
     samples_s = (SAMPLE_TOKENS * NUM_SAMPLES + traffic.outputs[0]) * alone
@@ -138,9 +141,21 @@ def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
     return total
 
 
-def serving_of(spec: EngineSpec, model: CheckpointFacts, machine: Machine, offload: Offload | None = None) -> Serving:
-    """How `model` runs on `machine`: its dtype, threads and kernels, and which of its layers stream."""
-    streams = offload is not None and bool(offload.streamed)
+def expert_copies(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> ExpertCopies | None:
+    """The experts that `spec.expert_offload` keeps in host memory, whose weights are in `dtype` or as stored; None where it keeps none."""
+    num_cached = spec.expert_offload.num_cached_experts
+    if num_cached is None:
+        return None
+    fed = [one.feed_forward for one in model.config.layers if one.feed_forward.sums_once]
+    each = expert_bytes(model, dtype) / max(sum(one.num_experts for one in fed), 1)
+    return ExpertCopies(tuple((one.num_experts, one.router.visits(one.num_experts), each) for one in fed), num_cached)
+
+
+def serving_of(
+    spec: EngineSpec, model: CheckpointFacts, machine: Machine, offload: Offload | ExpertCopies | None = None
+) -> Serving:
+    """How `model` runs on `machine`: its dtype, threads and kernels, and which of its weights are copied in every step."""
+    streams = offload is not None and (isinstance(offload, ExpertCopies) or bool(offload.streamed))
     dtype, dims = model.dtype if spec.dtype == "auto" else spec.dtype, model.config.dims()
     tensors, kept = cache_tensors(model.config), cache_format(spec.kv_cache_dtype, dtype, model.quantization)
     check_format(kept.dtype, tensors, dtype, where_of(machine))

@@ -16,6 +16,7 @@ from torch import Tensor
 from hone.model.decoder import Decoder
 from hone.serve.device.graphs import StepGraphs, padded
 from hone.serve.device.placing import Placer
+from hone.serve.offload.experts import CacheCounts
 from hone.serve.paging.cache import KVCache, has_softcap
 from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_place
 from hone.serve.ranks.errors import RankError
@@ -162,6 +163,8 @@ class Runner:
         self._masks: Masks | None = None
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """The token of each place that the last launched step sampled."""
+        self.experts: CacheCounts | None = None
+        """What happened to the caches of experts, where these are in host memory."""
         self.graphs: StepGraphs | None = None
         """Replays steps; None: every step is launched kernel by kernel."""
         self._table: BlockTable | None = None

@@ -34,6 +34,21 @@ class EplbConfig(Spec):
     )  # fmt: skip
 
 
+class ExpertOffload(Spec):
+    """Experts whose weights are in host memory, with a cache of some on the device."""
+
+    num_cached_experts: int | None = Field(
+        None, ge=1, description="Experts of each layer whose weights are on the device; all are in pinned host memory. Empty: none are, all "
+        "stay on the device."
+    )  # fmt: skip
+    eviction: Literal["lru", "lfu"] = Field(
+        "lru", description="Which expert leaves the device: the one used longest ago, or visited least often."
+    )
+    prefetch: Literal["router", "none"] = Field(
+        "router", description="router: while a layer computes, the experts are copied that the next layer's router names for its input."
+    )  # fmt: skip
+
+
 class EngineSpec(Spec):
     """Dtypes, sizes and policies of an `Engine`. Empty sizes are derived from the device."""
 
@@ -77,6 +92,7 @@ class EngineSpec(Spec):
         None, description="Most memory of the GPU for weights, activations and cache together (20GiB, 20GB, 80%, bytes): layers that "
         "do not fit stay in pinned host memory and are copied in every step. Empty: all layers stay on the device."
     )  # fmt: skip
+    expert_offload: ExpertOffload = Field(ExpertOffload(), description="Experts in host memory.")
     enable_prefix_caching: bool = Field(True, description="Share the pages of equal prompt prefixes.")
     eviction: Annotated[Technique, Choice(EVICTIONS)] | None = Field(
         None, description="Which cached pages are given out first when no other is free; empty is lru."
@@ -136,6 +152,14 @@ class EngineSpec(Spec):
         check_combination(self)
         if self.gpu_memory is not None:
             self._check_gpu_memory()
+        if self.expert_offload.num_cached_experts is not None:
+            if self.gpu_memory is not None or self.num_ranks > 1 or self.sparsity != "none":
+                raise ValueError(
+                    "expert_offload keeps the experts of a model on one GPU in host memory: leave engine.gpu_memory, several ranks and "
+                    "engine.sparsity out"
+                )
+        elif self.expert_offload != ExpertOffload():
+            raise ValueError("expert_offload has no effect without expert_offload.num_cached_experts")
         if self.async_scheduling and (self.drafter is not None or self.draft is not None):
             raise ValueError("async_scheduling and a drafter exclude each other: guesses follow tokens that are known")
         if self.num_ranks > 1 and self.draft is not None:

@@ -131,6 +131,18 @@ def layer_sizes(model: CheckpointFacts, dtype: str) -> tuple[float, list[float]]
     return ends, [stored * one / max(sum(params), 1) for one in params]
 
 
+def expert_bytes(model: CheckpointFacts, dtype: str) -> float:
+    """Bytes of the experts of all layers, but for shared ones: in `dtype`, quantized ones as stored."""
+    config = model.config
+    experts = [one for index in range(config.num_layers) for one in config.linears(index).values() if one.experts]
+    params = sum(one.num_params for one in experts)
+    if not model.packed:
+        return float(BYTES[dtype] * params)
+    ends, layers = layer_sizes(model, dtype)
+    inner = config.num_params - ends / BYTES[dtype]
+    return sum(layers) * params / max(inner, 1.0)
+
+
 def _rounded(num_bytes: float) -> str:
     """`num_bytes` rounded up, as the field takes it."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

@@ -12,13 +12,17 @@ from hone.base.figure import human_bytes
 from hone.cost.offload import Offload, link_rate
 from hone.cost.serving import Serving, StepKind
 from hone.model.decoder import Decoder
+from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint
 from hone.model.parallel.random import RandomCheckpoint
 from hone.model.weights.model import ModelSource
-from hone.serve.offload.budget import MemoryBudget
+from hone.serve.offload.budget import MemoryBudget, expert_bytes
+from hone.serve.offload.experts import ExpertStream
 from hone.serve.offload.pinned import check_host
 from hone.serve.offload.stream import LayerStream
 from hone.serve.spec import EngineSpec
+
+_FEWER = "compress the model (hone compress), or add memory"
 
 Made = Callable[[int, nn.Module], None]
 
@@ -42,6 +46,25 @@ def open_streamed(
     model = _read(checkpoint, device, dtype, made)
     if offload.streamed:
         stream.open()
+    return model.eval().requires_grad_(False), stream
+
+
+def open_experts(folder: Path, spec: EngineSpec, device: torch.device) -> tuple[Decoder, ExpertStream]:
+    """The model in `folder` with `spec.expert_offload`, ready to serve, and its experts, all of which are in host memory.
+
+    Raises FitError when they are more than the host's free memory, SpecError as `ExpertStream.take`, MachineError when it cannot be pinned.
+    """
+    given = spec.expert_offload
+    assert given.num_cached_experts is not None, "there is something to keep"
+    facts = CheckpointFacts.of(folder)
+    check_host(expert_bytes(facts, facts.dtype if spec.dtype == "auto" else spec.dtype), what="the experts", fix=_FEWER)
+    dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    stream = ExpertStream(
+        device, given.num_cached_experts, eviction=given.eviction, prefetch=given.prefetch == "router"
+    )
+    checkpoint: ModelSource = RandomCheckpoint(folder) if spec.load_format == "dummy" else Checkpoint(folder)
+    model = _read(checkpoint, device, dtype, lambda _, layer: stream.take(layer.requires_grad_(False)))
+    stream.open()
     return model.eval().requires_grad_(False), stream
 
 

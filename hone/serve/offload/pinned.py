@@ -48,13 +48,16 @@ def host_memory(num_bytes: int, *, pin: bool, what: str = "a layer's weights", f
     return memory
 
 
-def check_host(num_bytes: float) -> None:
+_TOO_MANY = "raise engine.gpu_memory, compress the model (hone compress), or add memory"
+
+
+def check_host(num_bytes: float, *, what: str = "the streamed layers", fix: str = _TOO_MANY) -> None:
     """Raises FitError when `num_bytes` of weights are more than the host's free memory."""
     free = min(psutil.virtual_memory().available, describe().free_memory_bytes)
     if num_bytes > free:
         raise FitError(
-            f"the streamed layers take {human_bytes(num_bytes)} of host memory, {human_bytes(free)} are free",
-            fix="raise engine.gpu_memory, compress the model (hone compress), or add memory",
+            f"{what} take {human_bytes(num_bytes)} of host memory, {human_bytes(free)} are free",
+            fix=fix,
         )
 
 
