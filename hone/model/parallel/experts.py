@@ -56,7 +56,7 @@ class PlacedMoE(MoE):
         return tuple(
             one.local(self.rank, self.num_ranks)
             if one.experts is None
-            else replace(one, experts=self.num_slots, share=share)
+            else replace(one, experts=self.num_slots, share=share, shard="none")
             for one in super().linears(hidden_size)
         )
 
@@ -70,6 +70,11 @@ class PlacedMoELayer(MoELayer):
     spec: PlacedMoE
     counts: Tensor | None = None
     """int64 [E]: visits of each expert that tokens asked for since the last time it was read; None: not counted."""
+
+    def __init__(self, spec: PlacedMoE, place: Placement) -> None:
+        super().__init__(spec, place)
+        if hasattr(self, "router"):  # what chooses and computes in one kernel knows of no ranks, and leaves a watched router alone
+            self.router.register_forward_pre_hook(lambda *_: None)
 
     def arrange(self, slots: Sequence[int], device: torch.device | str) -> None:
         """Says which slots have which experts. Later calls, with as many slots, write to the same memory."""
