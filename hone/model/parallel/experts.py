@@ -29,6 +29,9 @@ from hone.parallel.place import Place
 Slots = Mapping[int, Sequence[int]]
 """By layer, the expert whose weights each slot has: the slots of rank 0 first, as many on every rank."""
 
+FEW_VISITS = 512
+"""Up to so many visits a pass reads weights for longer than it multiplies."""
+
 _SPREAD = 2_654_435_761
 """Knuth's multiplier (2^32 / golden ratio): neighbouring tokens get different copies."""
 
@@ -73,7 +76,9 @@ class PlacedMoELayer(MoELayer):
 
     def __init__(self, spec: PlacedMoE, place: Placement) -> None:
         super().__init__(spec, place)
-        if hasattr(self, "router"):  # what chooses and computes in one kernel knows of no ranks, and leaves a watched router alone
+        if hasattr(
+            self, "router"
+        ):  # what chooses and computes in one kernel knows of no ranks, and leaves a watched router alone
             self.router.register_forward_pre_hook(lambda *_: None)
 
     def arrange(self, slots: Sequence[int], device: torch.device | str) -> None:
@@ -115,8 +120,16 @@ class PlacedMoELayer(MoELayer):
             if context.tokens is not None:
                 key = key + context.tokens.reshape(-1, 1)
             slots = self._here[ids, ((key * _SPREAD) >> 16) % self._copies[ids]]
+        if _takes_all(x, ids):
+            here = slots < self.spec.num_slots
+            return ByToken(slots * here, routes.weights * here, self.spec.num_slots, routes.scores)
         cuts = not x.is_cuda or isinstance(self.down, ExpertLinears)  # these wait for the counts anyway
         return HeldRoutes(slots, routes.weights, self.spec.num_slots, routes.scores, leaves_out=True, cuts=cuts)
+
+
+def _takes_all(x: Tensor, ids: Tensor) -> bool:
+    """Whether visits of other ranks' experts are computed, too, by the first slot and with weight 0: in few kernels that need no counts."""
+    return x.is_cuda and ids.numel() <= FEW_VISITS
 
 
 @dataclass

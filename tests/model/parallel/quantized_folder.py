@@ -16,14 +16,14 @@ from hone.model.weights.model import fused_linears
 
 
 def write_quantized(model: Decoder, folder: Path, scheme: Scheme, method: str) -> Path:
-    """`model` with every linear of its layers rounded to `scheme`; the head stays dense."""
-    quantization = Quantization(((("Linear",), scheme),), ("lm_head",), method)
-    linears = {
-        name
-        for index in range(model.config.num_layers)
-        for names in fused_linears(model.config, index).values()
-        for name in names
-    }
+    """`model` with every linear of its layers rounded to `scheme`; the head and routers stay dense."""
+    config, linears, dense = model.config, set(), ["lm_head"]
+    for index in range(config.num_layers):
+        for path, names in fused_linears(config, index).items():
+            dense += names if config.linears(index)[path].precise else ()
+            linears |= set(names)
+    linears -= set(dense)
+    quantization = Quantization(((("Linear",), scheme),), tuple(dense), method)
     tensors = dict(hf.state(model))
     for name in linears:
         weight = tensors.pop(f"{name}.weight").float()

@@ -1,0 +1,80 @@
+"""Whole experts of several ranks, computed one rank after another: their sum is the layer's output, whichever way its visits are told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.model import hf
+from hone.model.context import Causal
+from hone.model.feed_forwards import moe_fused
+from hone.model.parallel import experts
+from hone.model.parallel.experts import PlacedMoELayer, even_slots
+from hone.model.parallel.reading import LocalCheckpoint
+from hone.parallel.group import Group
+from hone.parallel.place import Place
+from tests.serve.small import decoder
+
+FED = {
+    "kind": "moe",
+    "num_experts": 6,
+    "intermediate_size": 24,
+    "num_shared_experts": 1,
+    "router": {"kind": "softmax", "top_k": 3},
+}
+VARIANTS = {
+    "plain": {},
+    "biased": {"biases": True, "swiglu_limit": 7.0},
+    "sigmoid": {"router": {"kind": "sigmoid", "top_k": 2}},
+}
+
+
+def test_kernels_that_choose_by_themselves_leave_the_router_alone(tmp_path: Path, monkeypatch) -> None:
+    """Where a layer is computed at once, the choice is made in steps, so that it is of this rank's slots."""
+    model = decoder(num_layers=1, feed_forward=(FED,))
+    hf.save(model, tmp_path)
+    place = Place(0, 2, 0, 1)
+    layer = (
+        LocalCheckpoint(tmp_path, place, Group(place), slots=even_slots(model.config, 2)).build().layers[0].feed_forward
+    )
+    monkeypatch.setattr(moe_fused, "runs_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(moe_fused, "choose_experts", lambda *_, **__: "chosen")
+    x = torch.zeros(2, 32)
+    assert moe_fused._chosen(model.layers[0].feed_forward, x) == "chosen" and moe_fused._chosen(layer, x) is None
+
+
+@pytest.mark.parametrize("redundant", [0, 3])
+@pytest.mark.parametrize("takes_all", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, takes_all: bool, redundant: int) -> None:
+    monkeypatch.setattr(experts, "_takes_all", lambda x, ids: takes_all)
+    model = decoder(
+        num_layers=1, num_heads=3, num_kv_heads=3, hidden_size=48, feed_forward=({**FED, **VARIANTS[name]},)
+    )
+    with torch.no_grad():
+        for path, one in model.named_parameters():
+            if one.dim() == 3 or path.endswith("bias"):
+                one.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(path)))
+    hf.save(model, tmp_path)
+    slots, parts = even_slots(model.config, 3, redundant), []
+    for rank in range(3):
+        place = Place(rank, 3, 0, 1)
+        part = LocalCheckpoint(tmp_path, place, Group(place), slots=slots).build().layers[0].feed_forward
+        assert isinstance(part, PlacedMoELayer)
+        part._forward_hooks.clear()  # the sum over ranks, which is made here
+        part.count()
+        parts.append(part)
+    tokens = torch.arange(1, 41) % 61
+    context, x = Causal(tokens), torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
+    context.tokens = tokens
+    with torch.no_grad():
+        wanted = model.layers[0].feed_forward(x, context)
+        made = [one(x, context) for one in parts]
+    torch.testing.assert_close(sum(made), wanted, atol=1e-5, rtol=1e-5)
+    assert all(float(one.abs().max()) > 0.01 for one in made)
+    counts = [one.counts.tolist() for one in parts]
+    assert (
+        counts[0] == counts[1] == counts[2] and sum(counts[0]) == 40 * model.config.layers[0].feed_forward.router.top_k
+    )
