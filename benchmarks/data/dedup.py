@@ -92,11 +92,11 @@ def extra_megabytes(kind: str, folder: Path) -> float:
 def _memory_of(kind: str, folder: Path) -> float:
     with tempfile.TemporaryDirectory() as name:
         small = write_shards(["one two three four five six", "seven"] * _SHARDS, Path(name))
-        _KINDS[kind]().representatives(small, np.ones(len(small), bool), Path(name))
+        _KINDS[kind]().compare(small, np.ones(len(small), bool), Path(name))
     before = peak_kilobytes()
     corpus = Corpus(sorted(folder.glob("[0-9].parquet")))
     with tempfile.TemporaryDirectory() as name:
-        _KINDS[kind]().representatives(corpus, np.ones(len(corpus), bool), Path(name))
+        _KINDS[kind]().compare(corpus, np.ones(len(corpus), bool), Path(name))
     return (peak_kilobytes() - before) / 1e3
 
 
@@ -141,7 +141,7 @@ def _measure(technique: Any, corpus: Corpus, folder: Path) -> tuple[float, np.nd
         state.mkdir()
         fresh = Corpus(corpus.shards)
         start = time.process_time()
-        stands = technique.representatives(fresh, np.ones(len(fresh), bool), state)
+        stands = technique.compare(fresh, np.ones(len(fresh), bool), state).stands
         times.append(time.process_time() - start)
     return min(times[1:]), stands
 

@@ -4,7 +4,7 @@
 
 Every case is a source made from real text and a spec, run in a process of its own. Sources are skewed on purpose: one large
 file beside many tiny ones, sorted so that the beginning is unlike the end, a filter that keeps a tenth, copies that a
-deduplication removes, compressed streams, pages. Errors are (estimate - measured) / measured. time_s is included, but is
+deduplication removes, compressed streams, pages. A sample is a fifth of a source that is grown, or the 16 MB that the stage samples. Errors are (estimate - measured) / measured. time_s is included, but is
 only meaningful on an idle machine.
 """
 
@@ -29,15 +29,20 @@ import pyarrow.parquet as parquet
 from benchmarks.data.corpus import Grown, code, english, grown
 from benchmarks.data.scale import tokenizer
 
-FIGURES = ("kept_bytes", "train_tokens", "peak_memory_bytes", "time_s")
+FIGURES = ("kept_documents", "kept_bytes", "train_tokens", "peak_memory_bytes", "time_s")
 _GOOD = 0.2
 _RUN = """
 import json, sys
 from hone.base.run import Run
+from hone.data import forecast
 from hone.data.stage import Data
 
 spec, out, executor = json.loads(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-Data.read(spec).make(out, run=Run(quiet=True, executor=executor))
+forecast.SAMPLE_BYTES = min(forecast.SAMPLE_BYTES, int(sys.argv[4]))
+stage = Data.read(spec)
+planned = stage.plan({}, None)  # the same that `make` plans: a process samples a source once
+stage.make(out, run=Run(quiet=True, executor=executor))
+print(sum(split.documents for split in planned.facts.splits.values()))
 """
 
 
@@ -53,7 +58,11 @@ class Case(NamedTuple):
 def rows(data: Path, peers: str | None = None, megabytes: float = 20) -> list[dict[str, Any]]:
     """One row per case and figure, and one per figure with the fraction of cases within 20 %."""
     with tempfile.TemporaryDirectory() as work:
-        return ledger_rows([(case.name, run(case, Path(work))) for case in cases(data, Path(work), megabytes)])
+        found = []
+        for case in cases(data, Path(work), megabytes):
+            found.append((case.name, run(case, Path(work), megabytes * 2e5)))
+            print(*(f"{row['figure']} {row['value']:.4f}" for row in ledger_rows(found[-1:])), sep="\n", flush=True)
+        return ledger_rows(found)
 
 
 def ledger_rows(found: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -77,7 +86,7 @@ def ledger_rows(found: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[dict
     return made
 
 
-def run(case: Case, work: Path) -> dict[str, dict[str, Any]]:
+def run(case: Case, work: Path, sample_bytes: float) -> dict[str, dict[str, Any]]:
     """The figures of the case's run, by name."""
     source, out = work / "sources" / case.name, work / f"data-{case.name}"
     if case.fill and not source.exists():
@@ -86,10 +95,14 @@ def run(case: Case, work: Path) -> dict[str, dict[str, Any]]:
     shutil.rmtree(out, ignore_errors=True)
     spec = {"source": str(source), **case.spec}
     executor = {"kind": "processes", "workers": case.workers} if case.workers else {"kind": "serial"}
-    subprocess.run([sys.executable, "-c", _RUN, json.dumps(spec), str(out), json.dumps(executor)], check=True)
+    given = [json.dumps(spec), str(out), json.dumps(executor), str(round(sample_bytes))]
+    said = subprocess.run([sys.executable, "-c", _RUN, *given], check=True, stdout=subprocess.PIPE, text=True).stdout
     made = json.loads((out / "hone.json").read_text(encoding="utf8"))
     shutil.rmtree(out)
-    return {row["name"]: row for row in made["figures"]}
+    figures = {row["name"]: row for row in made["figures"]}
+    limits = figures["kept_bytes"]["estimate"]
+    figures["kept_documents"]["estimate"] = {**limits, "value": float(said.split()[-1])}
+    return figures
 
 
 def cases(data: Path, work: Path, megabytes: float) -> Iterator[Case]:

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.data.corpus import grown
 from hone.base.run import Run
 from hone.data import DEDUPS
-from hone.data.annotate import annotate
+from hone.data.annotate import annotate, read_items
 from hone.data.corpus import Corpus
 from hone.data.stage import Data
 from hone.feed.files.listing import list_source
@@ -61,7 +61,7 @@ def _choices(folder: Path, size: float, count: int) -> list[dict[str, Any]]:
     """MinHash with each way to choose, and against an artifact of the same text."""
     shard = folder / "documents.parquet"
     options = Data.read({"metadata_fields": ["stars"]}).options
-    annotate(list_source(str(folder / "in")).files, shard, options=options, identifier=Identifier())
+    annotate(read_items(list_source(str(folder / "in")).files, options), shard, identifier=Identifier())
     plain = {"source": str(folder / "in"), "tokenizer": {"vocab_size": 300}, "filters": ["length"], "dedups": []}
     earlier = Data.read(plain).make(folder / "earlier", run=Run(quiet=True)).folder
     ways: dict[str, dict[str, Any]] = {

@@ -59,14 +59,13 @@ def show(words: list[str], options: dict[str, str]) -> int:
 def redecide(words: list[str], options: dict[str, str]) -> int:
     """Prints what other filters would keep of a data artifact."""
     from hone.base.errors import MissingExtra
-
-    MissingExtra.need("redecide", "pyarrow", "data")
     from hone.data.filters.decide import Redecide
     from hone.data.filters.decide import redecide as decide_again
 
     if _explained(words, options):
         print(f"\nfields:\n{list_fields(Redecide)}")
         return 0
+    MissingExtra.need("redecide", "pyarrow", "data")
     folder = need(words, "DATA_FOLDER")
     for line in decide_again(folder, Redecide.of(folder).override(options).filters).lines():
         print(line)

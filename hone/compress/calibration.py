@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def from_text(
     head = np.array(start, np.int64)
     drawn = (np.concatenate([head, ids[begin : begin + own]]) for ids, begin in (places[place] for place in order))
     tokens, owners = _packed(drawn, seq_len, wanted)
-    _enough(len(tokens), num_sequences, seq_len, f"calibration_text {source}")
+    _enough(len(tokens), num_sequences, seq_len, f"calibration_text {source}", found.notes)
     ids = None if found.whole else owners
     spare = None
     if len(tokens) > num_sequences:
@@ -120,11 +120,11 @@ def _packed(drawn: Iterator[np.ndarray], seq_len: int, most: int) -> tuple[np.nd
     return tokens[:filled], owners[:filled]
 
 
-def _enough(there: int, asked: int, seq_len: int, where: str) -> None:
-    """Raises SpecError when fewer sequences are there than were asked for."""
+def _enough(there: int, asked: int, seq_len: int, where: str, notes: Sequence[str] = ()) -> None:
+    """Raises SpecError when fewer sequences are there than were asked for; `notes` tell what was left out."""
     if there < asked:
         raise SpecError(
-            f"{where} has {there} sequences of {seq_len} tokens, num_sequences asks for {asked}",
+            "; ".join([f"{where} has {there} sequences of {seq_len} tokens, num_sequences asks for {asked}", *notes]),
             fix=f"set num_sequences={there}, or give more text" if there else "give a longer text, or lower seq_len",
         )
 

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow.parquet as parquet
 
 from hone.data.corpus import BATCH_BYTES, schema
 from hone.data.identifiers import Opened as Identified
+from hone.data.quality.base import Opened
 from hone.data.signals import signals_of
 from hone.feed.files.listing import File
 from hone.readers.documents import SAMPLE_CHARS, Batch, Broken, Document, Noted, Options, poisoned
@@ -28,12 +29,6 @@ NO_LANGUAGE = "code"
 """Value of the language column for program text."""
 _BATCH_DOCUMENTS = 1 << 16
 _SAMPLES = 3
-
-
-class Opened(Protocol):
-    """The interface of an opened scorer: it adds columns, whose names and types are the same for every batch, also an empty one."""
-
-    def columns(self, texts: Texts) -> dict[str, np.ndarray]: ...
 
 
 class Care(NamedTuple):
@@ -73,21 +68,6 @@ def tasks(files: Sequence[File], options: Options) -> list[list[File]]:
 
 
 def annotate(
-    files: Sequence[File],
-    out: Path,
-    *,
-    options: Options,
-    identifier: Identified,
-    scorers: Sequence[Opened] = (),
-    max_bytes: int | None = None,
-    care: Care | None = None,
-) -> dict[str, Any]:
-    """Reads `files` into the Parquet shard `out` with all columns; returns the summary of `annotate_items`."""
-    items = _items(files, options, care)
-    return annotate_items(items, out, identifier=identifier, scorers=scorers, max_bytes=max_bytes, care=care)
-
-
-def annotate_items(
     items: Iterable[Batch | Broken | Noted],
     out: Path,
     *,
@@ -207,7 +187,8 @@ def _joined(parts: Sequence[Texts]) -> Texts:
     return Texts(np.concatenate(data), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
-def _items(files: Sequence[File], options: Options, care: Care | None) -> Iterator[Batch | Broken | Noted]:
+def read_items(files: Sequence[File], options: Options, care: Care | None = None) -> Iterator[Batch | Broken | Noted]:
+    """What the readers find in `files`; with `care`, document by document."""
     for file in files:
         if care is None:
             yield from read_batches(file, options)

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.base.artifact import Draft
-from hone.base.durable import write_jsonl
+from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import SpecError
-from hone.base.run import Run
 from hone.base.table import Technique
 from hone.data.corpus import Corpus
 from hone.data.dedup.groups import Clusters, Found
 from hone.data.edits.cuts import Cuts
-from hone.data.executors.base import Pool
-from hone.data.executors.task import need_known
-from hone.data.filters.decide import causes
+from hone.data.executors.task import Task
+from hone.data.filters.decide import added, causes, decide_shard, filter_row, lowest
 from hone.data.llm.apply import apply
-from hone.data.results import CUT_OUT, Dropped, added, filter_row, lowest, step_row
 from hone.data.settings import Settings
-from hone.data.work import decide, decide_tasks, decided_path, rounds
+from hone.data.work import Work, rounds
 from hone.readers.documents import SAMPLE_CHARS
 
+CUT_OUT = "cut_out"
+"""The reason under which stats.json counts text cut out of kept documents."""
 MUCH_LOST = 0.2
 """Share of a source's documents: when filters drop more, the run says so."""
 _FEWEST = 10
 """Sources with fewer documents are counted together."""
 _SHOWN = 3
 """Sources, and rules of each, that are named."""
+
+
+class Dropped(NamedTuple):
+    """A sample of what step `step` dropped: document `index`; `like` is its representative, or itself; `elsewhere` one outside of the input."""
+
+    step: str
+    reason: str
+    index: int
+    like: int
+    elsewhere: str = ""
 
 
 class NothingLeft(SpecError):
@@ -44,8 +52,8 @@ class Chain:
     `dropped` holds samples of the documents that each step dropped, `pieces` of the spans that were cut, `steps` the rows of stats.json.
     """
 
-    def __init__(self, spec: Settings, corpus: Corpus, run: Run, pool: Pool) -> None:
-        self.spec, self.corpus, self.run, self.pool = spec, corpus, run, pool
+    def __init__(self, spec: Settings, corpus: Corpus, work: Work) -> None:
+        self.spec, self.corpus, self.work, self.run = spec, corpus, work, work.run
         self.kept = np.ones(len(corpus), bool)
         self.steps: list[dict[str, Any]] = []
         self.dropped: list[Dropped] = []
@@ -55,27 +63,24 @@ class Chain:
         self.clusters: Clusters | None = None
         self.warnings: list[str] = []
 
-    def filter(self, draft: Draft) -> None:
+    def filter(self) -> None:
         """Applies every filter to the columns, a shard at a time. Raises SpecError when a filter drops all documents."""
-        filters, few = self.spec.filters, self.spec.num_samples
+        filters, few = tuple(self.spec.filters), self.spec.num_samples
         if not filters:
             return
-        state = draft.state / "filter"
-        state.mkdir(exist_ok=True)
-        planned = decide_tasks(self.corpus, filters, few, state)
+        state, parts = self.work.state("filter"), self.corpus.parts()
+        lists = [sha256(Path(name).expanduser()) for technique in filters for name in technique.files]
+        given = {"filters": filters, "num_samples": few}
+        tasks = [Task.of(f"filter-{part.number:05d}", state, {"part": part, **given}, lists) for part in parts]
         totals: list[dict[str, Any]] = []
         samples: list[dict[str, list[tuple[str, int]]]] = [{} for _ in filters]
-        with self.run.progress("filter", len(planned)) as bar:
-            for part, summary in zip(self.corpus.parts(), self.pool.map(decide, planned)):
-                dropped_by = np.load(state / decided_path(part))
-                self.dropped_by[part.first : part.first + len(dropped_by)] = dropped_by
-                for best, row in zip(samples, summary["filters"]):
-                    for reason, found in row.pop("samples").items():
-                        here = [(ident, number + part.first) for ident, number in found]
-                        best[reason] = sorted([*best.get(reason, []), *here])[:few]
-                totals = added(totals, summary["filters"]) if totals else summary["filters"]
-                bar.advance()
-        need_known(state, planned)
+        for summary, part in zip(self.work.map("filter", decide_shard, tasks), parts):
+            self.dropped_by[part.here] = np.load(state / f"filter-{part.number:05d}.npy")
+            for best, row in zip(samples, summary["filters"]):
+                for reason, found in row.pop("samples").items():
+                    here = [(ident, number + part.first) for ident, number in found]
+                    best[reason] = sorted([*best.get(reason, []), *here])[:few]
+            totals = added(totals, summary["filters"]) if totals else summary["filters"]
         self.causes = [(filters[place].kind, reason) for place, reason in causes(filters)]
         self.kept = self.dropped_by == 0
         for technique, row, best in zip(filters, totals, samples):
@@ -122,12 +127,12 @@ class Chain:
             )
         return said
 
-    def deduplicate(self, draft: Draft) -> None:
+    def deduplicate(self) -> None:
         """Applies every deduplication."""
         if self.spec.dedups:
             self.clusters = Clusters(self.kept)
         for number, technique in enumerate(self.spec.dedups):
-            state = self._prepared(technique, draft, f"dedup-{number}")
+            state = self._prepared(technique, f"dedup-{number}")
             found = technique.compare(self.corpus, self.kept, state)
             self.corpus.columns.forget("text_hash")
             self.clusters.join(found)
@@ -159,14 +164,13 @@ class Chain:
             self.dropped.append(Dropped(technique.kind, reason, index, index, f"earlier document {like}"))
         return before & ~known
 
-    def annotate(self, draft: Draft) -> None:
+    def annotate(self) -> None:
         """Asks language models about the documents left; `corpus` then has the answers."""
         for number, technique in enumerate(self.spec.annotations):
-            state = draft.state / f"annotation-{number}"
-            state.mkdir(exist_ok=True)
+            state = self.work.state(f"annotation-{number}")
             sizes, before = self.corpus.columns["bytes"], self.kept
             # Among the logs, which stay when an input has changed: what is paid is not asked again.
-            journal = draft.log / f"answers-{technique.kind}-{number}.jsonl"
+            journal = self.work.place.log / f"answers-{technique.kind}-{number}.jsonl"
             with self.run.progress(technique.kind, int(before.sum())) as bar:
                 made = apply(technique, self.corpus, before, state, journal, bar.advance)
             self.corpus, self.kept = made.corpus, made.kept
@@ -182,36 +186,33 @@ class Chain:
             )
             self._settle(technique, "annotation", before)
 
-    def edit(self, draft: Draft) -> None:
+    def edit(self) -> None:
         """Cuts spans out of documents and drops documents of which nothing is left."""
         for number, technique in enumerate(self.spec.edits):
-            state = self._prepared(technique, draft, f"edit-{number}")
+            state = self._prepared(technique, f"edit-{number}")
             cuts = technique.cuts(self.corpus, self.kept, state)
             nobody = np.zeros(len(self.corpus), bool)
             self._cut(technique, "edit", nobody, cuts, technique.figures(self.corpus, cuts, state))
 
-    def decontaminate(self, draft: Draft) -> None:
+    def decontaminate(self) -> None:
         """Removes text of evaluation sets; contamination.jsonl lists the examples that were found, and in which documents."""
         rows = []
         for number, technique in enumerate(self.spec.decontaminations):
-            state = self._prepared(technique, draft, f"decontamination-{number}")
+            state = self._prepared(technique, f"decontamination-{number}")
             found = technique.contaminated(self.corpus, self.kept, state)
             for warning in found.warnings:
                 self._warn(f"decontamination '{technique.kind}': {warning}")
             self._cut(technique, "decontamination", found.dropped, found.cuts, found.figures)
             rows += [{"step": technique.kind, **row} for row in found.examples]
         if self.spec.decontaminations:
-            write_jsonl(draft.folder / "contamination.jsonl", rows)
+            write_jsonl(self.work.folder / "contamination.jsonl", rows)
 
-    def _prepared(self, technique: Technique, draft: Draft, name: str) -> Path:
-        """The state folder of a technique, after its `prepare` has run on each shard and on the whole corpus."""
-        state = draft.state / name
-        state.mkdir(exist_ok=True)
+    def _prepared(self, technique: Technique, name: str) -> Path:
+        """The state folder of a technique, after the tasks of all its rounds."""
+        state = self.work.state(name)
         for function, tasks in rounds(technique, self.corpus, self.kept, state):
-            with self.run.progress(technique.kind, len(tasks)) as bar:
-                for _ in self.pool.map(function, tasks):
-                    bar.advance()
-                    draft.keep_time()
+            for _ in self.work.map(technique.kind, function, tasks, alone=False):
+                pass
         return state
 
     def _cut(
@@ -274,3 +275,34 @@ class Chain:
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         self.run.warn(text)
+
+
+def step_row(
+    name: str,
+    slot: str,
+    sizes: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    reason: str,
+    left: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """A row of stats.json for a step that drops for one reason. `sizes` bytes, `before` and `after` bool, all [num_documents].
+
+    `left` are the bytes after a step that cuts; bytes cut out of kept documents are counted as CUT_OUT.
+    """
+    left = sizes if left is None else left
+    gone = before & ~after
+    num_gone = int(gone.sum())
+    row = {
+        "name": name,
+        "slot": slot,
+        "documents_in": int(before.sum()),
+        "bytes_in": int(sizes[before].sum()),
+        "documents_out": int(after.sum()),
+        "bytes_out": int(left[after].sum()),
+        "reasons": {reason: {"documents": num_gone, "bytes": int(sizes[gone].sum())}} if num_gone else {},
+    }
+    cut = int((sizes - left)[after].sum())
+    if cut:
+        row["reasons"][CUT_OUT] = {"documents": 0, "bytes": cut}
+    return row

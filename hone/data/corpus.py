@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from hone.base.lazy import lazy
 from hone.data.edits.cuts import Cuts, apply_cuts, join
+from hone.data.executors.task import digest
 from hone.data.signals import DOCUMENT, SIGNALS
 from hone.text.batch import Texts
 
@@ -30,12 +30,6 @@ def publish(temporary: Path, final: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
-
-
-def digest(*arrays: np.ndarray) -> str:
-    """Hash of the arrays' bytes."""
-    together = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-    return hashlib.blake2b(together, digest_size=8).hexdigest()
 
 
 def schema(more: Sequence[tuple[str, Any]] = ()) -> Any:
@@ -154,6 +148,12 @@ class Part(NamedTuple):
     def here(self) -> slice:
         """Its documents among those of the whole corpus."""
         return slice(self.first, self.first + self.rows)
+
+    def everyone(self, here: np.ndarray) -> np.ndarray:
+        """`here` (bool [rows]) at the documents' indices in the whole corpus, up to the shard's end."""
+        whole = np.zeros(self.here.stop, bool)  # untouched pages take no memory
+        whole[self.here] = here
+        return whole
 
     def identity(self) -> list[Any]:
         """What identifies the texts of this part: the inputs of a task that reads them."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,98 +17,54 @@ from hone.data.corpus import Corpus
 from hone.data.executors.keeping import keep
 from hone.data.forecast import DataPlan
 from hone.data.reading import Reading
-from hone.data.results import by_group, count_by, scorer_rows, write_samples, write_stats
+from hone.data.results import write_results
 from hone.data.settings import Settings
-from hone.data.work import train_scorers
-from hone.data.write import take_or_train, tokenize, write_tables
-from hone.feed.files.listing import SEEN, Listing, list_source
-from hone.feed.load import PackedTokens
+from hone.data.tokens.pack import take_or_train, tokenize
+from hone.data.work import Work
+from hone.data.write import write_tables
+from hone.feed.files.listing import SEEN, Listing
 from hone.measure.window import Window
 
 
-def curate(spec: Settings, plan: DataPlan, draft: Draft, run: Run) -> None:
-    """Runs the whole stage into `draft`. Raises SpecError, naming the step and the reason, when a step drops all documents."""
+def curate(spec: Settings, listing: Listing, plan: DataPlan, draft: Draft, run: Run) -> None:
+    """Makes the artifact of the files in `listing` in `draft`. Raises SpecError, naming the step and the reason, when a step drops all documents."""
     executor = EXECUTORS.read(run.executor)
     with draft.measuring(Window("cpu")), executor.open() as pool:
-        listing = _list(spec, draft, run)
-        pool = keep(pool, executor.store, draft, listing, run)
-        clock = Clock(draft)
-        models, scorers = train_scorers(spec, draft.folder / "scorers", run)
-        clock.done("train")
+        _begin_again(spec.source, listing, draft, run)
+        work = Work(draft, run, keep(pool, executor.store, draft, listing, run))
+        reading = Reading(spec, listing, work)
+        models, scorers = reading.train(draft.folder / "scorers")
+        work.done("train")
         if plan.pace is not None:
             draft.predict({"time_s": plan.pace.estimate(pool.workers)})
         _need_space(draft, listing, plan.estimates)
-        reading = Reading(spec, listing, draft, run)
-        corpus = reading.corpus(models, pool)
-        clock.done("read")
-        chain = Chain(spec, corpus, run, pool)
+        corpus = reading.corpus(models)
+        work.done("read")
+        chain = Chain(spec, corpus, work)
         chain.warnings += reading.warnings
-        chain.filter(draft)
-        clock.done("filter")
-        for step in (chain.deduplicate, chain.annotate, chain.edit, chain.decontaminate):
-            step(draft)
-            clock.done(step.__name__)
+        for step in (chain.filter, chain.deduplicate, chain.annotate, chain.edit, chain.decontaminate):
+            step()
+            work.done(step.__name__)
         corpus = chain.corpus
         splits = split(corpus, chain.kept, spec.validation_fraction)
-        encoder = take_or_train(spec.tokenizer, corpus, splits["train"], draft)
+        encoder = take_or_train(spec.tokenizer, corpus, splits["train"], work)
         corpus.columns.forget("family")
         if encoder.why_slow:
             run.warn(f"tokenizing with the slow tokenizer (about a fifth of tiktoken's speed): {encoder.why_slow}")
-        clock.done("tokenizer")
-        rows = tokenize(spec.packing, corpus, splits, encoder, draft, run, pool)
-        clock.done("tokenize")
-        write_tables(corpus, splits, chain, draft, run, pool)
-        others = reading.shown() + chain.pieces
-        write_samples(corpus, chain.dropped, chain.kept, others, spec.num_samples, draft.folder)
-        _write_stats(reading, chain, scorers)
-        clock.done("write")
+        work.done("tokenizer")
+        rows = tokenize(spec.packing, corpus, splits, encoder, work)
+        work.done("tokenize")
+        write_tables(splits, chain, work)
+        write_results(reading, chain, scorers, draft.folder)
+        work.done("write")
     _record(draft, corpus, chain, rows, reading.num_bytes)
-    if pool.peak_memory_bytes is not None:
+    if work.pool.peak_memory_bytes is not None:
         draft.record(
             "worker_memory_bytes",
-            pool.peak_memory_bytes,
+            work.pool.peak_memory_bytes,
             "B",
             note="the largest worker; peak_memory_bytes is this process",
         )
-
-
-def _write_stats(reading: Reading, chain: Chain, scorers: list[dict[str, Any]]) -> None:
-    """Writes stats.json: what every step removed, by language, source, reason and rule."""
-    corpus, sizes, folder, listing = chain.corpus, chain.corpus.columns["bytes"], reading.draft.folder, reading.listing
-    labels = {name: corpus.labels(name) for name in ("language", "group")}
-    scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
-    write_stats(
-        folder / "stats.json",
-        {
-            "steps": [reading.row(), *chain.steps],
-            "languages": count_by(labels["language"], sizes, chain.kept),
-            "sources": count_by(labels["group"], sizes, chain.kept),
-            "packing": packing(folder, reading.spec.packing.lengths),
-            "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
-            "scorers": scorer_rows(scorers, corpus.columns),
-            "groups": {
-                name: by_group(values, chain.causes, chain.dropped_by, scores) for name, values in labels.items()
-            },
-            "warnings": chain.warnings,
-        },
-    )
-
-
-class Clock:
-    """Seconds of each step in the artifact's log/seconds.json; those of earlier, killed runs are added."""
-
-    def __init__(self, draft: Draft) -> None:
-        self._draft, self._path = draft, draft.log / "seconds.json"
-        self._begun = time.monotonic()
-
-    def done(self, step: str) -> None:
-        """Records the seconds since the previous step."""
-        now = time.monotonic()
-        seconds = json.loads(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
-        seconds[step] = seconds.get(step, 0.0) + now - self._begun
-        write_atomic(self._path, json.dumps(seconds, indent=1).encode())
-        self._begun = now
-        self._draft.keep_time()
 
 
 def split(corpus: Corpus, kept: np.ndarray, fraction: float) -> dict[str, np.ndarray]:
@@ -129,35 +81,21 @@ def split(corpus: Corpus, kept: np.ndarray, fraction: float) -> dict[str, np.nda
     return {"train": kept & ~val, "val": val}
 
 
-def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
-    """{sequence length: {packing: {rows, waste, parted}}} of the training split without a token budget: padding and split documents
-    of both packings."""
-    train = PackedTokens(folder)
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for seq_len in lengths:
-        both = {kind: train.packing(seq_len, kind) for kind in ("stream", "best_fit")}
-        found[str(seq_len)] = {
-            kind: {"rows": row.num_sequences, "waste": row.waste, "parted": row.parted} for kind, row in both.items()
-        }
-    return found
-
-
-def _list(spec: Settings, draft: Draft, run: Run) -> Listing:
-    """The source's files. A resumed run starts again when its input has changed or may have changed."""
-    listing = list_source(spec.source, spec.forced)
+def _begin_again(source: object, listing: Listing, draft: Draft, run: Run) -> None:
+    """Removes what an interrupted run has made when its input has changed since, or may have."""
     note = draft.state / "input"
-    now = f"{listing.digest} {listing.seen}"
-    if not note.exists() or note.read_text() != now:
-        if note.exists():
-            changed = "may have" if note.read_text().startswith(listing.digest) else "has"
-            run.warn(f"{spec.source} {changed} changed since this stage was interrupted; starting it again")
-        kept = (BEGUN, draft.state.name, draft.log.name, "elapsed_s", note.name)
-        for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
-            if path.name not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_atomic(draft.log / SEEN, listing.seen.encode())
-        write_atomic(note, now.encode())  # written last: without it the next run starts again
-    return listing
+    before, now = note.read_text() if note.exists() else "", f"{listing.digest} {listing.seen}"
+    if before == now:
+        return
+    if before:
+        changed = "may have" if before.startswith(listing.digest) else "has"
+        run.warn(f"{source} {changed} changed since this stage was interrupted; starting it again")
+    kept = (BEGUN, draft.state.name, draft.log.name, "elapsed_s", note.name)
+    for path in (*draft.folder.iterdir(), *draft.state.iterdir()):
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_atomic(draft.log / SEEN, listing.seen.encode())
+    write_atomic(note, now.encode())  # written last: without it the next run starts again
 
 
 def _need_space(draft: Draft, listing: Listing, estimates: dict[str, Estimate]) -> None:

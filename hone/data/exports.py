@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,91 +15,54 @@ from pyarrow import compute, parquet
 from hone.base.durable import write_atomic
 from hone.base.errors import MissingExtra
 from hone.data.chain import Chain
-from hone.data.corpus import Columns, Corpus, Part, digest
+from hone.data.corpus import Columns, Part
 from hone.data.dedup.groups import COLUMNS, Named
-from hone.data.executors.task import Function, Task
+from hone.data.edits.cuts import Cuts
+from hone.data.executors.task import Task
 from hone.data.expression import columns_of, evaluate
 from hone.data.filters.base import Filter
 from hone.data.filters.decide import causes as causes_of
 from hone.data.settings import Exports
+from hone.data.work import Work
 
 _ROWS = 512
 _SHOWN = ("id", "source", "url", "metadata", "text")
 SPLITS = {"train": "train", "val": "validation"}
 """Names of the splits in a Hugging Face data set."""
 _KINDS = {"double": "float64", "float": "float32", "halffloat": "float16", "bool": "bool"}
-LINES = ("jsonl", "dropped")
-"""Folders of JSON lines; the others hold Parquet."""
-Write = Callable[[str, Function, Callable[[Path], list[Task]]], None]
-"""`write(name, function, plan)` runs the tasks that `plan` makes for a state folder and moves their files into folder `name`."""
+LINES = ".jsonl.zst"
 
 
-def export(
-    spec: Exports, corpus: Corpus, splits: Mapping[str, np.ndarray], chain: Chain, folder: Path, write: Write
-) -> None:
-    """Writes the requested forms into `folder`, whose documents/ is complete."""
-    documents = sorted((folder / "documents").glob("*.parquet"))
+def export(spec: Exports, splits: Mapping[str, np.ndarray], chain: Chain, clusters: Named | None, work: Work) -> None:
+    """Writes the requested forms into the result's folder, whose documents/ is complete."""
+    parts = {f"{part.number:05d}": part for part in chain.corpus.parts()}
+    documents = sorted((work.folder / "documents").glob("*.parquet"))
     if spec.jsonl:
-        write("jsonl", kept_lines, lambda state: [_line_task(path, state) for path in documents])
+        state = work.state("jsonl")
+        lines = [Task.of(path.stem, state, {"documents": path, "name": f"{path.stem}{LINES}"}) for path in documents]
+        work.write("jsonl", kept_lines, lines, LINES)
     if spec.hugging_face:
-        by_split = {
-            split: [path for path, part in _by_path(corpus, documents).items() if members[part.here].any()]
-            for split, members in splits.items()
-        }
-        write(
-            "hugging_face/data",
-            write_split,
-            lambda state: [_split_task(path, split, state) for split, paths in by_split.items() for path in paths],
-        )
-        _write_card(corpus, by_split, chain, folder)
+        state, by_split, tasks = work.state("hugging_face/data"), {}, []
+        for split, members in splits.items():
+            by_split[split] = [path for path in documents if members[parts[path.stem].here].any()]
+            for path in by_split[split]:
+                name = f"{SPLITS[split]}-{path.stem}"
+                given = {"documents": path, "split": split, "name": f"{name}.parquet"}
+                tasks.append(Task.of(name, state, given))
+        work.write("hugging_face/data", write_split, tasks)
+        _write_card(by_split, chain, work.folder)
     if spec.dropped:
-        clusters = chain.clusters and chain.clusters.named(corpus.columns["id"])
-        write("dropped", dropped_lines, lambda state: _dropped_tasks(corpus, chain, clusters, state))
+        state, told = work.state("dropped"), {"causes": tuple(chain.causes), "filters": tuple(chain.spec.filters)}
+        tasks = []
+        for name, part in parts.items():
+            gone, near = chain.dropped_by[part.here], clusters and clusters.at(part.here)
+            if gone.any():
+                bare = part._replace(cuts=Cuts.none())  # the texts as they were read
+                tasks.append(Task.of(name, state, {"part": bare, "dropped_by": gone, **told, "clusters": near}))
+        work.write("dropped", dropped_lines, tasks, LINES)
 
 
-def _line_task(path: Path, state: Path) -> Task:
-    name = f"{path.stem}.jsonl.zst"
-    return Task(path.stem, state, {"documents": path, "name": name}, [path.name, path.stat().st_size])
-
-
-def _split_task(path: Path, split: str, state: Path) -> Task:
-    name = f"{SPLITS[split]}-{path.stem}"
-    return Task(
-        name,
-        state,
-        {"documents": path, "split": split, "name": f"{name}.parquet"},
-        [path.name, path.stat().st_size, split],
-    )
-
-
-def _dropped_tasks(corpus: Corpus, chain: Chain, clusters: Named | None, state: Path) -> list[Task]:
-    made = []
-    for part in corpus.parts():
-        gone = chain.dropped_by[part.here]
-        if gone.any():
-            near = clusters and clusters.at(part.here)
-            filters = tuple(chain.spec.filters)
-            said = [technique.model_dump(mode="json") for technique in filters]
-            identity = [part.identity(), digest(gone), chain.causes, said, near and digest(*near)]
-            bare = part._replace(cuts=Corpus([part.shard]).cuts[0])  # the texts as they were read
-            arguments = {
-                "part": bare,
-                "dropped_by": gone,
-                "causes": tuple(chain.causes),
-                "filters": filters,
-                "clusters": near,
-            }
-            made.append(Task(f"{part.number:05d}", state, arguments, identity))
-    return made
-
-
-def _by_path(corpus: Corpus, documents: list[Path]) -> dict[Path, Part]:
-    """The part of each file of kept documents."""
-    parts = {f"{part.number:05d}": part for part in corpus.parts()}
-    return {path: parts[path.stem] for path in documents}
-
-
-def _write_card(corpus: Corpus, by_split: Mapping[str, list[Path]], chain: Chain, folder: Path) -> None:
+def _write_card(by_split: Mapping[str, list[Path]], chain: Chain, folder: Path) -> None:
     home = folder / "hugging_face"
     counts: dict[str, tuple[int, int]] = {}
     schema: Any = None
@@ -109,7 +72,7 @@ def _write_card(corpus: Corpus, by_split: Mapping[str, list[Path]], chain: Chain
             sizes = sum(one.row_group(group).total_byte_size for one in metadata for group in range(one.num_row_groups))
             counts[split] = (sum(one.num_rows for one in metadata), sizes)
             schema = metadata[0].schema.to_arrow_schema()
-    names, codes = corpus.labels("language")
+    names, codes = chain.corpus.labels("language")
     languages = [names[code] for code in np.flatnonzero(np.bincount(codes[chain.kept], minlength=len(names)))]
     known = [language for language in languages if 2 <= len(language) <= 3]
     write_atomic(home / "README.md", card(folder.name.lstrip("."), schema, counts, chain.steps, known).encode())

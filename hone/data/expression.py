@@ -51,8 +51,7 @@ def need_sense(text: str, kinds: Mapping[str, str]) -> None:
     `kinds` maps columns to 'text' or 'number'; other columns are not checked. numpy raises no error for `language == 5`, which
     is false for every document.
     """
-    tree = parse(text)
-    _need_truth(tree, text, kinds)
+    _need_truth(parse(text), text, kinds)
 
 
 def _need_truth(node: ast.expr, text: str, kinds: Mapping[str, str]) -> None:

@@ -144,12 +144,8 @@ class Own(LanguageIdentification):
 
     def open(self, languages: tuple[str, ...]) -> Identifier:
         need_known(languages, answers(shipped_languages()) if self.macrolanguages else ())
-        try:
-            return resolve("hone.text.langid.identify:Identifier")(languages, self.macrolanguages)
-        except ImportError as error:
-            if error.name != "numba":
-                raise
-            raise MissingExtra.of("identifying languages", "numba", "data") from None
+        MissingExtra.need("identifying languages", "numba", "data")
+        return resolve("hone.text.langid.identify:Identifier")(languages, self.macrolanguages)
 
 
 class CLD2(LanguageIdentification):

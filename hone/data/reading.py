@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hone.base.artifact import Draft
+from hone.base.durable import sha256
 from hone.base.errors import SpecError
 from hone.base.figure import human_bytes
-from hone.base.run import Run
-from hone.data.annotate import tasks
+from hone.data.annotate import Care, annotate, read_items, tasks
 from hone.data.corpus import Corpus
-from hone.data.executors.base import Pool
 from hone.data.executors.task import Task, need_known
+from hone.data.identifiers import LanguageIdentification
+from hone.data.identifiers import Opened as Identified
+from hone.data.quality.base import Opened, Scorer
 from hone.data.settings import Settings
-from hone.data.work import Models, careful, read, read_task
-from hone.feed.files.listing import Listing
+from hone.data.work import Work
+from hone.feed.files.listing import File, Listing
+from hone.readers.documents import Options
 
 _SAMPLES = 3
 """Documents that could not be read of which each reason shows so many."""
 
 
-class Reading:
-    """The documents of `listing`, read by tasks of a pool into `draft.state`."""
+class Models(NamedTuple):
+    """The scorers' models: their folder, and (name, hash) of each file in it."""
 
-    def __init__(self, spec: Settings, listing: Listing, draft: Draft, run: Run) -> None:
-        self.spec, self.listing, self.draft, self.run = spec, listing, draft, run
+    folder: Path
+    files: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Models:
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return cls(folder, tuple((path.relative_to(folder).as_posix(), sha256(path)) for path in paths))
+
+
+class Reading:
+    """The documents of `listing`, scored by models trained on seeds, read by the tasks of `work`."""
+
+    def __init__(self, spec: Settings, listing: Listing, work: Work) -> None:
+        self.spec, self.listing, self.work, self.run = spec, listing, work, work.run
         self.num_documents = self.num_bytes = self.num_code = 0
         self.is_full = False
         """Whether it ended at `max_bytes`."""
@@ -39,11 +55,20 @@ class Reading:
         for _, reason in listing.broken:
             self.set_aside.setdefault(reason, Counter())["documents"] += 1
 
-    def corpus(self, models: Models, pool: Pool) -> Corpus:
+    def train(self, folder: Path) -> tuple[Models, list[dict[str, Any]]]:
+        """Trains the scorers into `folder`; the models, and each scorer's row of stats.json."""
+        rows = []
+        for technique in self.spec.scorers:
+            folder.mkdir(exist_ok=True)
+            with self.run.progress(f"train {technique.kind}", None):
+                figures = technique.train(folder)  # type: ignore[attr-defined]
+            rows.append({"name": technique.kind, "column": technique.column, **figures})  # type: ignore[attr-defined]
+        return Models.of(folder), rows
+
+    def corpus(self, models: Models) -> Corpus:
         """Reads all documents, or as many as `max_bytes` allows. Raises SpecError when there are none."""
-        shards = self._shards(models, pool)
+        corpus = Corpus(self._shards(models))
         self._tell()
-        corpus = Corpus(shards)
         self.warnings = [
             f"{field} '{name}' has a value in none of {self.num_documents} documents: check its spelling"
             for field, name in corpus.without(self.spec.url_field, self.spec.metadata_fields)
@@ -78,10 +103,9 @@ class Reading:
                 kept.append({"step": "read", **row})
         return kept
 
-    def _shards(self, models: Models, pool: Pool) -> list[Path]:
+    def _shards(self, models: Models) -> list[Path]:
         """Runs the tasks and counts what they say."""
-        spec, state = self.spec, self.draft.state / "read"
-        state.mkdir(exist_ok=True)
+        spec, state = self.spec, self.work.state("read")
         groups = tasks(self.listing.files, spec.options)
 
         def task(number: int, max_bytes: int | None) -> Task:
@@ -99,18 +123,15 @@ class Reading:
 
         shards: list[Path] = []
         planned = [task(number, spec.max_bytes) for number in range(len(groups))]
-        with (
-            self.run.progress("read", self.listing.num_bytes, "B") as bar,
-            closing(pool.map(read, planned, careful)) as results,
-        ):
+        sizes = [sum(file.size for file in group) for group in groups]
+        reads = self.work.map("read", read, planned, sizes=sizes, unit="B", rescue=careful, alone=False)
+        with closing(reads) as results:
             for number, summary in enumerate(results):
                 if spec.max_bytes is not None and summary["bytes"] > spec.max_bytes - self.num_bytes:
                     results.close()  # `max_bytes` is reached in this task: read it again up to there, and stop
                     planned[number] = task(number, spec.max_bytes - self.num_bytes)
-                    summary = next(pool.map(read, planned[number : number + 1], careful))
+                    summary = next(self.work.pool.map(read, planned[number : number + 1], careful))
                 shards.append(state / planned[number].arguments["shard"])
-                bar.advance(sum(file.size for file in groups[number]))
-                self.draft.keep_time()
                 self._count(summary)
                 if self.is_full:
                     self.run.say(f"stopped reading at max_bytes = {spec.max_bytes}")
@@ -178,3 +199,86 @@ class Reading:
             f"({'; '.join(said) or 'nothing'}{first})",
             fix="; ".join(fixes) or "give a source with text in it, or set format when files have the wrong endings",
         )
+
+
+def read(
+    folder: Path,
+    *,
+    shard: str,
+    files: Sequence[File],
+    options: Options,
+    identifier: LanguageIdentification,
+    languages: tuple[str, ...],
+    scorers: tuple[Scorer, ...],
+    models: Models,
+    max_bytes: int | None,
+    care: Care | None = None,
+) -> dict[str, Any]:
+    """Reads `files` into the file `shard` of `folder`, with all columns; returns the summary of `annotate`."""
+    return annotate(
+        read_items(files, options, care),
+        folder / shard,
+        identifier=_identifier(identifier, languages),
+        scorers=opened(scorers, models),
+        max_bytes=max_bytes,
+        care=care,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _identifier(technique: LanguageIdentification, languages: tuple[str, ...]) -> Identified:
+    """The identifier, cached: loading its tables takes longer than a small task."""
+    return technique.open(languages)
+
+
+@functools.lru_cache(maxsize=1)
+def opened(scorers: tuple[Scorer, ...], models: Models) -> tuple[Opened, ...]:
+    """The scorers, opened with their models."""
+    return tuple(scorer.open(models.folder) for scorer in scorers)
+
+
+def read_task(
+    state: Path,
+    number: int,
+    files: Sequence[File],
+    *,
+    options: Options,
+    identifier: LanguageIdentification,
+    models: Models,
+    languages: tuple[str, ...] = (),
+    scorers: tuple[Scorer, ...] = (),
+    max_bytes: int | None = None,
+) -> Task:
+    """The task that reads `files` into shard `number` of `state`."""
+    name = f"documents-{number:05d}"
+    given = {
+        "identifier": identifier,
+        "languages": languages,
+        "scorers": scorers,
+        "models": models,
+        "max_bytes": max_bytes,
+    }
+    arguments = {"shard": f"{name}.parquet", "files": files, "options": options, **given}
+    identity = {
+        **given,
+        "files": [[file.name, file.size, file.part] for file in files],
+        "options": repr(options),
+        "identifier": [repr(identifier), *map(sha256, identifier.files().values())],
+        "scorers": [repr(scorer) for scorer in scorers],
+        "models": models.files,
+    }
+    reads = (*(models.folder / file for file, _ in models.files), *identifier.files().values())
+    return Task(name, state, arguments, identity, reads)
+
+
+def careful(task: Task) -> Task | None:
+    """The task to try instead of a reading task that killed its worker: document by document, skipping the one that killed it once known."""
+    care = task.arguments.get("care")
+    note = task.folder / f".{task.name}.note"
+    if care is None:
+        note.unlink(missing_ok=True)
+        return task.given(care=Care(note))
+    line = note.read_text(encoding="utf8") if note.exists() else ""
+    if not line or line in care.skip:
+        return None
+    return task.given(care=Care(note, (*care.skip, line)))

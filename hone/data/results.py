@@ -1,110 +1,54 @@
-"""Results: what each step kept and dropped, as counts and samples."""
+"""Results: stats.json and samples: what each step kept and dropped, in total and by language and source."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hone.base.durable import write_atomic, write_jsonl
+from hone.data.chain import Chain
 from hone.data.corpus import Corpus, Labels
+from hone.data.filters.decide import MOST_ROWS, lowest, ranked
+from hone.data.reading import Reading
+from hone.feed.load import PackedTokens
 from hone.readers.documents import SAMPLE_CHARS
 
-CUT_OUT = "cut_out"
-"""The reason under which stats.json counts text cut out of kept documents."""
-DROPPED = ("dropped_by", "reason")
-"""The columns of signals/*.parquet after those of a shard: the step that dropped a document, and its reason."""
-_MOST_ROWS = 40
 
-
-class Dropped(NamedTuple):
-    """A sample of what step `step` dropped: document `index`; `like` is its representative, or itself; `elsewhere` one outside of the input."""
-
-    step: str
-    reason: str
-    index: int
-    like: int
-    elsewhere: str = ""
-
-
-def step_row(
-    name: str,
-    slot: str,
-    sizes: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
-    reason: str,
-    left: np.ndarray | None = None,
-) -> dict[str, Any]:
-    """A row of stats.json for a step that drops for one reason. `sizes` bytes, `before` and `after` bool, all [num_documents].
-
-    `left` are the bytes after a step that cuts; bytes cut out of kept documents are counted as CUT_OUT.
-    """
-    left = sizes if left is None else left
-    gone = before & ~after
-    num_gone = int(gone.sum())
-    row = {
-        "name": name,
-        "slot": slot,
-        "documents_in": int(before.sum()),
-        "bytes_in": int(sizes[before].sum()),
-        "documents_out": int(after.sum()),
-        "bytes_out": int(left[after].sum()),
-        "reasons": {reason: {"documents": num_gone, "bytes": int(sizes[gone].sum())}} if num_gone else {},
+def write_results(reading: Reading, chain: Chain, scorers: list[dict[str, Any]], folder: Path) -> None:
+    """Writes stats.json, dropped.jsonl and sample.jsonl; `scorers` are the figures of each."""
+    spec, corpus, listing = chain.spec, chain.corpus, reading.listing
+    write_samples(corpus, chain, reading.shown(), folder)
+    sizes = corpus.columns["bytes"]
+    labels = {name: corpus.labels(name) for name in ("language", "group")}
+    scores = {row["column"]: corpus.columns[row["column"]] for row in scorers}
+    stats = {
+        "steps": [reading.row(), *chain.steps],
+        "languages": count_by(labels["language"], sizes, chain.kept),
+        "sources": count_by(labels["group"], sizes, chain.kept),
+        "packing": packing(folder, spec.packing.lengths),
+        "input": {"files": len(listing.files), "bytes": listing.num_bytes, "digest": listing.digest},
+        "scorers": scorer_rows(scorers, corpus.columns),
+        "groups": {name: by_group(values, chain.causes, chain.dropped_by, scores) for name, values in labels.items()},
+        "warnings": chain.warnings,
     }
-    cut = int((sizes - left)[after].sum())
-    if cut:
-        row["reasons"][CUT_OUT] = {"documents": 0, "bytes": cut}
-    return row
+    write_atomic(folder / "stats.json", json.dumps(stats, indent=1, ensure_ascii=False).encode())
 
 
-def counted(labels: np.ndarray, sizes: np.ndarray) -> dict[str, dict[str, int]]:
-    """{label: {documents, bytes}}."""
-    names, inverse = np.unique(labels.astype(str), return_inverse=True)
-    documents = np.bincount(inverse, minlength=len(names)).tolist()
-    num_bytes = np.bincount(inverse, weights=sizes, minlength=len(names)).astype(np.int64).tolist()
-    return {str(name): {"documents": count, "bytes": size} for name, count, size in zip(names, documents, num_bytes)}
-
-
-def added(one: Any, other: Any) -> Any:
-    """The sum of two shards' counts: numbers are added, also inside lists and mappings; names are kept."""
-    if isinstance(one, dict):
-        both = {key: added(one[key], other[key]) if key in other else one[key] for key in one}
-        return both | {key: value for key, value in other.items() if key not in one}
-    if isinstance(one, list):
-        return [added(*pair) for pair in zip(one, other, strict=True)]
-    return one if isinstance(one, str) else one + other
-
-
-def filter_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a filter (filters/decide.py) over all shards as in stats.json, in a fixed order, since resumed tasks
-    return them in another."""
-    names = ("documents_in", "bytes_in", "documents_out", "bytes_out")
-    rules = [
-        {
-            key: rule[key] if isinstance(rule[key], str) else _pair(rule[key])
-            for key in ("reason", "keep", "alone", "marginal")
+def packing(folder: Path, lengths: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """{sequence length: {packing: {rows, waste, parted}}} of the training split without a token budget: padding and split documents
+    of both packings."""
+    train = PackedTokens(folder)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for seq_len in lengths:
+        both = {kind: train.packing(seq_len, kind) for kind in ("stream", "best_fit")}
+        found[str(seq_len)] = {
+            kind: {"rows": row.num_sequences, "waste": row.waste, "parted": row.parted} for kind, row in both.items()
         }
-        for rule in row["rules"]
-    ]
-    counts = {name: row[name] for name in names}
-    return {**counts, "reasons": ranked(row["reasons"]), "alone": _pair(row["alone"]), "rules": rules}
-
-
-def _pair(row: dict[str, int]) -> dict[str, int]:
-    return {"documents": row["documents"], "bytes": row["bytes"]}
-
-
-def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Most bytes first; from the 41st label on, all are summed as '(other)'."""
-    order = sorted(rows, key=lambda label: (-rows[label]["bytes"], label))
-    shown = {label: _pair(rows[label]) for label in order[:_MOST_ROWS]}
-    for label in order[_MOST_ROWS:]:
-        shown["(other)"] = added(shown.get("(other)", {"documents": 0, "bytes": 0}), rows[label])
-    return shown
+    return found
 
 
 def count_by(labels: Labels, sizes: np.ndarray, chosen: np.ndarray) -> dict[str, dict[str, int]]:
@@ -114,16 +58,6 @@ def count_by(labels: Labels, sizes: np.ndarray, chosen: np.ndarray) -> dict[str,
     num_bytes = np.bincount(codes[chosen], weights=sizes[chosen], minlength=len(names)).astype(np.int64).tolist()
     rows = zip(names, documents, num_bytes)
     return ranked({name: {"documents": count, "bytes": size} for name, count, size in rows if count})
-
-
-def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
-    """The `count` of `indices` (int [k]) with the lowest `ids` (bytes [n]), in order of ids: a fixed random choice."""
-    if not count:
-        return indices[:0]
-    if len(indices) > count:
-        heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
-        indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
-    return indices[np.argsort(ids[indices], kind="stable")][:count]
 
 
 def by_group(
@@ -136,8 +70,8 @@ def by_group(
     """
     names, codes = labels
     order = np.argsort(-np.bincount(codes, minlength=len(names)), kind="stable")
-    codes = np.minimum(np.argsort(order, kind="stable").astype(np.int32), _MOST_ROWS)[codes]
-    shown = [names[place] for place in order[:_MOST_ROWS]] + ["(other)"] * (len(names) > _MOST_ROWS)
+    codes = np.minimum(np.argsort(order, kind="stable").astype(np.int32), MOST_ROWS)[codes]
+    shown = [names[place] for place in order[:MOST_ROWS]] + ["(other)"] * (len(names) > MOST_ROWS)
     width = len(causes) + 1
     counts = np.bincount(codes * width + dropped_by, minlength=len(shown) * width).reshape(len(shown), width)
     dropped: list[dict[str, int]] = [{} for _ in shown]
@@ -164,22 +98,15 @@ def scorer_rows(scorers: Sequence[dict[str, Any]], columns: Mapping[str, np.ndar
     ]
 
 
-def write_samples(
-    corpus: Corpus,
-    dropped: Sequence[Dropped],
-    kept: np.ndarray,
-    others: list[dict[str, str]],
-    num_samples: int,
-    folder: Path,
-) -> None:
-    """Writes dropped.jsonl (`others`, then `dropped`) and sample.jsonl (the kept ones with the lowest ids)."""
-    shown = lowest(corpus.columns["id"], np.flatnonzero(kept), 4 * num_samples).tolist()
+def write_samples(corpus: Corpus, chain: Chain, unread: list[dict[str, str]], folder: Path) -> None:
+    """Writes dropped.jsonl (`unread`, spans that were cut, samples of what steps dropped) and sample.jsonl (the kept ones with the lowest ids)."""
+    shown = lowest(corpus.columns["id"], np.flatnonzero(chain.kept), 4 * chain.spec.num_samples).tolist()
     # Dropped documents are shown as they were read: an edit may have cut all of their text.
-    texts = _texts(Corpus(corpus.shards), [one.index for one in dropped])
+    texts = _texts(Corpus(corpus.shards), [one.index for one in chain.dropped])
     kept_texts = _texts(corpus, shown)
-    source = corpus.at("source", [*shown, *(index for one in dropped for index in (one.index, one.like))])
-    rows = list(others)
-    for one in dropped:
+    source = corpus.at("source", [*shown, *(index for one in chain.dropped for index in (one.index, one.like))])
+    rows = unread + chain.pieces
+    for one in chain.dropped:
         row = {"step": one.step, "reason": one.reason, "source": source[one.index], "text": texts[one.index]}
         if one.elsewhere or one.like != one.index:
             row["duplicate_of"] = one.elsewhere or source[one.like]
@@ -197,8 +124,3 @@ def _texts(corpus: Corpus, indices: list[int]) -> dict[int, str]:
         if chosen[first:end].any():
             texts.update({index: text[:SAMPLE_CHARS] for index, text in corpus.texts(shard, first, chosen)})
     return texts
-
-
-def write_stats(path: Path, stats: dict[str, Any]) -> None:
-    """Writes stats.json."""
-    write_atomic(path, json.dumps(stats, indent=1, ensure_ascii=False).encode())

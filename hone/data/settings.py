@@ -140,8 +140,10 @@ class Settings(Stage):
 
     @model_validator(mode="after")
     def _columns_known(self) -> Settings:
-        """The column by which a deduplication chooses must be a signal, a scorer's, or a copied field."""
+        """The column by which a deduplication chooses must be a signal, a scorer's, or a copied field; filters say what theirs need."""
         known = [*DOCUMENT, *SIGNALS, *(column for scorer in self.scorers for column in scorer.columns)]  # type: ignore[attr-defined]
+        for technique in self.filters:
+            technique.check(known)  # type: ignore[attr-defined]
         for number, dedup in enumerate(self.dedups):
             column = getattr(dedup, "column", "")
             if column and column not in (*known, *self.metadata_fields):

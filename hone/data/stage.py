@@ -110,7 +110,7 @@ class Data(Settings):
         from hone.data.curate import curate
 
         try:
-            curate(self, plan, draft, run)
+            curate(self, list_source(self.source, self.forced), plan, draft, run)
         except SpecError:
             shutil.rmtree(draft.folder, ignore_errors=True)
             raise

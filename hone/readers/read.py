@@ -7,10 +7,11 @@ import io
 import json
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hone.base.errors import MissingExtra
 from hone.base.lazy import resolve
 from hone.base.store import unreachable
 from hone.feed.files.code import fault_of, language_of
@@ -18,7 +19,7 @@ from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
 from hone.feed.files.sniff import sniffed
-from hone.feed.files.streams import Unreadable, read_whole
+from hone.feed.files.streams import Unreadable, read_whole, zstandard
 from hone.readers.docstrings import prose_of
 from hone.readers.documents import (
     BLOCK_BYTES,
@@ -49,8 +50,7 @@ from hone.text.signals.code import ROW
 def read_file(file: File, options: Options) -> Iterator[Document | Broken | Noted]:
     """Every document of `file`, a Broken for everything in it that should be one and is not, a Noted for what is counted only.
 
-    Raises only MissingExtra or ModuleNotFoundError when a package is not installed and MachineError when a remote file cannot be
-    reached.
+    Raises only MissingExtra when a package is not installed and MachineError when a remote file cannot be reached.
     """
     for item in _items(file, options):
         if isinstance(item, Batch):
@@ -95,6 +95,8 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken |
         except Unreadable as stop:
             yield Fault(*stop.args, max(file.size - num_bytes, 0)).broken(file.name)
             return
+        except ModuleNotFoundError as error:  # every file of this format would fail
+            raise _missing(f"reading {file.name} as {file.format}", error) from None
         except BaseException as error:
             if not poisoned(error):
                 raise
@@ -109,6 +111,23 @@ def _items(file: File, options: Options) -> Iterator[Document | Batch | Broken |
         found = True
         num_bytes += _size(item)
         yield item
+
+
+def need_packages(files: Sequence[File]) -> None:
+    """Raises MissingExtra when a package that reads one of `files` is not installed; members of containers are not known yet."""
+    first = {file.format: file for file in reversed(files)}
+    for format in first.keys() & _PACKAGES.keys():
+        MissingExtra.need(f"reading {first[format].name} as {format}", _PACKAGES[format], "data")
+    if any(file.compression == ".zst" for file in files):
+        zstandard()
+
+
+def _missing(what: str, error: ModuleNotFoundError) -> MissingExtra:
+    package = (error.name or "").partition(".")[0]
+    return MissingExtra(
+        f"{what} needs the package '{package}', which is not installed: {error}",
+        fix=f"pip install 'hone-llm[data]', or {package} where it is no package of hone's",
+    )
 
 
 def _size(item: Document | Batch | Broken | Noted) -> int:
@@ -231,6 +250,8 @@ def _read_unknown(file: File, options: Options) -> Iterator[File | Noted]:
     yield known or Noted("(no ending)")
 
 
+_PACKAGES = {"html": "resiliparse", "epub": "resiliparse", "warc": "fastwarc", "pdf": "pypdfium2"}
+"""The package that reads each format, of those that only the extra 'data' installs; without it no file of the format can be read."""
 _READERS = {
     "text": "hone.readers.texts:read_text",
     "code": "hone.readers.read:_read_code",

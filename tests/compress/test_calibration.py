@@ -271,6 +271,9 @@ def test_a_file_in_another_encoding_is_left_out_by_name(model, tmp_path):
     (tmp_path / "folder" / "older.txt").write_bytes("Köln".encode("latin-1"))
     with pytest.raises(SpecError, match=r"has no text: old.txt is left out: not UTF-8.*older.txt is left out"):
         read(tmp_path / "folder", model)
+    (tmp_path / "folder" / "short.md").write_text("too short")
+    with pytest.raises(SpecError, match=r"has 0 sequences of .* tokens.*; old.txt is left out: not UTF-8"):
+        read(tmp_path / "folder", model)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

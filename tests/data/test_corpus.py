@@ -10,7 +10,7 @@ import pytest
 
 import hone.data.annotate as annotate_module
 from hone.base.run import Run
-from hone.data.annotate import annotate, tasks
+from hone.data.annotate import annotate, read_items, tasks
 from hone.data.corpus import Corpus
 from hone.data.signals import SIGNALS, signals, signals_of
 from hone.data.stage import Data
@@ -30,7 +30,7 @@ def rows_file(folder: Path, texts: list[str]) -> Path:
 def shard_of(tmp_path: Path, texts: list[str], **options) -> tuple[Path, dict]:
     out = tmp_path / "shard.parquet"
     files = list_source(str(rows_file(tmp_path / "in", texts))).files
-    return out, annotate(files, out, options=Options(), identifier=Identifier(), **options)
+    return out, annotate(read_items(files, Options()), out, identifier=Identifier(), **options)
 
 
 def test_columns_and_texts_come_back(tmp_path, monkeypatch):

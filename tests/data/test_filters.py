@@ -15,6 +15,7 @@ from hone.base.errors import SpecError
 from hone.data import FILTERS
 from hone.data.quality.lexicon import _Opened
 from hone.data.signals import signals
+from hone.data.stage import Data
 from hone.text.batch import Texts
 from hone.text.normalize import normalize
 
@@ -125,6 +126,10 @@ def test_toxicity_without_a_lexicon_is_an_error():
     columns = {name: column for name, column in columns_of(PROSE).items() if name != "toxic_words"}
     with pytest.raises(SpecError, match="which a lexicon adds"):
         FILTERS.read("toxicity").decide(columns)
+    with pytest.raises(SpecError, match="which a lexicon adds"):  # before the stage reads anything
+        Data.read({"source": "python", "filters": ["length", "toxicity"]})
+    lexicon = {"kind": "lexicon", "words": ["words.txt"]}
+    assert Data.read({"source": "python", "filters": ["toxicity"], "scorers": [lexicon]}).filters[0].kind == "toxicity"
 
 
 def test_uncertain_languages_are_dropped():

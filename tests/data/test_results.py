@@ -18,10 +18,11 @@ from hone.base.run import Run
 from hone.data import EXECUTORS, FILTERS, IDENTIFIERS
 from hone.data.chain import Chain
 from hone.data.corpus import Corpus
-from hone.data.filters.decide import causes, decide
-from hone.data.results import added, count_by, lowest, ranked
+from hone.data.filters.decide import added, causes, decide, lowest, ranked
+from hone.data.reading import Models, read, read_task
+from hone.data.results import count_by
 from hone.data.stage import Data
-from hone.data.work import Models, read, read_task
+from hone.data.work import Work
 from hone.feed.best_fit import best_fit, num_sequences
 from hone.feed.files.listing import File, list_source
 from hone.readers.documents import Options
@@ -101,12 +102,13 @@ def test_a_chain_samples_the_lowest_ids_of_each_reason_and_remembers_who_dropped
             pass
 
     with EXECUTORS.read({"kind": "serial"}).open() as pool:
-        before = Chain(spec, corpus, Run(quiet=True), pool)
-        before.filter(Draft())
-        chain = Chain(spec, corpus, Run(quiet=True), pool)
-        chain.filter(Draft())  # as a run that was killed meanwhile does it: from what is done
+        work = Work(Draft(), Run(quiet=True), pool)
+        before = Chain(spec, corpus, work)
+        before.filter()
+        chain = Chain(spec, corpus, work)
+        chain.filter()  # as a run that was killed meanwhile does it: from what is done
         assert json.dumps(chain.steps) == json.dumps(before.steps) and chain.dropped == before.dropped
-        chain.deduplicate(Draft())
+        chain.deduplicate()
     ids, sizes = corpus.columns["id"], corpus.columns["bytes"]
     left = np.ones(len(corpus), bool)
     for row in chain.steps:

@@ -75,3 +75,22 @@ def test_the_data_extra_does_not_pull_torch():
     assert not [one for one in light if one.startswith(("torch", "triton", "tensorboard", "hone-llm"))]
     assert any(one.startswith("torch>") for one in extras["models"])
     assert "hone-llm[models]" in extras["serve"] and set(extras["all"]) == {"hone-llm[data,models,serve]"}
+
+
+def test_the_help_of_redecide_needs_no_pyarrow(tmp_path):
+    absent = ABSENT.replace("'torch', 'tensorboard', 'triton'", "'pyarrow'")
+    done = run("sys.exit(main(['redecide', '--help']))", tmp_path, absent)
+    assert done.returncode == 0 and "--filters.N.FIELD=VALUE" in " ".join(done.stdout.split()), done.stderr
+    done = run("sys.exit(main(['redecide', 'out']))", tmp_path, absent)
+    assert done.returncode == 2 and "redecide needs the package 'pyarrow'" in done.stderr
+
+
+def test_the_package_of_a_format_is_named_before_anything_is_read(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.pdf").write_bytes(b"%PDF-1.4")
+    (tmp_path / "in" / "b.txt").write_text("some text")
+    absent = ABSENT.replace("'torch', 'tensorboard', 'triton'", "'pypdfium2'")
+    done = run("sys.exit(main(['data', 'in', '--out=out']))", tmp_path, absent)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "reading a.pdf as pdf needs the package 'pypdfium2'" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

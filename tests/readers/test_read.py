@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hone.base.errors import SpecError
+from hone.base.errors import MissingExtra, SpecError
 from hone.feed.files.listing import File, list_source
+from hone.readers import read as read_module
 from hone.readers.documents import Broken, Document, Options
 from hone.readers.pages import Extractor
-from hone.readers.read import read_file
+from hone.readers.read import read_batches, read_file
 
 TEXT = "Once upon a time there was a reader.\nIt read."
 
@@ -236,3 +237,18 @@ def test_python_library_is_prose_and_code():
     assert (prose.kind, code.kind) == ("prose", "code") and prose.family == code.family
     assert "dumps(obj, *, skipkeys=False" in prose.text and "def dumps" in code.text
     assert not any("site-packages" in file.name or "/test" in file.name for file in listing.files)
+
+
+def test_a_reader_without_its_package_names_the_file_and_the_package(tmp_path, monkeypatch):
+    """A module that is not there is no fault of the file: it would be that of every file."""
+
+    def absent(file, options):
+        import no_such_package.inner  # noqa: F401
+
+    monkeypatch.setitem(read_module._READERS, "text", "tests.readers.test_read:absent")
+    monkeypatch.setattr("tests.readers.test_read.absent", absent, raising=False)
+    (tmp_path / "a.txt").write_text("some text")
+    (file,) = list_source(str(tmp_path)).files
+    for items in (read_file, read_batches):
+        with pytest.raises(MissingExtra, match=r"reading a.txt as text needs the package 'no_such_package'"):
+            list(items(file, Options()))

@@ -27,21 +27,8 @@ class Example(NamedTuple):
 
 
 _ASKS = (
-    "question",
-    "query",
-    "context",
-    "ctx",
-    "ctx_a",
-    "ctx_b",
-    "prompt",
-    "passage",
-    "problem",
-    "stem",
-    "premise",
-    "goal",
-    "input",
-    "text",
-)
+    "question", "query", "context", "ctx", "ctx_a", "ctx_b", "prompt", "passage", "problem", "stem", "premise", "goal", "input", "text",
+)  # fmt: skip
 _ANSWERS = ("answer", "continuation", "target", "solution", "output", "completion", "hypothesis")
 _LABELS = frozenset(
     {

@@ -34,10 +34,6 @@ class Dedup(Technique):
         """The groups of the documents where `kept` (bool [num_documents]). Files in the folder `state` are reused by a resumed run."""
         raise NotImplementedError
 
-    def representatives(self, corpus: Corpus, kept: np.ndarray, state: Path) -> np.ndarray:
-        """`Found.stands` of `compare`."""
-        return self.compare(corpus, kept, state).stands
-
     def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
         """Which of the kept documents (bool [num_documents]) it reads: all."""
         return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -13,8 +13,8 @@ import pyarrow.parquet as parquet
 from hone.base.artifact import MANIFEST
 from hone.base.durable import sha256, sync
 from hone.base.errors import SpecError
-from hone.data.corpus import Corpus, digest
-from hone.data.executors.task import Task, contents
+from hone.data.corpus import Corpus
+from hone.data.executors.task import Task, contents, digest
 from hone.text.batch import Texts
 
 Sign = Callable[[Texts], tuple[np.ndarray, np.ndarray]]
@@ -93,31 +93,12 @@ def gather(
     return indices, numbers
 
 
-class KeySource(Protocol):
-    """Where keys come from: rows of them in pieces (one per shard). Sent to tasks, so small and picklable."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Number of keys in a row of each piece."""
-        ...
-
-    def content(self) -> list[Any]:
-        """The identity of each piece's content (JSON), which does not depend on when it was written."""
-        ...
-
-    def part(self, begin: int, end: int) -> KeySource:
-        """The pieces from `begin` to `end`."""
-        ...
-
-    def read(self, begin: int, end: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
-        """The documents (`kind` [n]) of all pieces, and rows `begin`..`end` of their keys (uint64 [end - begin, n])."""
-        ...
-
-
 class Numbers(NamedTuple):
     """Files of `sign_shards`, each with the indices of its documents and `width` rows of keys.
 
-    `shifts`, when given, are added to the indices of each file.
+    `shifts`, when given, are added to the indices of each file. Sent to tasks, so small and picklable; as `Hashes` it has `sizes`, the number of
+    keys of each piece, `content`, what identifies each piece (JSON), `part`, some of the pieces, and `read`: the documents
+    (`kind` [n]) of all pieces, and rows `begin`..`end` of their keys (uint64 [end - begin, n]).
     """
 
     files: tuple[Path, ...]
@@ -180,6 +161,10 @@ class Hashes(NamedTuple):
             numbers[0, done : done + piece.count] = hashes[chosen]
             done += piece.count
         return owners, numbers
+
+
+KeySource = Numbers | Hashes
+"""Where the keys of documents are: in files of their own, or a column of the shards."""
 
 
 def record_of(folder: str) -> Path:

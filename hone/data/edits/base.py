@@ -24,6 +24,18 @@ class Edit(Technique):
     reason: ClassVar[str] = "nothing_left"
     discloses: ClassVar[bool] = True
     """Whether samples may show what was cut."""
+    when: str
+    min_left_bytes: int
+
+    @field_validator("when", check_fields=False)
+    @classmethod
+    def _makes_sense(cls, value: str) -> str:
+        need_sense(value, column_kinds())
+        return value
+
+    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
+        """Which documents are read (bool [num_documents])."""
+        return kept & evaluate(self.when, corpus.columns)
 
     def cuts(self, corpus: Corpus, kept: np.ndarray, state: Path) -> list[Cuts]:
         """The cuts of each shard, as byte offsets in the texts that `corpus` returns now (`join` appends them to earlier ones).
@@ -58,14 +70,6 @@ class ByShard(Edit):
 
     unit: ClassVar[str]
     """What `Spans.seen` counts."""
-    when: str
-    min_left_bytes: int
-
-    @field_validator("when", check_fields=False)
-    @classmethod
-    def _makes_sense(cls, value: str) -> str:
-        need_sense(value, column_kinds())
-        return value
 
     @property
     def rule_names(self) -> tuple[str, ...]:
@@ -80,10 +84,6 @@ class ByShard(Edit):
     def find(self, texts: Texts) -> Spans:
         """The spans of a batch."""
         raise NotImplementedError
-
-    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
-        """Which documents are read (bool [num_documents])."""
-        return kept & evaluate(self.when, corpus.columns)
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Finds the spans of each shard of `corpus`, unless they are in `state`; `corpus` may be some of the shards."""

@@ -150,9 +150,5 @@ def figures(cuts: Sequence[Cuts]) -> dict[str, int]:
 
 def compiled(module: str, what: str = "cutting repeats out of documents") -> ModuleType:
     """A module of compiled kernels, by its whole name, for `what`. Raises MissingExtra without numba."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        if error.name != "numba":
-            raise
-        raise MissingExtra.of(what, "numba", "data") from None
+    MissingExtra.need(what, "numba", "data")
+    return importlib.import_module(module)

@@ -12,7 +12,6 @@ from hone.data.corpus import Corpus
 from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted
-from hone.data.expression import evaluate
 
 _UNITS = ("line", "paragraph", "sentence")
 _ROW = np.dtype([("document", np.int32), ("unit", np.int32)])
@@ -43,10 +42,6 @@ class Lines(Edit):
     )
     min_left_bytes: int = Field(100, ge=0, description="A document of which fewer bytes are left is dropped.")
     when: str = Field("kind != 'code'", description="Expression that selects the documents to compare; 'True' for all.")
-
-    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
-        """Which documents are compared (bool [num_documents])."""
-        return kept & evaluate(self.when, corpus.columns)
 
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Hashes the units of each shard of `corpus`, unless they are in `state`; `corpus` may be some of the shards."""

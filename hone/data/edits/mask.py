@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from hone.base.errors import MissingExtra
 from hone.base.spec import Spec
 from hone.data.edits.base import ByShard, Spans
+from hone.data.edits.cuts import compiled
 from hone.text.batch import Texts
 
 Kind = Literal["phone", "ssn", "card", "ip", "iban", "email", "secret"]
@@ -69,10 +69,5 @@ class Mask(ByShard):
         return np.array([getattr(self.placeholders, kind).encode() for kind in _ORDER])
 
     def find(self, texts: Texts) -> Spans:
-        try:
-            from hone.text.personal.find import find
-        except ImportError as error:
-            if error.name != "numba":
-                raise
-            raise MissingExtra.of("masking personal data", "numba", "data") from None
-        return Spans(*find(texts, self.kinds, _ORDER))
+        kernels = compiled("hone.text.personal.find", "masking personal data")
+        return Spans(*kernels.find(texts, self.kinds, _ORDER))

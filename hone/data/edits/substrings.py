@@ -14,7 +14,6 @@ from hone.data.edits.base import Edit
 from hone.data.edits.cuts import Cuts, compiled, cut_whole
 from hone.data.edits.rows import GATHERED_ROWS, ranks, repeated, save, save_sorted, save_spans, spans_of
 from hone.data.executors.task import Function, Task, contents
-from hone.data.expression import evaluate
 
 _RUN = np.dtype([("whole", np.uint64), ("document", np.int32), ("start", np.uint32), ("count", np.uint16)])
 _DOUBT = np.dtype(
@@ -55,10 +54,6 @@ class Substrings(Edit):
         """Length of the substrings whose hashes are the windows' keys. Shorter ones give fewer keys, but more are equal by chance."""
         return self.min_bytes * 3 // 5
 
-    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
-        """Which documents are compared (bool [num_documents])."""
-        return kept & evaluate(self.when, corpus.columns)
-
     def prepare(self, corpus: Corpus, chosen: np.ndarray, state: Path) -> None:
         """Samples the windows of each shard of `corpus`, unless they are in `state`; `corpus` may be some of the shards."""
         for span in corpus.spans():
@@ -88,14 +83,9 @@ class Substrings(Edit):
 
     def _tasks(self, name: str, corpus: Corpus, spans: tuple[Path, ...], state: Path) -> list[Task]:
         """A task for each shard that has spans in the files `spans`."""
-        told = [self.model_dump(mode="json"), contents(spans)]
+        read = contents(spans)
         return [
-            Task(
-                f"{name}-{part.number:05d}",
-                state,
-                {"technique": self, "part": part, "spans": spans},
-                [*told, part.identity()],
-            )
+            Task.of(f"{name}-{part.number:05d}", state, {"technique": self, "part": part, "spans": spans}, read)
             for part in corpus.parts()
         ]
 

@@ -18,13 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hone.base.durable import sha256, sync, write_atomic
 from hone.base.errors import ArtifactError
-from hone.base.spec import fingerprint
+from hone.base.spec import Spec, fingerprint
 from hone.base.store import Store, at_once
 
 DONE = ".done"
-_ROOMS = ("data", "feed", "text")
+_ROOMS = ("data", "feed", "readers", "text")
 _KINDS = ("*.py", "*.json", "*.bin")
 Function = Callable[..., dict[str, Any]]
 """`function(folder, **arguments)` writes its files into the empty `folder` and returns a JSON-serializable summary.
@@ -106,6 +108,13 @@ class Task(NamedTuple):
     reads: tuple[Path, ...] = ()
     kept: Kept | None = None
 
+    @classmethod
+    def of(
+        cls, name: str, folder: Path, arguments: Mapping[str, Any], *more: Any, reads: tuple[Path, ...] = ()
+    ) -> Task:
+        """A task whose result depends on its arguments (`identity_of`) and on `more`, JSON such as hashes of files that they name."""
+        return cls(name, folder, arguments, [identity_of(arguments), *more], reads)
+
     @property
     def manifest(self) -> Path:
         return self.folder / f"{self.name}{DONE}"
@@ -117,6 +126,30 @@ class Task(NamedTuple):
     def key(self, function: Function) -> str:
         """Hash of the code, the function's name and `identity`: a result with another key is not reused."""
         return fingerprint([code_version(), f"{function.__module__}:{function.__qualname__}", self.identity])
+
+
+def digest(*arrays: np.ndarray) -> str:
+    """Hash of the arrays' bytes."""
+    together = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return hashlib.blake2b(together, digest_size=8).hexdigest()
+
+
+def identity_of(value: Any) -> Any:
+    """What identifies an argument, as JSON: what its own `identity()` says, a spec's fields, a hash of an array, a file's name and size.
+
+    A folder is told by nothing, since its path differs between machines: what is read in it is among a task's `more`.
+    """
+    if isinstance(value, Spec) or hasattr(value, "identity"):
+        return value.identity()
+    if isinstance(value, np.ndarray):
+        return digest(value)
+    if isinstance(value, Path):
+        return [value.name, value.stat().st_size] if value.is_file() else None
+    if isinstance(value, Mapping):
+        return {name: identity_of(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [identity_of(item) for item in value]
+    return value
 
 
 def finished(function: Function, task: Task) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +92,9 @@ class Filter(Technique):
         """The rules in order; the reason is that of the first rule not met."""
         raise NotImplementedError
 
+    def check(self, columns: Collection[str]) -> None:
+        """Raises SpecError, with the way out, where it knows what would add a column that is not among `columns`."""
+
     @property
     def columns(self) -> set[str]:
         """Names of the columns that its rules use."""
@@ -113,6 +116,7 @@ class Filter(Technique):
         `places` is `language_places(columns)`, computed where it is needed. Raises SpecError when a rule names a column
         that does not exist.
         """
+        self.check(columns)
         applies, rules = evaluate(self.when, columns), self.rules()
         if places is None and any(rule.limits for rule in rules):
             places = language_places(columns)

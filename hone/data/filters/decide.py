@@ -8,21 +8,33 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast
 
 import numpy as np
-from pyarrow import parquet
 from pydantic import Field
 
 from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import human_bytes
+from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.data import FILTERS
-from hone.data.corpus import Columns
+from hone.data.corpus import Columns, Corpus, Part
 from hone.data.expression import evaluate
 from hone.data.filters.base import Filter, Rule, language_places
-from hone.data.results import DROPPED, added, counted, filter_row, lowest
 
+parquet = lazy("pyarrow.parquet")
+
+DROPPED = ("dropped_by", "reason")
+"""The columns of signals/*.parquet after those of a shard: the step that dropped a document, and its reason."""
+MOST_ROWS = 40
 _AT_ONCE = 100_000
+
+
+def decide_shard(folder: Path, part: Part, filters: Sequence[Filter], num_samples: int) -> dict[str, Any]:
+    """A task: writes what dropped each document of one shard to a file; `filters` of its summary are the rows of `decide`."""
+    with_text = any("text" in technique.columns for technique in filters)
+    dropped_by, rows = decide(filters, Corpus.of(part).held(part.shard, with_text), num_samples)
+    np.save(folder / f"filter-{part.number:05d}.npy", dropped_by)
+    return {"rows": len(dropped_by), "filters": rows}
 
 
 def decide(
@@ -94,6 +106,7 @@ def _failures(
     technique: Filter, columns: Mapping[str, np.ndarray], places: np.ndarray | None
 ) -> Iterator[tuple[Rule, np.ndarray]]:
     """(rule, bool [n] of the documents that do not meet it) of a filter, each rule evaluated on its own."""
+    technique.check(columns)
     applies = evaluate(technique.when, columns)
     for rule in technique.rules():
         yield rule, applies & ~rule.holds(columns, places)
@@ -101,6 +114,62 @@ def _failures(
 
 def _count(chosen: np.ndarray, sizes: np.ndarray) -> dict[str, int]:
     return {"documents": int(chosen.sum()), "bytes": int(sizes[chosen].sum())}
+
+
+def counted(labels: np.ndarray, sizes: np.ndarray) -> dict[str, dict[str, int]]:
+    """{label: {documents, bytes}}."""
+    names, inverse = np.unique(labels.astype(str), return_inverse=True)
+    documents = np.bincount(inverse, minlength=len(names)).tolist()
+    num_bytes = np.bincount(inverse, weights=sizes, minlength=len(names)).astype(np.int64).tolist()
+    return {str(name): {"documents": count, "bytes": size} for name, count, size in zip(names, documents, num_bytes)}
+
+
+def added(one: Any, other: Any) -> Any:
+    """The sum of two shards' counts: numbers are added, also inside lists and mappings; names are kept."""
+    if isinstance(one, dict):
+        both = {key: added(one[key], other[key]) if key in other else one[key] for key in one}
+        return both | {key: value for key, value in other.items() if key not in one}
+    if isinstance(one, list):
+        return [added(*pair) for pair in zip(one, other, strict=True)]
+    return one if isinstance(one, str) else one + other
+
+
+def filter_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a filter (filters/decide.py) over all shards as in stats.json, in a fixed order, since resumed tasks
+    return them in another."""
+    names = ("documents_in", "bytes_in", "documents_out", "bytes_out")
+    rules = [
+        {
+            key: rule[key] if isinstance(rule[key], str) else _pair(rule[key])
+            for key in ("reason", "keep", "alone", "marginal")
+        }
+        for rule in row["rules"]
+    ]
+    counts = {name: row[name] for name in names}
+    return {**counts, "reasons": ranked(row["reasons"]), "alone": _pair(row["alone"]), "rules": rules}
+
+
+def _pair(row: dict[str, int]) -> dict[str, int]:
+    return {"documents": row["documents"], "bytes": row["bytes"]}
+
+
+def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Most bytes first; from the 41st label on, all are summed as '(other)'."""
+    order = sorted(rows, key=lambda label: (-rows[label]["bytes"], label))
+    shown = {label: _pair(rows[label]) for label in order[:MOST_ROWS]}
+    for label in order[MOST_ROWS:]:
+        shown["(other)"] = added(shown.get("(other)", {"documents": 0, "bytes": 0}), rows[label])
+    return shown
+
+
+def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
+    """The `count` of `indices` (int [k]) with the lowest `ids` (bytes [n]), in order of ids: a fixed random choice."""
+    if not count:
+        return indices[:0]
+    if len(indices) > count:
+        heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
+        indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
+    return indices[np.argsort(ids[indices], kind="stable")][:count]
 
 
 class Redecide(Spec):

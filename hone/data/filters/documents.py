@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import ClassVar
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from hone.base.errors import SpecError
@@ -101,16 +100,12 @@ class Toxicity(Filter):
     def rules(self) -> list[Rule]:
         return [Rule("toxic_words", f"not toxic_words > {self.max_toxic_words}")]
 
-    def decide(
-        self, columns: Mapping[str, np.ndarray], places: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As every filter; raises SpecError when the documents have no lexicon column."""
+    def check(self, columns: Collection[str]) -> None:
         if "toxic_words" not in columns:
             raise SpecError(
                 "the filter toxicity needs the column toxic_words, which a lexicon adds",
                 fix="add it to the scorers: {kind: lexicon, words: [words.txt]}",
             )
-        return super().decide(columns, places)
 
 
 class Custom(Filter):

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from hone.data.corpus import Corpus, Part, digest
+from hone.data.corpus import Corpus, Part
 from hone.data.executors.task import Task, finished, perform
 from hone.data.expression import evaluate
 from hone.data.llm.base import Answer, Asked, Asking, need_few
@@ -79,8 +79,7 @@ class _Shard:
     @classmethod
     def of(cls, spec: Asking, part: Part, chosen: np.ndarray, state: Path) -> _Shard:
         """Of the documents where `chosen` (bool [documents of the shard])."""
-        identity = [spec.identity(), part.identity(), digest(chosen)]
-        task = Task(part.shard.stem, state, {"spec": spec, "part": part, "chosen": chosen}, identity)
+        task = Task.of(part.shard.stem, state, {"spec": spec, "part": part, "chosen": chosen})
         return cls(part, chosen, task, finished(rewrite, task))
 
     @property

@@ -129,9 +129,8 @@ class _Opened(NamedTuple):
 
 def _kernels():
     """(the module of kernels, the table of letters); imported on use, since specs must load without numba."""
-    try:
-        from hone.text import features
-        from hone.text.hashing import word_table
-    except ImportError:
-        raise MissingExtra.of("hashed_logistic", "numba", "data") from None
+    MissingExtra.need("hashed_logistic", "numba", "data")
+    from hone.text import features
+    from hone.text.hashing import word_table
+
     return features, word_table()

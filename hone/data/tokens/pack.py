@@ -1,20 +1,26 @@
-"""Pack: writes the token ids of documents, concatenated, to memory-mappable files with the documents' starts, and Megatron-LM's index."""
+"""Pack: the tokenizer, and the token ids of documents, concatenated, in memory-mappable files with the documents' starts and Megatron-LM's index."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hone.base.durable import write_atomic
+from hone.base.durable import sha256, write_atomic
 from hone.base.errors import FitError
-from hone.data.corpus import Corpus, publish
-from hone.data.tokens.tokenizer import Encoder
+from hone.data.corpus import Corpus, Part, publish
+from hone.data.executors.task import Task
+from hone.data.tokens import tokenizer
+from hone.data.tokens.spec import Tokenizer
+from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder
+from hone.data.work import Work
 from hone.feed.packing import PackingSpec, best_fit_index
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -41,33 +47,53 @@ SPLITS = ("train", "val")
 _BATCH_CHARS = 1 << 18
 
 
-def pack(
-    corpus: Corpus,
-    splits: dict[str, np.ndarray],
-    encoder: Encoder,
-    state: Path,
-    folder: Path,
-    shape: PackingSpec,
-    *,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-    durable: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, int]]:
-    """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into `folder`; returns {split: {tokens, documents, bytes}}.
+def take_or_train(spec: Tokenizer, corpus: Corpus, train: np.ndarray, work: Work) -> Encoder:
+    """Copies the tokenizer into the result's folder, or trains it on the documents in `train`, unless it is there already."""
+    done = work.place.state / "tokenizer-done"
+    if not done.exists():
+        if spec.path is not None:
+            tokenizer.take(spec.path, work.folder)
+        else:
+            total = int(corpus.columns["bytes"][train].sum())
+            # Families are hashes: those with the highest are a fixed random sample.
+            share = min(1.0, spec.max_train_bytes / max(total, 1))
+            chosen = train & (corpus.columns["family"] >= np.uint64(int((1 - share) * (2**64 - 1))))
+            texts = (text for _, shard, first, _ in corpus.spans() for _, text in corpus.texts(shard, first, chosen))
+            tokenizer.train(spec, texts, work.folder)
+        write_atomic(done, b"")
+    return tokenizer.load(work.folder)
 
-    `splits` maps a split to its documents (bool [num_documents]), `shape` selects the indices to write. Each shard is tokenized into `state` first, so
-    that a killed run resumes with the next one.
+
+def tokenize(
+    shape: PackingSpec, corpus: Corpus, splits: dict[str, np.ndarray], encoder: Encoder, work: Work
+) -> dict[str, dict[str, int]]:
+    """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into tokens/; returns {split: {tokens, documents, bytes}}.
+
+    `splits` maps a split to its documents (bool [num_documents]), `shape` selects the indices to write. `encoder` is the tokenizer
+    in the result's folder. Tasks tokenize each shard first, so that a killed run resumes with the next one.
     """
+    state, folder, parts = work.state("tokens"), work.folder / "tokens", corpus.parts()
     folder.mkdir(exist_ok=True)
-    encode_shards(corpus, splits, encoder, state, progress=progress, durable=durable)
+    which = sha256(work.folder / FILES[0])
+    reads = tuple(work.folder / name for name in (*FILES, *OPTIONAL_FILES))
+    tasks = []
+    for part in parts:
+        chosen = {split: members[part.here] for split, members in splits.items()}
+        given = {"part": part, "chosen": chosen, "tokenizer_folder": work.folder, "which": which}
+        tasks.append(Task.of(f"tokens-{part.number:05d}", state, given, reads=reads))
+    size = corpus.columns["bytes"] * np.logical_or.reduce(list(splits.values()))
+    sizes = [int(size[part.here].sum()) for part in parts]
+    for _ in work.map("tokenize", encode, tasks, sizes=sizes, unit="B"):
+        pass
     rows = {}
     for split in SPLITS:
-        parts = [state / f"tokens-{number:05d}.{split}" for number in range(len(corpus.shards))]
-        lengths = [np.load(f"{part}.npy") for part in parts]
+        files = [state / f"tokens-{part.number:05d}.{split}" for part in parts]
+        lengths = [np.load(f"{file}.npy") for file in files]
         starts = np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
-        with open(state / "packed.tmp", "wb") as file:
-            for part in parts:
-                with open(part, "rb") as source:
-                    shutil.copyfileobj(source, file, 1 << 22)
+        with open(state / "packed.tmp", "wb") as packed:
+            for file in files:
+                with open(file, "rb") as source:
+                    shutil.copyfileobj(source, packed, 1 << 22)
         publish(state / "packed.tmp", folder / f"{split}.bin")
         with open(state / "starts.tmp", "wb") as file:
             np.save(file, starts)
@@ -95,53 +121,40 @@ def pack(
     return rows
 
 
-def encode_shards(
-    corpus: Corpus,
-    splits: dict[str, np.ndarray],
-    encoder: Encoder,
-    state: Path,
-    *,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-    durable: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes the tokens of each shard to `state`, where `pack` reads them; existing ones are kept."""
-    for number, shard, first, _ in corpus.spans():
-        for split in SPLITS:
-            path = state / f"tokens-{number:05d}.{split}"
-            if not (path.exists() and Path(f"{path}.npy").exists()):
-                _encode_shard(corpus, shard, first, splits[split], encoder, path, progress)
-        durable()
+def encode(
+    folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer_folder: Path, which: str
+) -> dict[str, Any]:
+    """A task: writes the ids of one shard's documents, and their numbers, of each split; `chosen` (bool, the shard's documents) are its own.
+
+    `tokenizer_folder` has the tokenizer, whose file has the hash `which`.
+    """
+    corpus, encoder = Corpus.of(part), _encoder(tokenizer_folder, which)
+    for split, here in chosen.items():
+        lengths: list[int] = []
+        with open(folder / f"tokens-{part.number:05d}.{split}", "wb") as file:
+            for texts in _batches(corpus, part, here):
+                for ids in encoder.encode(texts):
+                    file.write(ids.tobytes())
+                    lengths.append(len(ids))
+        np.save(folder / f"tokens-{part.number:05d}.{split}.npy", np.array(lengths, np.int64))
+    return {"rows": int(sum(here.sum() for here in chosen.values()))}
 
 
-def _encode_shard(
-    corpus: Corpus,
-    shard: Path,
-    first: int,
-    chosen: np.ndarray,
-    encoder: Encoder,
-    path: Path,
-    progress: Callable[[int], None],
-) -> None:
-    """Writes the ids of the chosen documents of one shard to `path` and their counts to `path`.npy, the latter last."""
-    lengths: list[int] = []
-    with open(f"{path}.tmp", "wb") as file:
+@functools.lru_cache(maxsize=1)
+def _encoder(folder: Path, which: str) -> Encoder:
+    """The tokenizer, cached: loading it takes longer than a small task."""
+    return tokenizer.load(folder)
 
-        def flush(texts: list[str]) -> None:
-            for ids in encoder.encode(texts):
-                file.write(ids.tobytes())
-                lengths.append(len(ids))
-            progress(sum(len(text) for text in texts))
 
-        waiting: list[str] = []
-        size = 0
-        for _, text in corpus.texts(shard, first, chosen):
-            waiting.append(text)
-            size += len(text)
-            if size > _BATCH_CHARS:
-                flush(waiting)
-                waiting, size = [], 0
-        flush(waiting)
-    publish(Path(f"{path}.tmp"), path)
-    with open(f"{path}.npy.tmp", "wb") as file:
-        np.save(file, np.array(lengths, np.int64))
-    publish(Path(f"{path}.npy.tmp"), Path(f"{path}.npy"))
+def _batches(corpus: Corpus, part: Part, here: np.ndarray) -> Iterator[list[str]]:
+    """The texts of the documents `here` (bool, the shard's documents), about _BATCH_CHARS at a time."""
+    waiting: list[str] = []
+    size = 0
+    for _, text in corpus.texts(part.shard, part.first, part.everyone(here)):
+        waiting.append(text)
+        size += len(text)
+        if size > _BATCH_CHARS:
+            yield waiting
+            waiting, size = [], 0
+    if waiting:
+        yield waiting

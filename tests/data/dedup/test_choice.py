@@ -14,7 +14,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data import DEDUPS
-from hone.data.annotate import annotate
+from hone.data.annotate import annotate, read_items
 from hone.data.corpus import Corpus
 from hone.data.dedup.groups import ascending, seconds
 from hone.data.stage import Data
@@ -63,7 +63,7 @@ def corpus(source, tmp_path_factory) -> Corpus:
     shard = tmp_path_factory.mktemp("corpus") / "documents.parquet"
     files = list_source(str(source)).files
     options = Data.read({"metadata_fields": ["date", "stars"]}).options
-    annotate(files, shard, options=options, identifier=Identifier())
+    annotate(read_items(files, options), shard, identifier=Identifier())
     return Corpus([shard])
 
 

@@ -159,7 +159,7 @@ def test_hashes_are_read_from_the_shards_by_the_tasks(tmp_path, monkeypatch, mos
     corpus = oracles.corpus_of(tmp_path / "in", texts, ids, 7)
     kept = draw.random(200) < 0.8
     (tmp_path / "state").mkdir()
-    stands = Exact().representatives(corpus, kept, tmp_path / "state")
+    stands = Exact().compare(corpus, kept, tmp_path / "state").stands
     for index, text in enumerate(texts):
         group = [other for other in range(200) if kept[other] and texts[other] == text]
         assert stands[index] == (min(group, key=lambda other: ids[other]) if kept[index] else index)

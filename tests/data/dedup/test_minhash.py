@@ -105,7 +105,7 @@ def test_ranges_of_keys_give_the_same_clusters(known, tmp_path, monkeypatch):
         monkeypatch.setattr(joining, "SORT_KEYS", most)
         state = tmp_path / str(most)
         state.mkdir()
-        found.append(MinHash().representatives(corpus, np.ones(len(texts), bool), state).tolist())
+        found.append(MinHash().compare(corpus, np.ones(len(texts), bool), state).stands.tolist())
         assert len(list(state.glob("join-*.npy"))) == {10**6: 1, 700: 14 * 2, 100: 14 * 16}[most]
     assert found[0] == found[1] == found[2] != list(range(len(texts)))
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     kept, state = np.ones(len(texts), bool), tmp_path / "state"
     state.mkdir()
     monkeypatch.setattr(joining, "TASK_KEYS", 600)
-    whole = MinHash().representatives(corpus, kept, state)
+    whole = MinHash().compare(corpus, kept, state).stands
     names = {path.name for path in state.iterdir()}
     assert len(names) == 4 + 2 * 5, "three of fourteen bands a task"
     signed, compared = [], []
@@ -147,14 +147,14 @@ def test_a_resumed_run_does_only_what_is_missing(known, tmp_path, monkeypatch):
     monkeypatch.setattr(MinHash, "keys", lambda self, batch: signed.append(batch.num_texts) or keys(self, batch))
     monkeypatch.setattr(tables, "join_equal", lambda *args: compared.append(1) or equal(*args))
     (state / "join-002.done").unlink()
-    assert (MinHash().representatives(corpus, kept, state) == whole).all()
+    assert (MinHash().compare(corpus, kept, state).stands == whole).all()
     assert (signed, len(compared)) == ([], 3) and {path.name for path in state.iterdir()} == names
     (state / "keys-00002.u64").unlink()
-    assert (MinHash().representatives(corpus, kept, state) == whole).all()
+    assert (MinHash().compare(corpus, kept, state).stands == whole).all()
     assert sum(signed) == 50 and len(compared) == 3, "the same keys made again were compared again"
     (state / "keys-00002.u64").unlink()
     kept[100:150:2] = False
-    fewer = MinHash().representatives(corpus, kept, state)
+    fewer = MinHash().compare(corpus, kept, state).stands
     assert (fewer[~kept] == np.flatnonzero(~kept)).all() and len(compared) == 3 + 14, (
         "groups of other keys were taken over"
     )
@@ -173,8 +173,8 @@ def test_shards_may_be_prepared_one_by_one_anywhere(known, tmp_path):
         for part in reversed(corpus.parts()):
             technique.prepare(Corpus.of(part), technique.takes_part(corpus, kept), alone)
         prepared = {path.name: path.read_bytes() for path in alone.iterdir()}
-        stands = technique.representatives(corpus, kept, together)
-        assert (technique.representatives(corpus, kept, alone) == stands).all()
+        stands = technique.compare(corpus, kept, together).stands
+        assert (technique.compare(corpus, kept, alone).stands == stands).all()
         assert len(prepared) == 5 and all((together / name).read_bytes() == raw for name, raw in prepared.items())
         assert (stands[~kept] == np.flatnonzero(~kept)).all() and kept[stands[kept]].all()
 
@@ -183,7 +183,7 @@ def test_a_torn_file_is_an_error(known, tmp_path):
     corpus = oracles.corpus_of(tmp_path / "in", known[0][:20], [str(place) for place in range(20)])
     (tmp_path / "keys-00000.u64").write_bytes(b"\0" * 100)
     with pytest.raises(AssertionError, match="100 bytes"):
-        MinHash().representatives(corpus, np.ones(20, bool), tmp_path)
+        MinHash().compare(corpus, np.ones(20, bool), tmp_path)
 
 
 def test_wordless_and_short_texts():

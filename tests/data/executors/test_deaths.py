@@ -15,7 +15,7 @@ from hone.data import EXECUTORS, IDENTIFIERS, annotate
 from hone.data.annotate import Care
 from hone.data.executors import task as task_module
 from hone.data.executors.task import Task, finished, need_known, perform
-from hone.data.work import Models, careful, read, read_task
+from hone.data.reading import Models, careful, read, read_task
 from hone.feed.files.listing import list_source
 from hone.readers import parts as parts_module
 from hone.readers.documents import Options

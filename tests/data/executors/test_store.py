@@ -24,8 +24,8 @@ from hone.data.executors import task as task_module
 from hone.data.executors.keeping import Keeping
 from hone.data.executors.serial import Serial
 from hone.data.executors.task import Task, finished, need_known, perform
+from hone.data.reading import Models, careful, read, read_task
 from hone.data.stage import Data
-from hone.data.work import Models, careful, read, read_task
 from hone.feed.files.listing import list_source
 from hone.readers.documents import Options
 from tests.data.executors.test_deaths import Deadly, square, tasks

@@ -200,5 +200,5 @@ def removed(technique, folder: Path, texts: Sequence[str], ids: Sequence[str], n
     corpus = corpus_of(folder / "shards", texts, ids, num_shards)
     state = folder / "state"
     state.mkdir()
-    stands = technique.representatives(corpus, np.ones(len(texts), bool), state)
+    stands = technique.compare(corpus, np.ones(len(texts), bool), state).stands
     return {ids[index]: ids[other] for index, other in enumerate(stands.tolist()) if index != other}
