@@ -204,13 +204,14 @@ class Trainer:
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
             shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.positions
-            found = self.ranks.pipeline.train(self.model, parts, self.segments, self._objective, [shares] * len(parts))
+            given = parts, self.segments, self._objective, [shares] * len(parts), self._begin
+            found, routed = self.ranks.pipeline.train(self.model, *given)
             self.update.weights.before_backward(last=True)
             self.update.weights.after_backward()
-            return Sums(*found, self.update.weights.squared_norm()), counts
+            return Sums(*found, self.update.weights.squared_norm(), self.routing.counts(*routed)), counts
         for place, part in enumerate(parts, 1):
             loss, extra, context = self._loss(part, place)
-            routing = self.routing.counts(context, routing)
+            routing = self.routing.counts(context.routing, before=routing)
             objective = loss * (self.scaler.scale / counts.targets)
             if extra is not None:
                 objective = objective + extra * (self.scaler.scale / counts.positions)
@@ -259,10 +260,13 @@ class Trainer:
     def _loss(self, batch: Batch, place: int) -> tuple[Tensor, Tensor | None, Context]:
         """The objective summed over micro-batch `place`, the layers' own losses, summed over its tokens, and its context."""
         tokens, targets, context = to_device(batch, self.device, self.ranks.context)
-        self.routing.begin(context, self.done, self.ranks.data[0] * self.gradient_accumulation_steps + place)
+        self._begin(context, place)
         loss = self._objective(run_layers(self.model, tokens, context, self.segments), tokens, targets, context)
         extra = context.extra_loss  # a mean over the tokens of this pass
         return loss, None if extra is None else extra * tokens.numel(), context
+
+    def _begin(self, context: Context, place: int) -> None:
+        self.routing.begin(context, self.done, self.ranks.data[0] * self.gradient_accumulation_steps + place)
 
     def _objective(self, x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
         """The objective summed over the micro-batch whose last hidden states are x."""
@@ -281,10 +285,7 @@ class Trainer:
         )
 
     def save(self, checkpoints: Checkpoints, **more: Any) -> None:
-        """Writes all on which the next step depends. The order of the data follows from `done`. All ranks call it.
-
-        `more` is written beside the numbers.
-        """
+        """Writes all on which the next step depends, and `more` beside it. The order of the data follows from `done`. All ranks call it."""
         tensors = self.update.state()
         if self.ranks.mesh.leads:
             tensors["rng.cpu"] = torch.get_rng_state()
@@ -301,7 +302,7 @@ class Trainer:
             "scaler": self.scaler.state(),
             "spikes": self.spikes.state(),
             **({"rewound": self.rewound} if self.rewound else {}),
-            **({"router_bias": bias} if (bias := self.routing.state()) else {}),
+            **({"router_bias": bias} if (bias := self.routing.state(self.ranks.mesh)) else {}),
             **more,
         }
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.stored_cuts())
@@ -309,8 +310,7 @@ class Trainer:
     def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:
         """Restores what `save` wrote, with any number of ranks; the next step is then the one that would have followed.
 
-        Bit for bit on a CPU with the same number of threads and ranks; on a GPU attention's backward pass may add in
-        another order.
+        Bit for bit on a CPU with the same number of threads and ranks; on a GPU attention's backward pass may add in another order.
         """
         with self.ranks.mesh.transfers():
             self.update.restore(stored)

@@ -237,7 +237,16 @@ def test_a_model_of_latent_attention_trains_and_is_its_class_in_transformers(
 @pytest.mark.parametrize(
     ("parallelism", "moe", "said"),
     [
-        ({"pipeline_parallel_degree": 2}, SOFTMAX, "layer 0 has experts, whose loads no pipeline stage reports"),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "pipedream"},
+            SOFTMAX,
+            "stages update at different times",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "dualpipe", "expert_parallel_degree": 2},
+            SOFTMAX,
+            "dualpipe has each stage on two ranks",
+        ),
         ({"tensor_parallel_degree": 2}, SOFTMAX, "layers.0.feed_forward.gate_up has experts"),
         ({"context_parallel_degree": 2}, SIGMOID, "layer 0 has a capacity_factor or a sequence_loss"),
         ({"context_parallel_degree": 2}, SWITCH, "layer 0 has a capacity_factor or a sequence_loss"),
@@ -264,6 +273,34 @@ def alone(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     settings = [{**one, "gradient_accumulation_steps": 2} for one in (*WHOLE, *PARTS)]
     [losses] = on_ranks(1, trained, str(data_folder), str(folder), settings)
     return losses, [weights_of(folder, number, 1)[0] for number in range(len(settings))]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+def test_pipeline_stages_train_experts_as_one_process_does(schedule: str, data_folder: Path, tmp_path: Path) -> None:
+    """Loads, biases, losses of layers and random choices, of stages of which one may have no experts; and what one saves is read by the other."""
+    shape = {"num_layers": 4, "tie_embeddings": False, "feed_forward": ["swiglu", SIGMOID]}
+    drops = {**shape, "feed_forward": [{**GSHARD, "router": "hash", "jitter": 0.0}, SWITCH]}
+    first, settings = {**shape, "feed_forward": [SIGMOID, "swiglu", "swiglu", "swiglu"]}, []
+    for number, one in enumerate((shape, drops, first)):
+        kept = {"write": str(tmp_path / f"kept{number}-{schedule}")}
+        settings.append({"model": one, "gradient_accumulation_steps": 4, **kept})
+    layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    [losses] = on_ranks(1, trained, str(data_folder), str(tmp_path), settings)
+    alone = [
+        Checkpoints(Path(one["write"])).newest()[1]["router_bias"] for one in settings if one["model"] is not drops
+    ]  # type: ignore[index]
+    for rank in on_ranks(
+        2, trained, str(data_folder), str(tmp_path), [{**one, "parallelism": layout} for one in settings]
+    ):
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(losses), rtol=2e-6, atol=2e-6)
+    for number in range(len(settings)):
+        whole = weights_of(tmp_path, number, 1)[0]
+        for one in weights_of(tmp_path, number, 2):
+            assert_same_weights(one, whole, "adamw")
+    stages = [
+        Checkpoints(Path(one["write"])).newest()[1]["router_bias"] for one in settings if one["model"] is not drops
+    ]  # type: ignore[index]
+    assert stages == alone and all(any(map(any, one.values())) for one in alone)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "ring", "ulysses"])

@@ -56,7 +56,7 @@ class AsynchronousTrainer(Trainer):
         assert pipeline is not None
         self._squares = []
         self.update.weights.before_backward(last=False)
-        found = pipeline.train(self.model, parts, self.segments, self._objective, shares)
+        found, _ = pipeline.train(self.model, parts, self.segments, self._objective, shares)
         return Sums(*found, torch.stack(self._squares).mean()), counts
 
     def _updates(self, stage: int) -> None:

@@ -79,13 +79,16 @@ class Pipeline:
         segments: Sequence[Segment],
         objective: Objective,
         shares: Sequence[tuple[float, float]],
-    ) -> tuple[Tensor, Tensor | None]:
-        """All passes of a step: (sum of the objective, sum of the layers' own losses) of what this rank computed.
+        begin: Callable[[Any, int], None] = lambda context, place: None,
+    ) -> tuple[tuple[Tensor, Tensor | None], list[dict[int, Tensor]]]:
+        """All passes of a step: (sum of the objective, sum of the layers' own losses) of what this rank computed, and what routers counted
+        in each of its passes (`Context.routing`).
 
         `shares`: of each micro-batch what an objective and a layer's loss are multiplied with before the backward pass. Gradients
         are added to the parameters' `grad`. All ranks return None for the second where no rank's layers have such a loss.
+        `begin` is told of the context of each pass before it, and of the place of its micro-batch, from 1.
         """
-        run = self._run(model, parts, segments, objective, shares)
+        run = self._run(model, parts, segments, objective, shares, begin)
         zero = torch.zeros((), device=next(model.parameters()).device)
         extra = sum(run.extras.values(), zero) if run.extras else None
         if self._has_extra is None:
@@ -93,7 +96,7 @@ class Pipeline:
             self._has_extra = bool(self.mesh.sum(said) > 0)
         if self._has_extra and extra is None:
             extra = zero
-        return _sum(run.losses, zero), extra
+        return (_sum(run.losses, zero), extra), run.routed
 
     def score(self, model: Decoder, batch: Batch, segments: Sequence[Segment], objective: Objective) -> float:
         """The objective of a batch on a rank that has the last stage, 0 on others. Without gradients."""
@@ -107,10 +110,11 @@ class Pipeline:
         segments: Sequence[Segment],
         objective: Objective,
         shares: Sequence[tuple[float, float]] | None,
+        begin: Callable[[Any, int], None] = lambda context, place: None,
     ) -> _Run:
         assert self.stages is not None, "take a model first"
         executor = self._executor(model, len(parts), trains=shares is not None)
-        run = self._now = _Run(model, parts, segments, objective, shares, self.stages, self.context)
+        run = self._now = _Run(model, parts, segments, objective, shares, self.stages, self.context, begin)
         like = next(model.parameters())
         rows, length = parts[0].tokens.shape
         assert all(one.tokens.shape == (rows, length) for one in parts), "micro-batches of one size"
@@ -150,9 +154,12 @@ class _Run:
         shares: Sequence[tuple[float, float]] | None,
         stages: Stages,
         context: ContextRanks | None,
+        begin: Callable[[Any, int], None],
     ) -> None:
         self.model, self.parts, self.objective, self.shares = model, parts, objective, shares
-        self.stages, self.context = stages, context
+        self.stages, self.context, self.begin = stages, context, begin
+        self.routed: list[dict[int, Tensor]] = []
+        """What routers counted in each pass."""
         self.segments = {stage: _inside(segments, stages.layers[stage]) for stage in stages.held}
         self.losses: dict[int, Tensor] = {}
         """The objective of each micro-batch whose last stage is here."""
@@ -162,13 +169,18 @@ class _Run:
         """As `Passes`."""
         device = next(self.model.parameters()).device
         tokens, targets, context = to_device(self.parts[microbatch], device, self.context)
+        context.tokens = tokens
+        if self.shares is not None:
+            self.begin(context, microbatch + 1)
+            self.routed.append(context.routing)
         x = self.model.embed(tokens) if x is None else x
         x = run_segments(self.model, x, context, self.segments[stage])
         own, extra = None, context.extra_loss
         if extra is not None:
             extra = extra * tokens.numel()
             self.extras[microbatch, stage] = extra.detach()
-            own = None if self.shares is None else extra * self.shares[microbatch][1]
+            # That of a router without weights is a number: it has no gradient.
+            own = extra * self.shares[microbatch][1] if self.shares is not None and extra.requires_grad else None
         if stage < len(self.stages.layers) - 1:
             return x, own
         loss = self.objective(x, tokens, targets, context)

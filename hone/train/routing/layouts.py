@@ -37,10 +37,18 @@ def check_experts(config: ModelConfig, parallelism: Any) -> None:
     if not layers:
         return
     first = next(iter(layers))
-    if parallelism.pipeline_parallel_degree > 1:
+    schedule, stages = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if stages > 1 and not schedule.exact:
         raise SpecError(
-            f"layer {first} has experts, whose loads no pipeline stage reports to the others yet",
-            fix="set parallelism.pipeline_parallel_degree to 1; ddp, zero1 to zero3 and context parallelism train experts",
+            f"layer {first} has experts, and with pipeline_parallel_schedule {schedule.kind} stages update at different times: their "
+            "loads are of no one step",
+            fix="take another pipeline_parallel_schedule, such as 1f1b, or set parallelism.pipeline_parallel_degree to 1",
+        )
+    held = [stage for own in (schedule.held(stages) if stages > 1 else ()) for stage in own]
+    if parallelism.expert_parallel_degree > 1 and len(set(held)) < len(held):
+        raise SpecError(
+            f"pipeline_parallel_schedule {schedule.kind} has each stage on two ranks, between which divided experts are not shared yet",
+            fix="take another pipeline_parallel_schedule, such as zb_v, or set parallelism.expert_parallel_degree to 1",
         )
     whole = next((index for index, one in layers.items() if one.whole_sequences), None)
     if parallelism.context_parallel_degree > 1 and whole is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hone.base.ranks import Mesh
 from hone.model.context import Context
 from hone.model.decoder import Decoder
 
@@ -56,15 +58,20 @@ class Routing:
     """The routers of `model`, which is in training: what they counted in a step, and the biases that its balance moves.
 
     A model without experts has none: `size` is 0. Where layers are compiled (`compiles`), their experts are not: how many rows an
-    expert has differs in every pass.
+    expert has differs in every pass. Counts are of all layers, those of other pipeline stages 0.
     """
 
     def __init__(self, model: Decoder, *, compiles: bool = False) -> None:
+        self._device = next(model.parameters()).device
+        self._elsewhere = any(not hasattr(layer, "feed_forward") for layer in model.layers)
+        """Whether other pipeline stages have some of the layers."""
         blocks = {index: getattr(layer, "feed_forward", None) for index, layer in enumerate(model.layers)}
         self._layers: dict[int, Any] = {index: one for index, one in blocks.items() if getattr(one, "routed", False)}
         for one in self._layers.values() if compiles else ():
             one.forward = torch.compiler.disable(one.forward)
-        self.size = sum(one.spec.num_experts + 3 for one in self._layers.values())
+        specs = enumerate(layer.feed_forward for layer in model.config.layers)
+        self._experts = {index: spec.num_experts for index, spec in specs if spec.kind == "moe"}
+        self.size = sum(count + 3 for count in self._experts.values())
         """Numbers that a step's counts are."""
 
     def begin(self, context: Context, done: int, number: int) -> None:
@@ -73,20 +80,24 @@ class Routing:
         if self.size:
             context.draw = done * _MOST_PASSES + number
 
-    def counts(self, context: Context, before: Tensor | None) -> Tensor | None:
-        """What the pass of `context` counted, added to what passes `before` did: float64 [size]; None without experts."""
+    def counts(self, *passes: Mapping[int, Tensor], before: Tensor | None = None) -> Tensor | None:
+        """What `passes` counted (`Context.routing`), added to what those `before` did: float64 [size]; None without experts."""
         if not self.size:
             return None
-        own = torch.cat([context.routing[index] for index in self._layers])
-        return own if before is None else before + own
+        for routed in passes:
+            every = [
+                routed.get(index, torch.zeros(count + 3, dtype=torch.float64, device=self._device))
+                for index, count in self._experts.items()
+            ]
+            before = torch.cat(every) if before is None else before + torch.cat(every)
+        return before
 
     def read(self, numbers: list[float], step: int, steps: int) -> Loads | None:
         """The counts of `step` of `steps`, summed over passes and ranks."""
         if not self.size:
             return None
         found, at = {}, 0
-        for index, one in self._layers.items():
-            count = one.spec.num_experts
+        for index, count in self._experts.items():
             found[index] = LayerLoads(numbers[at : at + count], *numbers[at + count : at + count + 3])
             at += count + 3
         return Loads(found, whole=step % max(1, steps // TIMES) == 0 or step == steps)
@@ -100,13 +111,16 @@ class Routing:
                     counted = torch.tensor(loads.layers[index].experts, dtype=torch.float64)  # type: ignore[union-attr]
                     one.router_bias.copy_(rule.moved(one.router_bias, counted))
 
-    def state(self) -> dict[str, list[float]]:
-        """The biases by layer, for a checkpoint: a float32 number is exact as a decimal."""
-        return {str(index): one.router_bias.tolist() for index, one in self._layers.items() if one.spec.bias}
+    def state(self, mesh: Mesh | None = None) -> dict[str, list[float]]:
+        """The biases by layer, for a checkpoint: a float32 number is exact as a decimal. With `mesh`, whose ranks all call it, those of
+        all pipeline stages."""
+        own = {str(index): one.router_bias.tolist() for index, one in self._layers.items() if one.spec.bias}
+        every = mesh.gather(own) if mesh is not None and self._elsewhere and self.size else [own]
+        return {index: bias for one in every for index, bias in one.items()}
 
     @torch.no_grad()
     def restore(self, state: dict[str, list[float]]) -> None:
         """Restores what `state` gave."""
-        for index, values in state.items():
-            bias = self._layers[int(index)].router_bias
-            bias.copy_(torch.tensor(values, dtype=bias.dtype))
+        for index, one in self._layers.items():
+            if str(index) in state:
+                one.router_bias.copy_(torch.tensor(state[str(index)], dtype=one.router_bias.dtype))

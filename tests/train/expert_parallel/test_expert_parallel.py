@@ -10,6 +10,7 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.model.hf import load
+from hone.train.checkpoint import Checkpoints
 from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
@@ -82,6 +83,21 @@ def test_four_ranks_in_every_mesh(alone: Any, data_folder: Path, tmp_path: Path)
     ]
     found = on_ranks(4, trained, str(data_folder), str(tmp_path), [*settings, *shared])
     check(found, tmp_path, 4, alone[4], [*[*places] * len(FOUR), 8, 8])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_pipeline_stages_divide_their_experts(schedule: str, data_folder: Path, tmp_path: Path) -> None:
+    """Two stages of two ranks that divide the experts, with `zero1` over these; the checkpoint has the biases of all layers."""
+    setting = {**CASES[0], "gradient_accumulation_steps": 4, "validate": True}
+    setting["model"] = {"num_layers": 4, "tie_embeddings": False, "feed_forward": ["swiglu", SHARED]}
+    [losses] = on_ranks(1, trained, str(data_folder), str(tmp_path), [{**setting, "gradient_accumulation_steps": 8}])
+    shared = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, "expert_parallel_degree": 2}
+    settings = [{**setting, "parallelism": {**shared, "data_parallel": one}} for one in ("ddp", "zero1")]
+    settings[1] |= {"write": str(tmp_path / "kept")}
+    found = on_ranks(4, trained, str(data_folder), str(tmp_path), settings)
+    check(found, tmp_path, 4, (losses, weights_of(tmp_path, 0, 1)), [0, 0])
+    stored = Checkpoints(tmp_path / "kept").newest()
+    assert stored is not None and stored[1]["router_bias"].keys() == {"1", "3"}
 
 
 def test_what_is_saved_is_read_to_the_bit(data_folder: Path, tmp_path: Path) -> None:
