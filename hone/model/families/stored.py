@@ -17,6 +17,8 @@ from hone.model.weights.header import HeaderEntry, read_header
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CHUNK = 1 << 26
+_PREDICTORS = {"num_nextn_predict_layers", "num_mtp_layers"}
+"""Fields with the number of layers that predict further tokens. They are not read (hone.model.shards): whoever writes these values has none."""
 _IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 """Buffers that old checkpoints stored."""
 
@@ -29,6 +31,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     values = read_json(folder / CONFIG)
     config = from_hf(values, str(folder / CONFIG))
+    values |= dict.fromkeys(_PREDICTORS & values.keys(), 0)
     if config.tie_embeddings and has_own_head(folder):
         return values | {"tie_word_embeddings": False}, config.model_copy(update={"tie_embeddings": False})
     return values, config

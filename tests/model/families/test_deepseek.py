@@ -129,6 +129,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_one_note(tmp_path:
         again = hf.load(tmp_path / "theirs")
     assert len([one for one in said if "further" in str(one.message)]) == 1
     assert torch.equal(made(some_tokens()), again(some_tokens())) and made.config.num_layers == 3
+    assert hf.Checkpoint(tmp_path / "theirs").values["num_nextn_predict_layers"] == 0, "what a compressed folder says"
     hf.save(made, tmp_path / "ours")
     assert load_file(tmp_path / "ours" / "model.safetensors").keys() == stored.keys()
     values = json.loads((tmp_path / "ours" / "config.json").read_text(encoding="utf8"))
