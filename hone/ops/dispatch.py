@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hone.base.errors import SpecError
-from hone.ops.attention.rules import attend, attend_backward, attend_latent, attend_paged
+from hone.ops.attention_rules import attend, attend_backward, attend_latent, attend_paged
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import GATHERED, HALVES, ON_CPU, UP_TO_32
 from hone.ops.moe.rules import choose_experts, expert_swiglu, grouped_linear
