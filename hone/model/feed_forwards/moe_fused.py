@@ -1,7 +1,7 @@
 """A mixture of experts in few kernels, where nothing needs a gradient: what generation and serving run on a GPU.
 
 Without it a layer is the router's product, a softmax, a choice, a sort, a copy of the tokens, a product, a gate, a product and a
-sum. With it (`hone.ops.choose_experts`, `hone.ops.expert_swiglu`) a decode step's layer is four kernels for one or two tokens and five for
+sum. With it (`hone.ops.choose_experts`, `hone.ops.expert_swiglu`) a decode step's layer is four kernels for few tokens and five for
 more. It never waits for the device, and its shapes depend on the number of tokens alone, so that it is part of CUDA graphs.
 """
 

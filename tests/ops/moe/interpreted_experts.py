@@ -52,8 +52,9 @@ def test_a_token_that_is_not_finite_chooses_experts_that_exist() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-def test_experts(kind: str, groups: int, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "alone"), [(1, True), (3, True), (3, False), (20, False)])
+def test_experts(kind: str, groups: int, tokens: int, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_experts, "ALONE", dict.fromkeys((True, False), 99 if alone else 0))
     x = torch.randn(tokens, 128)
     ids = torch.stack([torch.randperm(7)[:2] for _ in range(tokens)])
     ids[ids == 3] = 4  # an expert without tokens, and one that may come twice
