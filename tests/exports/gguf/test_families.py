@@ -11,10 +11,11 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.exports.api import export
-from hone.exports.gguf.architectures import ARCHITECTURES
+from hone.exports.gguf.architectures import ARCHITECTURES, hyperparameters
 from hone.model.context import Causal
 from hone.model.families import FAMILIES
 from hone.model.hf import load
+from hone.model.shape import Shape
 from tests.conftest import byte_tokenizer
 from tests.exports.gguf.llama_cpp import LlamaCpp
 from tests.exports.gguf.test_export import metadata, tensors
@@ -112,6 +113,13 @@ def test_what_an_architecture_cannot_express_is_refused(name: str, published, tm
     with pytest.raises(SpecError, match=message) as error:
         export(published(values), tmp_path / "model.gguf")
     assert error.value.fix and not list(tmp_path.iterdir())
+
+
+def test_sinks_have_no_tensor() -> None:
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96}
+    config = Shape(**sizes, mixers=({"kind": "attention", "sinks": True},)).config(60)
+    with pytest.raises(SpecError, match="attention of layer 0 has sinks"):
+        hyperparameters(config, "here")
 
 
 @pytest.mark.parametrize("name", [name for name in COMPUTED if name != "gemma2-27b"])

@@ -81,18 +81,22 @@ def test_a_dense_model(tmp_path: Path, tied: bool) -> None:
 
 def test_biases_of_summed_linears_stay_with_rank_0(tmp_path: Path) -> None:
     model = decoder(num_layers=1)
-    mixer = model.config.layers[0].mixer.model_copy(update={"qkv_bias": True, "out_bias": True})
+    mixer = model.config.layers[0].mixer.model_copy(update={"qkv_bias": True, "out_bias": True, "sinks": True})
     fed = model.config.layers[0].feed_forward.model_copy(update={"bias": True})
     layer = model.config.layers[0].model_copy(update={"mixer": mixer, "feed_forward": fed})
     biased = build(model.config.model_copy(update={"layers": (layer,)}))
     for name, one in biased.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             one.detach().normal_(generator=torch.Generator().manual_seed(len(name)))
     hf.save(biased, tmp_path / "model")
     ranks = [local(tmp_path / "model", rank, 2) for rank in range(2)]
     for path in ("mixer.out", "feed_forward.down"):
         first, second = (one.layers[0].get_submodule(path).inner for one in ranks)
         assert torch.equal(first.bias, biased.layers[0].get_submodule(path).bias) and second.bias is None
+    sinks = torch.cat([one.layers[0].mixer.sinks for one in ranks])
+    assert sinks.unique().numel() == 4 and torch.equal(sinks, biased.layers[0].mixer.sinks), (
+        "each rank has those of its heads"
+    )
     assert torch.equal(
         torch.cat([one.layers[0].feed_forward.gate_up.bias.view(2, -1) for one in ranks], 1).flatten(),
         biased.layers[0].feed_forward.gate_up.bias,
