@@ -25,7 +25,9 @@ def flow(tiny_llama: Path) -> Flow:
     tokens = np.arange(40).reshape(5, 8)
     owners = np.where(np.arange(8) < 5, 0, -1).astype(np.int32)[None].repeat(5, 0)
     made = Flow(Calibration(tokens, owners, {}), 2, "cpu", torch.float32, paired=True)
-    made.embed(Checkpoint(tiny_llama).build_ends(dtype=torch.float32))
+    ends = Checkpoint(tiny_llama).build_ends(dtype=torch.float32)
+    made.embed_dense(ends)
+    made.embed(ends)
     return made
 
 
