@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 FLAGS = ("redo", "quiet", "help", "version", "plan")
@@ -143,11 +143,27 @@ def fields(options: dict[str, str], *circumstances: str) -> dict[str, str]:
     }
 
 
+def executor(options: Mapping[str, str]) -> dict[str, Any]:
+    """The value of `Run.executor` from the options `executor`, `workers` and `executor.FIELD`; serial without them.
+
+    Raises SpecError for an unknown executor or field.
+    """
+    from hone.base.errors import SpecError
+    from hone.base.spec import parse_scalar
+    from hone.data import EXECUTORS
+
+    named = {name: value for name, value in options.items() if name == "workers" or name.startswith("executor.")}
+    if named and "executor" not in options:
+        given = ", ".join(f"--{name}" for name in named)
+        raise SpecError(f"{given} without an executor", fix=f"add --executor=NAME, one of: {', '.join(EXECUTORS)}")
+    values = {name.removeprefix("executor."): parse_scalar(value) for name, value in named.items()}
+    return EXECUTORS.read({"kind": options.get("executor", "serial"), **values}).model_dump(mode="json")
+
+
 def circumstances(options: dict[str, str]) -> Any:
     """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb` and `--profiling`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
-    from hone.data.executors.choose import from_options
     from hone.measure.machine import describe
 
     device = options.get("device", "cpu")
@@ -162,7 +178,7 @@ def circumstances(options: dict[str, str]) -> Any:
         device=device,
         redo="redo" in options,
         quiet="quiet" in options,
-        executor=from_options(options),
+        executor=executor(options),
         wandb=_wandb(options),
         profiling=_profiling(options),
         machine=describe(device).model_dump(mode="json"),

@@ -11,11 +11,11 @@ import numpy as np
 from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import SpecError
 from hone.base.table import Technique
-from hone.data.corpus import Corpus
+from hone.data.corpus import Corpus, lowest
 from hone.data.dedup.groups import Clusters, Found
 from hone.data.edits.cuts import Cuts
 from hone.data.executors.task import Task
-from hone.data.filters.decide import added, causes, decide_shard, filter_row, lowest
+from hone.data.filters.decide import added, causes, decide_shard, filter_row
 from hone.data.llm.apply import apply
 from hone.data.settings import Settings
 from hone.data.work import Work, rounds

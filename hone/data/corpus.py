@@ -128,6 +128,16 @@ def _as_numpy(column: Any, name: str) -> np.ndarray:
     return kinds[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
+def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
+    """The `count` of `indices` (int [k]) with the lowest `ids` (bytes [n]), in order of ids: a fixed random choice."""
+    if not count:
+        return indices[:0]
+    if len(indices) > count:
+        heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
+        indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
+    return indices[np.argsort(ids[indices], kind="stable")][:count]
+
+
 class Labels(NamedTuple):
     """A column of few distinct texts: `names` are the sorted texts, `codes` (int32 [num_documents]) the index of each document's."""
 
@@ -288,3 +298,10 @@ class Corpus:
         """(index, text) of the same documents, one by one."""
         for indices, texts in self.batches(shard, first, chosen):
             yield from zip(indices.tolist(), texts.strings())
+
+    def beginnings(self, indices: Sequence[int], num_chars: int) -> dict[int, str]:
+        """{index: the first `num_chars` characters} of a few documents."""
+        chosen = np.zeros(len(self), bool)
+        chosen[list(indices)] = True
+        shards = [(shard, first) for _, shard, first, end in self.spans() if chosen[first:end].any()]
+        return {index: text[:num_chars] for at in shards for index, text in self.texts(*at, chosen)}

@@ -11,8 +11,8 @@ import numpy as np
 
 from hone.base.durable import write_atomic, write_jsonl
 from hone.data.chain import Chain
-from hone.data.corpus import Corpus, Labels
-from hone.data.filters.decide import MOST_ROWS, lowest, ranked
+from hone.data.corpus import Corpus, Labels, lowest
+from hone.data.filters.decide import MOST_ROWS, ranked
 from hone.data.reading import Reading
 from hone.feed.load import PackedTokens
 from hone.readers.documents import SAMPLE_CHARS
@@ -102,8 +102,8 @@ def write_samples(corpus: Corpus, chain: Chain, unread: list[dict[str, str]], fo
     """Writes dropped.jsonl (`unread`, spans that were cut, samples of what steps dropped) and sample.jsonl (the kept ones with the lowest ids)."""
     shown = lowest(corpus.columns["id"], np.flatnonzero(chain.kept), 4 * chain.spec.num_samples).tolist()
     # Dropped documents are shown as they were read: an edit may have cut all of their text.
-    texts = _texts(Corpus(corpus.shards), [one.index for one in chain.dropped])
-    kept_texts = _texts(corpus, shown)
+    texts = Corpus(corpus.shards).beginnings([one.index for one in chain.dropped], SAMPLE_CHARS)
+    kept_texts = corpus.beginnings(shown, SAMPLE_CHARS)
     source = corpus.at("source", [*shown, *(index for one in chain.dropped for index in (one.index, one.like))])
     rows = unread + chain.pieces
     for one in chain.dropped:
@@ -113,14 +113,3 @@ def write_samples(corpus: Corpus, chain: Chain, unread: list[dict[str, str]], fo
         rows.append(row)
     write_jsonl(folder / "dropped.jsonl", rows)
     write_jsonl(folder / "sample.jsonl", [{"source": source[index], "text": kept_texts[index]} for index in shown])
-
-
-def _texts(corpus: Corpus, indices: list[int]) -> dict[int, str]:
-    """The beginning of each of these documents."""
-    chosen = np.zeros(len(corpus), bool)
-    chosen[indices] = True
-    texts = {}
-    for _, shard, first, end in corpus.spans():
-        if chosen[first:end].any():
-            texts.update({index: text[:SAMPLE_CHARS] for index, text in corpus.texts(shard, first, chosen)})
-    return texts

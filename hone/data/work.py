@@ -101,22 +101,15 @@ def rounds(
 ) -> Iterator[tuple[Function, list[Task]]]:
     """(function, tasks) of what `technique` reads before it decides; a round needs the results of those before it.
 
-    First `technique.prepare(corpus, chosen, state)` on each shard, where it has that method, for the documents that it
-    `takes_part` in; then those of `technique.rounds(corpus, kept, state)`, where it compares documents of all shards.
+    First `technique.prepare(corpus, chosen, state)` on each shard, where it has that method, for the kept documents
+    or those that it `takes_part` in; then those of `technique.rounds(corpus, kept, state)`, where it compares documents of all shards.
     """
     if hasattr(technique, "prepare"):
-        chosen = technique.takes_part(corpus, kept)
-        yield (
-            prepare,
-            [
-                Task.of(
-                    f"shard-{part.number:05d}",
-                    state,
-                    {"technique": technique, "part": part, "chosen": chosen[part.here]},
-                )
-                for part in corpus.parts()
-            ],
-        )
+        chosen, tasks = technique.takes_part(corpus, kept) if hasattr(technique, "takes_part") else kept, []
+        for part in corpus.parts():
+            given = {"technique": technique, "part": part, "chosen": chosen[part.here]}
+            tasks.append(Task.of(f"shard-{part.number:05d}", state, given))
+        yield prepare, tasks
     if hasattr(technique, "rounds"):
         yield from technique.rounds(corpus, kept, state)
 

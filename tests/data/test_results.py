@@ -17,8 +17,8 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.data import EXECUTORS, FILTERS, IDENTIFIERS
 from hone.data.chain import Chain
-from hone.data.corpus import Corpus
-from hone.data.filters.decide import added, causes, decide, lowest, ranked
+from hone.data.corpus import Corpus, lowest
+from hone.data.filters.decide import added, causes, decide, ranked
 from hone.data.reading import Models, read, read_task
 from hone.data.results import count_by
 from hone.data.stage import Data

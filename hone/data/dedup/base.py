@@ -34,10 +34,6 @@ class Dedup(Technique):
         """The groups of the documents where `kept` (bool [num_documents]). Files in the folder `state` are reused by a resumed run."""
         raise NotImplementedError
 
-    def takes_part(self, corpus: Corpus, kept: np.ndarray) -> np.ndarray:
-        """Which of the kept documents (bool [num_documents]) it reads: all."""
-        return kept
-
     def files(self) -> dict[str, Path]:
         """Field names and files whose content the result depends on: part of the identity of the artifact."""
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import pyarrow.parquet as parquet
 from hone.base.artifact import MANIFEST
 from hone.base.durable import sha256, sync
 from hone.base.errors import SpecError
-from hone.data.corpus import Corpus
+from hone.data.corpus import Corpus, publish
 from hone.data.executors.task import Task, contents, digest
 from hone.text.batch import Texts
 
@@ -61,11 +60,8 @@ def _slices(offsets: np.ndarray, num_bytes: int) -> Iterator[tuple[int, int]]:
 def save(path: Path, array: np.ndarray) -> None:
     """Writes the raw numbers of `array`, row after row; after a kill the file is whole or missing."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.ascontiguousarray(array).tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    np.ascontiguousarray(array).tofile(temporary)
+    publish(temporary, path)
     sync(path.parent)
 
 

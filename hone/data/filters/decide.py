@@ -17,7 +17,7 @@ from hone.base.lazy import lazy
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.data import FILTERS
-from hone.data.corpus import Columns, Corpus, Part
+from hone.data.corpus import Columns, Corpus, Part, lowest
 from hone.data.expression import evaluate
 from hone.data.filters.base import Filter, Rule, language_places
 
@@ -160,16 +160,6 @@ def ranked(rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     for label in order[MOST_ROWS:]:
         shown["(other)"] = added(shown.get("(other)", {"documents": 0, "bytes": 0}), rows[label])
     return shown
-
-
-def lowest(ids: np.ndarray, indices: np.ndarray, count: int) -> np.ndarray:
-    """The `count` of `indices` (int [k]) with the lowest `ids` (bytes [n]), in order of ids: a fixed random choice."""
-    if not count:
-        return indices[:0]
-    if len(indices) > count:
-        heads = ids[indices].astype("S8").view(">u8").astype(np.uint64)
-        indices = indices[heads <= np.partition(heads, count - 1)[count - 1]]
-    return indices[np.argsort(ids[indices], kind="stable")][:count]
 
 
 class Redecide(Spec):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hone.base.errors import SpecError
-from hone.data.executors.choose import from_options
+from hone.cli.options import executor
 
 
-def test_an_executor_from_options():
-    assert from_options({"quiet": "true"}) == {"kind": "serial", "workers": 0, "store": ""}
-    assert from_options({"executor": "processes", "workers": "3", "executor.store": "s3://bucket/runs"}) == {
+def test_an_executor_executor():
+    assert executor({"quiet": "true"}) == {"kind": "serial", "workers": 0, "store": ""}
+    assert executor({"executor": "processes", "workers": "3", "executor.store": "s3://bucket/runs"}) == {
         "kind": "processes",
         "workers": 3,
         "store": "s3://bucket/runs",
     }
-    chosen = from_options({"executor": "ray", "executor.address": "local"})
+    chosen = executor({"executor": "ray", "executor.address": "local"})
     assert chosen == {"kind": "ray", "workers": 0, "store": "", "address": "local"}
 
 
@@ -28,6 +28,6 @@ def test_an_executor_from_options():
         ({"executor": "processes", "executor.wrkers": "1"}, "wrkers"),
     ],
 )
-def test_mistakes(options, message):
+def test_mistakes_of_options(options, message):
     with pytest.raises(SpecError, match=message):
-        from_options(options)
+        executor(options)
