@@ -59,6 +59,8 @@ class Grid:
         self.tensor_copies = Copies(self.axis(*replicate, "tp"), self.axis(*shard))
         self.expert_copies = Copies(*(self.axis(*(one for one in axes if one != "ep")) for axes in (replicate, shard)))
         self._shared: dict[str, tuple[Copies, Copies]] = {}
+        self.expert_rows: Axis | None = None
+        """The axis `ep` on which rows of experts travel; None: `expert_exchange` was not called."""
 
     def axis(self, *names: str) -> Axis:
         """The ranks that differ from this one along the axes `names` alone. Every rank calls it in the same order."""
@@ -82,14 +84,17 @@ class Grid:
 
     def expert_exchange(self, backend: str) -> RowExchange:
         """The transfers of the rows of expert-parallel ranks by `backend`; they all ask for it at the same time. Raises SpecError as `exchange_of`."""
-        found, close = row_exchange_of(self.ep, self.device, backend)
+        # On connections of their own: a layer waits for its rows, which must not wait behind gradients of the layer before.
+        self.expert_rows = self._line(self.degrees.lines(["ep"]))
+        found, close = row_exchange_of(self.expert_rows, self.device, backend)
         self.mesh.at_close(close)
         return found
 
     @property
     def sent(self) -> Counter[str]:
         """As `Axis.sent`, of all axes."""
-        return sum((axis.sent for axis in self._made.values()), Counter())
+        every = [*self._made.values(), *([] if self.expert_rows is None else [self.expert_rows])]
+        return sum((axis.sent for axis in every), Counter())
 
     def share(self, names: Iterable[str], stages: Collection[int]) -> None:
         """Weights `names` are held by the pipeline ranks `stages` together. Every rank calls it in the same order."""
@@ -118,10 +123,13 @@ class Grid:
         """This rank's line of `lines`."""
         key = tuple(map(tuple, lines))
         if key not in self._made:
-            line = next(one for one in lines if self.mesh.rank in one)
-            group = self.mesh.group(lines, self.device)
-            self._made[key] = Axis(line, self.mesh.rank, group, self.mesh.broken, self.mesh.waits)
+            self._made[key] = self._line(lines)
         return self._made[key]
+
+    def _line(self, lines: Sequence[Sequence[int]]) -> Axis:
+        """This rank's line of `lines`, with connections that no other axis has."""
+        line = next(one for one in lines if self.mesh.rank in one)
+        return Axis(line, self.mesh.rank, self.mesh.group(lines, self.device), self.mesh.broken, self.mesh.waits)
 
     @property
     def data_index(self) -> int:

@@ -24,7 +24,7 @@ def held(folder: str) -> list[Any]:
             {"model": {"num_layers": 1, "feed_forward": [ONE]}, "parallelism": {"expert_parallel_degree": 2}},
         )
         moe, grid = one.model.layers[0].feed_forward, one.ranks.grid
-        assert grid is not None
+        assert grid is not None and grid.expert_rows is not None
         seen: list[int] = []
         dispatch = moe.exchange.dispatch
 
@@ -36,5 +36,5 @@ def held(folder: str) -> list[Any]:
 
         moe.exchange.dispatch = watched
         one.step(batch(data, one.ranks, 0))
-        sent = grid.ep.sent["all_to_all"]
+        sent = grid.expert_rows.sent["all_to_all"]
     return [[list(one.weight.shape) for one in (moe.gate_up, moe.down)], sent, sum(seen)]
