@@ -185,7 +185,13 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "apart"), [("muon", 1), ("adamw_8bit", 2), ("lion", 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "apart"),
+    [
+        ("muon", 1),
+        *(pytest.param(name, place, marks=pytest.mark.slow) for name, place in (("adamw_8bit", 2), ("lion", 3))),
+    ],
+)
 def test_every_layout_reads_the_checkpoints_of_every_other(
     optimizer: str, apart: int, data_folder: Path, tmp_path: Path
 ) -> None:
