@@ -38,10 +38,11 @@ ARMS: dict[str, dict[str, Any]] = {
     REMOVED: {"kind": "experts"},
     "`experts`, `importance: frequency`": {"kind": "experts", "importance": "frequency"},
     "`expert_merging`": {"kind": "expert_merging"},
-    "`expert_merging`, `align: true`": {"kind": "expert_merging", "align": True},
-    "`expert_merging`, `router: average`": {"kind": "expert_merging", "router": "average"},
-    "`expert_merging`, `router: dominant`": {"kind": "expert_merging", "router": "dominant"},
-    "M-SMoE's": {"kind": "expert_merging", "similarity": "router", "grouping": "dominant", "align": True, "router": "dominant"},
+    "`expert_merging`, `align: false`": {"kind": "expert_merging", "align": False},
+    "`expert_merging`, `router: fitted`": {"kind": "expert_merging", "router": "fitted"},
+    "`expert_merging`, `align: false`, `router: fitted`": {"kind": "expert_merging", "align": False, "router": "fitted"},
+    "`expert_merging`, `align: false`, `router: dominant`": {"kind": "expert_merging", "align": False, "router": "dominant"},
+    "M-SMoE's": {"kind": "expert_merging", "similarity": "router", "grouping": "dominant", "router": "dominant"},
 }  # fmt: skip
 SHARES = (0.75, 0.5)
 MODELS = {SCRATCH: "from scratch", UPCYCLED: "upcycled"}
@@ -100,6 +101,15 @@ def _bits(result: dict[str, Any], nats: float) -> float:
     return nats / math.log(2) / result["bytes_per_token"]
 
 
+def _arms(result: dict[str, Any]) -> list[str]:
+    """The arms that were measured."""
+    return [
+        arm
+        for arm in ARMS
+        if all(f"{arm} {share}" in found["arms"] for found in result["merging"].values() for share in SHARES)
+    ]
+
+
 def table(result: dict[str, Any]) -> str:
     """Bits a byte of every arm, in Markdown."""
     heads = [f"{name}, {share:.0%} of the experts" for name in MODELS.values() for share in SHARES]
@@ -107,7 +117,7 @@ def table(result: dict[str, Any]) -> str:
     found = result["merging"]
     whole = [_bits(result, found[model]["whole"]) for model in MODELS for _ in SHARES]
     lines.append(f"| (all experts) | {' | '.join(f'{one:.4f}' for one in whole)} |")
-    for arm in ARMS:
+    for arm in _arms(result):
         own = [_bits(result, found[model]["arms"][f"{arm} {share}"]) for model in MODELS for share in SHARES]
         cells = (f"{one:.4f} ({one - base:+.4f})" for one, base in zip(own, whole, strict=True))
         lines.append(f"| {arm} | {' | '.join(cells)} |")
@@ -132,8 +142,8 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     for model, name in MODELS.items():
         for share in SHARES:
             peer = _bits(result, found[model]["arms"][f"{REMOVED} {share}"])
-            for arm, step in ARMS.items():
-                value = _bits(result, found[model]["arms"][f"{arm} {share}"])
+            for arm in _arms(result):
+                step, value = ARMS[arm], _bits(result, found[model]["arms"][f"{arm} {share}"])
                 whole = _bits(result, found[model]["whole"])
                 row = {
                     "figure": f"{share:.0%} of the experts of a model {name}, {arm.replace('`', '')}: val loss", "value": value,
@@ -141,7 +151,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 if arm != REMOVED:
                     row |= {"peer": "experts (REAP)", "peer_value": peer, "ratio": value / peer}
-                if arm in (REMOVED, "`expert_merging`"):
+                if arm in (REMOVED, "`expert_merging`", "`expert_merging`, `router: fitted`"):
                     row["technique"] = f"structured pruner/{step['kind']}"
                 kept.append(row)
     return kept

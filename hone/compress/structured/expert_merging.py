@@ -27,7 +27,7 @@ merging = lazy("hone.compress.structured.merging")
 class ExpertMerging(FewerExperts):
     """Merges experts of like outputs into their average, weighted by how often each is visited. Chen et al. 2024 (HC-SMoE), arXiv:2410.08589.
 
-    M-SMoE (Li et al. 2023, arXiv:2310.01334) is `grouping: dominant` with `similarity: router`, `align: true` and `router: dominant`.
+    M-SMoE (Li et al. 2023, arXiv:2310.01334) is `grouping: dominant` with `similarity: router` and `router: dominant`.
     """
 
     paper: ClassVar[str] = "arXiv:2410.08589"
@@ -42,13 +42,13 @@ class ExpertMerging(FewerExperts):
         description="The two nearest groups become one again and again (average linkage), or each expert joins the nearest of the most visited ones.",
     )
     align: bool = Field(
-        False,
+        True,
         description="Channels of an expert are first put in the order in which they fit those of its group's most visited one.",
     )
-    router: Literal["fitted", "average", "dominant"] = Field(
-        "fitted",
-        description="A group's row of the router: that whose scores are, by least squares over the calibration tokens, those of all "
-        "members together, the rows' average, or that of the most visited one.",
+    router: Literal["average", "dominant", "fitted"] = Field(
+        "average",
+        description="A group's row of the router: the members' average, that of the most visited one, or that whose scores are, by least "
+        "squares over the calibration tokens, those of all members together.",
     )
 
     def check_layer(self, config: ModelConfig, index: int, experts: dict[str, LinearSpec]) -> None:

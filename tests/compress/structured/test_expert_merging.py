@@ -68,7 +68,7 @@ def test_equal_experts_lose_nothing(tmp_path: Path, compress, calibration_text: 
             block.down.weight[expert] = block.down.weight[source][:, order]
             block.router.weight[expert] = block.router.weight[source]
     save(model, tmp_path / "whole")
-    step = {"kind": "expert_merging", "num_experts": 0.5, "align": True, "router": "average"}
+    step = {"kind": "expert_merging", "num_experts": 0.5}
     with torch.enable_grad():
         made = compress(tmp_path / "whole", step, num_sequences=4, calibration_text=str(calibration_text))
     groups = [{0, 1, 2}, {3}, {4, 5, 7}, {6}]
@@ -82,7 +82,7 @@ def test_equal_experts_lose_nothing(tmp_path: Path, compress, calibration_text: 
     torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
     for name in ("model_bytes", "num_params"):
         assert made.figures[name].value == made.figures[name].estimate.value
-    plain, _ = merge(tmp_path / "whole", tmp_path / "state.json", flow(), num_experts=4, router="average")
+    plain, _ = merge(tmp_path / "whole", tmp_path / "state.json", flow(), num_experts=4, align=False)
     assert (plain.build()(TOKENS) - expected).abs().max() > 0.1, (
         "channels that are not aligned are averaged with others"
     )
@@ -132,7 +132,9 @@ def test_averages_and_rows_are_those_of_a_loop(kind: str, tmp_path: Path) -> Non
         gate, up = (block.gate_up.weight[expert].double() @ x.T).T.split(16, -1)
         means.append((F.silu(gate) * up @ block.down.weight[expert].double().T).mean(0))
     distances = torch.cdist(torch.stack(means), torch.stack(means)).numpy()
-    made, groups = merge(tmp_path / "whole", tmp_path / "state.json", flow(ids), num_experts=5)
+    made, groups = merge(
+        tmp_path / "whole", tmp_path / "state.json", flow(ids), num_experts=5, align=False, router="fitted"
+    )
     first = groups[0]
     assert sorted(map(sorted, first)) == hierarchical(distances, visits.numpy(), 5)
     assert [min(one) for one in first] == sorted(min(one) for one in first)
@@ -155,7 +157,8 @@ def test_averages_and_rows_are_those_of_a_loop(kind: str, tmp_path: Path) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "options", [{"align": True}, {"similarity": "router", "grouping": "dominant", "router": "dominant"}]
+    "options",
+    [{"router": "fitted"}, {"align": False, "similarity": "router", "grouping": "dominant", "router": "dominant"}],
 )
 def test_what_was_measured_is_read_again(options: dict[str, Any], tmp_path: Path) -> None:
     model = mixture(tmp_path / "whole")
