@@ -18,12 +18,12 @@ from hone.base.errors import ArtifactError
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.compress.capture import Flow
-from hone.compress.shards import build_layer
 from hone.model.config import ModelConfig
 from hone.model.decoder import DecoderLayer
 from hone.model.growth.checkpoint import Recipe, grown
 from hone.model.growth.depth import Copied
 from hone.model.routers.base import Seen
+from hone.model.weights.exchanged import build_layer
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import WeightSource
 from hone.model.weights.tensors import DeclaredTensor, end_tensors, layer_tensors
