@@ -153,6 +153,8 @@ class ExpertLinears(nn.ModuleList):
 
     stacked: ExpertWeights | None = None
     """The codes and scales of all experts, of which each expert's own tensors are parts; None where they are apart."""
+    _adopted: tuple[Tensor, ...] = ()
+    """The codes of each expert in `stacked`."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """As `Experts.forward`. A linear whose expert has no tokens is not called."""
@@ -178,7 +180,7 @@ class ExpertLinears(nn.ModuleList):
 
     def load_apart(self, device: torch.device) -> bool:
         """Tells experts that are about to be loaded on `device` how to keep their codes; whether they are to be stacked then."""
-        self.stacked, together = None, self.stacks_on(device)
+        self._adopted, self.stacked, together = (), None, self.stacks_on(device)
         for one in self:
             if hasattr(one, "grouped"):
                 one.grouped = together
@@ -186,7 +188,7 @@ class ExpertLinears(nn.ModuleList):
 
     def stack(self) -> None:
         """Moves the codes of all experts, which have them on one device, into one tensor, and their scales into another."""
-        self.stacked, made = None, None
+        self._adopted, self.stacked, made = (), None, None
         for index, one in enumerate(self):
             codes, scales = one.plain_codes()
             block = block_of(codes.shape[1], scales.shape[1])
@@ -197,12 +199,21 @@ class ExpertLinears(nn.ModuleList):
             assert made.scales is not None, "codes have scales"
             made.values[index], made.scales[index] = own, scales.T
             one.adopt(made.values[index], made.scales[index])
-        self.stacked = made
+        self._adopted, self.stacked = tuple(one.codes for one in self), made
+
+    def at_once(self) -> ExpertWeights | None:
+        """`stacked`, where nothing watches a single expert and each still has its part of it; else None."""
+        if self.stacked is None:
+            return None
+        for one, codes in zip(self, self._adopted, strict=True):
+            if one._forward_hooks or one._forward_pre_hooks or one._buffers.get("codes") is not codes:
+                return None
+        return self.stacked
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertLinears:
         """Implements `.to(...)`: where experts have come to a device that multiplies all of them at once, they are stacked anew."""
         super()._apply(fn, recurse)
-        self.stacked = None
+        self._adopted, self.stacked = (), None
         where = next((one.device for one in self.buffers()), None)
         if where is not None and where.type != "meta" and self.stacks_on(where):
             self.stack()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.model.context import Context
-from hone.model.linear import Dense, Experts
+from hone.model.linear import Dense, ExpertLinears, Experts
 from hone.model.routers.routes import ByToken
 from hone.model.routers.sigmoid import Sigmoid
 from hone.model.routers.softmax import Softmax
@@ -67,7 +67,7 @@ def _stacked(linear: nn.Module) -> ExpertWeights | None:
         return None
     if type(linear) is Experts and linear.bias is None:
         return ExpertWeights(linear.weight)
-    return getattr(linear, "stacked", None)
+    return linear.at_once() if isinstance(linear, ExpertLinears) else None
 
 
 def _chosen(layer: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -120,16 +120,21 @@ class PlacedMoELayer(MoELayer):
             if context.tokens is not None:
                 key = key + context.tokens.reshape(-1, 1)
             slots = self._here[ids, ((key * _SPREAD) >> 16) % self._copies[ids]]
-        if _takes_all(x, ids):
-            here = slots < self.spec.num_slots
-            return ByToken(slots * here, routes.weights * here, self.spec.num_slots, routes.scores)
-        cuts = not x.is_cuda or isinstance(self.down, ExpertLinears)  # these wait for the counts anyway
+        codes = isinstance(self.down, ExpertLinears)
+        stacked = codes and self.down.stacked is not None and self.spec.swiglu_limit is None
+        if _takes_all(x, ids, stacked=stacked):
+            # Few go to one expert, whose weights alone are read for them; many to all, so that none is busier than others.
+            here, other = slots < self.spec.num_slots, 0 if ids.numel() <= FEW_VISITS else ids % self.spec.num_slots
+            return ByToken(torch.where(here, slots, other), routes.weights * here, self.spec.num_slots, routes.scores)
+        cuts = not x.is_cuda or codes  # these wait for the counts anyway
         return HeldRoutes(slots, routes.weights, self.spec.num_slots, routes.scores, leaves_out=True, cuts=cuts)
 
 
-def _takes_all(x: Tensor, ids: Tensor) -> bool:
-    """Whether visits of other ranks' experts are computed, too, by the first slot and with weight 0: in few kernels that need no counts."""
-    return x.is_cuda and ids.numel() <= FEW_VISITS
+def _takes_all(x: Tensor, ids: Tensor, *, stacked: bool) -> bool:
+    """Whether visits of other ranks' experts are computed, too, by an expert of this rank and with weight 0: in few kernels that need no
+    counts. For codes that are `stacked` there are no others. Not in float16, where an expert may overflow for tokens that are not its own: 0 x inf."""
+    few = ids.numel() <= FEW_VISITS or (stacked and x.dtype == torch.bfloat16)
+    return x.is_cuda and x.dtype != torch.float16 and few
 
 
 @dataclass

@@ -74,6 +74,7 @@ class LocalCheckpoint(Checkpoint):
             parts = [(inner, name, linear, whole.modules(index, path))]
             held = self._held(index) if linear.experts is not None else None
             if isinstance(inner, ExpertLinears):
+                inner.load_apart(torch.device(device))
                 one, names = replace(linear, experts=None), expert_modules(whole, index, path)
                 experts = range(len(names)) if held is None else held
                 parts = [(inner[slot], f"{name}.{slot}", one, names[expert]) for slot, expert in enumerate(experts)]
@@ -85,6 +86,8 @@ class LocalCheckpoint(Checkpoint):
                 rank, size = (place.tensor_rank, place.tensor_size) if held is None else (0, 1)
                 each = cuts(spec, names, rank, size)
                 self._load_cuts(part, name, spec, each, device, dtype)
+            if isinstance(inner, ExpertLinears) and inner.stacks_on(torch.device(device)):
+                inner.stack()
         if index in self._slots:
             layer.feed_forward.arrange(self._slots[index], device)
         parameters = whole.parameters(index)

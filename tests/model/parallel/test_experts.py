@@ -10,11 +10,15 @@ import torch
 from hone.model import hf
 from hone.model.context import Causal
 from hone.model.feed_forwards import moe_fused
+from hone.model.feed_forwards.moe import MoELayer
+from hone.model.linear import ExpertLinears
 from hone.model.parallel import experts
 from hone.model.parallel.experts import PlacedMoELayer, even_slots
 from hone.model.parallel.reading import LocalCheckpoint
 from hone.parallel.group import Group
 from hone.parallel.place import Place
+from tests.model.parallel.quantized_folder import write_quantized
+from tests.model.parallel.test_reading import SCHEMES
 from tests.serve.small import decoder
 
 FED = {
@@ -49,7 +53,8 @@ def test_kernels_that_choose_by_themselves_leave_the_router_alone(tmp_path: Path
 @pytest.mark.parametrize("takes_all", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, takes_all: bool, redundant: int) -> None:
-    monkeypatch.setattr(experts, "_takes_all", lambda x, ids: takes_all)
+    monkeypatch.setattr(experts, "_takes_all", lambda *_, **__: takes_all)
+    monkeypatch.setattr(experts, "FEW_VISITS", 512 if redundant else 8)  # others' visits by one expert, or by all
     model = decoder(
         num_layers=1, num_heads=3, num_kv_heads=3, hidden_size=48, feed_forward=({**FED, **VARIANTS[name]},)
     )
@@ -78,3 +83,26 @@ def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, takes_al
     assert (
         counts[0] == counts[1] == counts[2] and sum(counts[0]) == 40 * model.config.layers[0].feed_forward.router.top_k
     )
+
+
+@pytest.mark.parametrize("name", ["int4 in groups", "fp8 blocks"])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_ranks_stack_the_codes_of_their_experts(tmp_path: Path, monkeypatch, name: str, whole_experts: bool) -> None:
+    """As one process does: else they would be computed one expert after another, outside of CUDA graphs."""
+    fed = {"kind": "moe", "intermediate_size": 64, "num_experts": 4, "router": {"kind": "softmax", "top_k": 2}}
+    model = decoder(hidden_size=128, num_layers=1, family="mixtral", feed_forward=(fed,), tie_embeddings=False)
+    folder = write_quantized(model, tmp_path / "model", *SCHEMES[name])
+    slots = even_slots(model.config, 2, 2) if whole_experts else None
+    place = Place(1, 2, 0, 1)
+
+    def built() -> MoELayer:
+        return LocalCheckpoint(folder, place, Group(place), slots=slots).build().layers[0].feed_forward
+
+    apart = built()
+    monkeypatch.setattr(ExpertLinears, "stacks_on", lambda self, device: self[0].stacks)
+    stacked = built()
+    for path in ("gate_up", "down"):
+        one = getattr(stacked, path)
+        assert getattr(apart, path).stacked is None and one.at_once().sizes[0] == (3 if whole_experts else 4)
+        wanted = getattr(apart, path).dequantize(torch.float32)
+        torch.testing.assert_close(one.at_once().dequantize(torch.float32), wanted, rtol=1e-6, atol=0)

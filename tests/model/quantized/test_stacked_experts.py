@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -82,6 +84,22 @@ def test_a_move_leaves_no_stale_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.ops.dispatch.choose", lambda *_, **__: Choice("triton", ""))
     linears.to(torch.float32)
     assert isinstance(linears.stacked, ExpertWeights)
+
+
+def test_what_touches_one_expert_ends_the_stack() -> None:
+    """Else a layer that is computed at once would not see it: what calibration watches, and weights that are loaded anew."""
+    linears, parts = experts_of(SCHEMES["int8 rows"], 256, 256)
+    linears.stack()
+    assert linears.at_once() is linears.stacked is not None
+    assert copy.deepcopy(linears).at_once() is not None
+    hook = linears[1].register_forward_pre_hook(lambda *_: None)
+    assert linears.at_once() is None
+    hook.remove()
+    assert linears.at_once() is not None
+    linears[2].load(parts[:2])
+    assert linears.at_once() is None
+    linears.stack()
+    assert torch.equal(linears.at_once().values[0], linears.at_once().values[2])  # type: ignore[union-attr]
 
 
 def test_experts_that_differ_are_not_stacked() -> None:
