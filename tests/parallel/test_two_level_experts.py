@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from hone.base.errors import SpecError
+from hone.parallel.collectives.two_level_experts import visit_experts
 from tests.parallel.two_level_ranks import WIDTH, drawn, visited
 from tests.ranked import together
 
@@ -34,3 +39,11 @@ def test_a_node_costs_one_row_and_not_one_a_visit() -> None:
     assert rows * 4 == by_visits
     said = there * 2 * 4 * 8 + 4 * 8  # ids and weights of each row, and how many rows come
     assert sum(sent) == rows + said < by_visits
+
+
+def test_experts_that_ranks_do_not_divide_are_said() -> None:
+    two = SimpleNamespace(size=2, index=0)
+    x, ids, weights = torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    for count in (0, 2, 6):
+        with pytest.raises(SpecError, match=f"{count} experts cannot be divided among 2 nodes of 2 ranks"):
+            visit_experts(two, two, x, ids, weights, count, lambda rows, ends: rows)  # type: ignore[arg-type]

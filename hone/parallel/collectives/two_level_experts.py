@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.ops import permute, unpermute
 from hone.parallel.axis import Axis, Transfer
 
@@ -29,11 +30,15 @@ def visit_experts(
 
     `inside` are the ranks of this node in order, `between` those with this rank's place on every node. x [T, D], ids integer [T, k],
     weights [T, k]. Rank l of node i has experts (i m + l) E / (m n) and those after, E / (m n) of them. Every rank calls it.
+    Raises SpecError where the ranks do not divide the experts.
     """
-    each = num_experts // (inside.size * between.size)
-    assert num_experts == each * inside.size * between.size, (
-        f"{num_experts} experts on {inside.size} x {between.size} ranks"
-    )
+    ranks = inside.size * between.size
+    each = num_experts // ranks
+    if not each or num_experts % ranks:
+        raise SpecError(
+            f"{num_experts} experts cannot be divided among {between.size} nodes of {inside.size} ranks",
+            fix=f"give a multiple of {ranks} experts, or fewer ranks",
+        )
     to_nodes = _Way(between, ids // (each * inside.size))
     rows, ids, weights = to_nodes.go(x, ids, weights)
     first = between.index * inside.size * each
