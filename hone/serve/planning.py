@@ -28,7 +28,7 @@ from hone.ops.dispatch import Where, choose, triton_version
 from hone.parallel.place import Place
 from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
-from hone.serve.offload.budget import MemoryBudget, budget_of, expert_bytes
+from hone.serve.offload.budget import MemoryBudget, budget_of, check_cached, expert_bytes
 from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
 from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, step_threads, work_bytes
@@ -142,12 +142,16 @@ def pages_bytes(spec: EngineSpec, models: Sequence[CheckpointFacts]) -> int:
 
 
 def expert_copies(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> ExpertCopies | None:
-    """The experts that `spec.expert_offload` keeps in host memory, whose weights are in `dtype` or as stored; None where it keeps none."""
+    """The experts that `spec.expert_offload` keeps in host memory, whose weights are in `dtype` or as stored; None where it keeps none.
+
+    Raises SpecError where the engine would.
+    """
     num_cached = spec.expert_offload.num_cached_experts
     if num_cached is None:
         return None
+    check_cached(model.config, num_cached)
     fed = [one.feed_forward for one in model.config.layers if one.feed_forward.sums_once]
-    each = expert_bytes(model, dtype) / max(sum(one.num_experts for one in fed), 1)
+    each = expert_bytes(model, dtype) / sum(one.num_experts for one in fed)
     return ExpertCopies(tuple((one.num_experts, one.router.visits(one.num_experts), each) for one in fed), num_cached)
 
 

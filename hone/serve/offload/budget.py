@@ -9,6 +9,7 @@ from hone.base.figure import byte_count, human_bytes
 from hone.cost.memory import BYTES
 from hone.cost.offload import NUM_BUFFERS, Offload, fewest_streamed
 from hone.measure.machine import Machine
+from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.serve.sizing import DeviceMemory, work_bytes
 from hone.serve.spec import EngineSpec
@@ -129,6 +130,19 @@ def layer_sizes(model: CheckpointFacts, dtype: str) -> tuple[float, list[float]]
         return ends, [float(width * one) for one in params]
     stored = _IN_MEMORY * max(model.weights_bytes - ends, 0.0)
     return ends, [stored * one / max(sum(params), 1) for one in params]
+
+
+def check_cached(config: ModelConfig, num_cached: int) -> None:
+    """Raises SpecError where `num_cached` experts of a layer cannot be on the device and the others in host memory."""
+    fed = {index: one.feed_forward for index, one in enumerate(config.layers) if one.feed_forward.sums_once}
+    if not fed:
+        raise SpecError("the model has no experts to keep in host memory", fix="leave engine.expert_offload out")
+    for index, one in fed.items():
+        if not one.router.by_token or num_cached > one.num_experts:
+            raise SpecError(
+                f"expert_offload.num_cached_experts is {num_cached}, layer {index} has {one.num_experts} experts (router '{one.router.kind}')",
+                fix=f"set it to at most {one.num_experts}, with a router whose tokens choose, or leave expert_offload out",
+            )
 
 
 def expert_bytes(model: CheckpointFacts, dtype: str) -> float:

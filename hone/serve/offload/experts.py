@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hone.base.errors import SpecError
 from hone.model.context import Context
 from hone.model.feed_forwards.moe import MoELayer
 from hone.model.linear import ExpertLinears, Experts
@@ -215,17 +214,10 @@ class ExpertStream:
         return sum(each._host.numel() for moe, _ in self._layers for each in (moe.gate_up, moe.down))
 
     def take(self, layer: nn.Module) -> None:
-        """Moves the experts of a decoder's layer to host memory, if it has some. Raises SpecError where they are fewer than the slots,
-        MachineError as `host_memory`."""
+        """Moves the experts of a decoder's layer to host memory, if it has some, as `check_cached` allows. Raises MachineError as `host_memory`."""
         moe = layer.feed_forward
         if not isinstance(moe, MoELayer):
             return
-        if not moe.spec.router.by_token or self._num > moe.spec.num_experts:
-            raise SpecError(
-                f"expert_offload.num_cached_experts is {self._num}, layer {moe.layer} has {moe.spec.num_experts} experts "
-                f"(router '{moe.spec.router.kind}')",
-                fix=f"set it to less than {moe.spec.num_experts}, with a router whose tokens choose, or leave expert_offload out",
-            )
         for name in ("gate_up", "down"):
             own = CacheCounts() if name == "down" else self.counts  # an expert's two matrices are one visit
             setattr(
@@ -235,8 +227,6 @@ class ExpertStream:
 
     def open(self) -> None:
         """Makes every layer bring its experts, and ask the router of the next one which it will need."""
-        if not self._layers:
-            raise SpecError("the model has no experts to keep in host memory", fix="leave engine.expert_offload out")
         for (moe, norm), (after, after_norm) in zip(self._layers, [*self._layers[1:], (None, None)]):
             turned = None
             if self._prefetch and after is not None:

@@ -16,7 +16,7 @@ from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint
 from hone.model.parallel.random import RandomCheckpoint
 from hone.model.weights.model import ModelSource
-from hone.serve.offload.budget import MemoryBudget, expert_bytes
+from hone.serve.offload.budget import MemoryBudget, check_cached, expert_bytes
 from hone.serve.offload.experts import ExpertStream
 from hone.serve.offload.pinned import check_host
 from hone.serve.offload.stream import LayerStream
@@ -52,11 +52,12 @@ def open_streamed(
 def open_experts(folder: Path, spec: EngineSpec, device: torch.device) -> tuple[Decoder, ExpertStream]:
     """The model in `folder` with `spec.expert_offload`, ready to serve, and its experts, all of which are in host memory.
 
-    Raises FitError when they are more than the host's free memory, SpecError as `ExpertStream.take`, MachineError when it cannot be pinned.
+    Raises FitError when they are more than the host's free memory, SpecError as `check_cached`, MachineError when it cannot be pinned.
     """
     given = spec.expert_offload
     assert given.num_cached_experts is not None, "there is something to keep"
     facts = CheckpointFacts.of(folder)
+    check_cached(facts.config, given.num_cached_experts)
     check_host(expert_bytes(facts, facts.dtype if spec.dtype == "auto" else spec.dtype), what="the experts", fix=_FEWER)
     dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
     stream = ExpertStream(

@@ -232,11 +232,17 @@ def test_what_is_impossible_is_said(folder, tmp_path, monkeypatch) -> None:
     ):
         with pytest.raises(SpecError, match=says):
             EngineSpec.read({"expert_offload": {"num_cached_experts": 2}, **more})
-    with pytest.raises(SpecError, match="num_cached_experts is 9, layer 0 has 8 experts"):
-        offloaded(folder, 9)
     hf.save(decoder(), tmp_path)
-    with pytest.raises(SpecError, match="no experts to keep in host memory"):
-        offloaded(tmp_path, 2)
+    traffic = Traffic(prompts=(16,), outputs=(16,), shared_prefix=0, concurrency=1)
+    for place, count, says in (
+        (folder, 9, "num_cached_experts is 9, layer 0 has 8 experts"),
+        (tmp_path, 2, "no experts to keep in host memory"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            offloaded(place, count)
+        with pytest.raises(SpecError, match=says):  # and the plan says so before
+            spec = EngineSpec.read({"expert_offload": {"num_cached_experts": count}})
+            estimates(spec, traffic, [CheckpointFacts.of(place)], h200())
     with pytest.raises(SpecError, match="the model is given, not its folder"):
         engine(experts(), expert_offload={"num_cached_experts": 2})
     monkeypatch.setattr(pinned.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
