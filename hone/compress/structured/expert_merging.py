@@ -54,6 +54,12 @@ class ExpertMerging(FewerExperts):
     def check_layer(self, config: ModelConfig, index: int, experts: dict[str, LinearSpec]) -> None:
         super().check_layer(config, index, experts)
         spec = config.layers[index].feed_forward
+        if spec.kind == "moe" and (spec.biases or spec.swiglu_limit is not None):
+            raise SpecError(
+                f"{self.kind}: experts of layer {index} have biases or a clamped gate (biases, swiglu_limit), with which hone does not "
+                "know how experts are merged",
+                fix="use kind=experts, which removes experts",
+            )
         if spec.kind != "moe" or spec.router.kind not in ("softmax", "sigmoid", "switch", "gshard"):
             what = spec.kind if spec.kind != "moe" else f"moe' with router '{spec.router.kind}"
             raise SpecError(

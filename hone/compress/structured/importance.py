@@ -88,11 +88,13 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
         read[of_heads] = _Sequences(mixer.num_heads, by_head=True)
         inputs: dict[str, Tensor] = {}
 
-        def add(_: Tensor, __: Tensor, counts: Tensor | None, read=read, inputs=inputs) -> None:
-            for path, sequences in read.items():
-                sequences.add(inputs.pop(path), counts)
+        def add(states: Tensor, _: Tensor, counts: Tensor | None, read=read, inputs=inputs) -> None:
+            for path, sequences in read.items():  # blocks with experts have tokens of all sequences on one axis
+                sequences.add(inputs.pop(path).view(*states.shape[:2], -1), counts)
 
-        hooks = [layer.get_submodule(path).register_forward_pre_hook(_keep(inputs, path)) for path in read]
+        # A router's scores may be computed without a call of its module: it reads what its block does.
+        where = {path: path.partition(".")[0] if linears[path].precise else path for path in read}
+        hooks = [layer.get_submodule(where[path]).register_forward_pre_hook(_keep(inputs, path)) for path in read]
         try:
             flow.through(layer, add)
         finally:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hone.base.durable import write_atomic
-from hone.base.errors import ArtifactError
 from hone.base.ranks import Mesh
 from hone.base.run import Run
+from hone.compress.calibration import not_finite
 from hone.compress.capture import Flow
 from hone.model.config import ModelConfig
 from hone.model.decoder import DecoderLayer
@@ -78,7 +78,7 @@ class _Experts:
 
     def __init__(self, layer: DecoderLayer, flow: Flow) -> None:
         self.block: Any = layer.feed_forward
-        self.spec, self.mesh = self.block.spec, flow.mesh
+        self.spec, self.mesh, self.dtype = self.block.spec, flow.mesh, flow.dtype
         self.inputs: list[Tensor] = []
         kept: list[Tensor] = []
         hook = self.block.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
@@ -99,10 +99,7 @@ class _Experts:
         for x in self.inputs:
             total += of(x)
         if not bool(torch.isfinite(total).all()):
-            raise ArtifactError(
-                "calibration: hidden states are not all finite",
-                fix="set compute_dtype=float32, or check the checkpoint and the text",
-            )
+            raise not_finite("hidden states", self.dtype)
         return self.mesh.sum(total)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ _DEEPSEEK = {
     },
 }
 _DEEPSEEK_ONLY = {
-    "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "moe_layer_freq": (1, None),
 }

@@ -40,7 +40,8 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     for name, most in (("num_hidden_layers", 10_000), ("vocab_size", 2**31), ("hidden_size", 2**24)):
         if read[name] > most:
             raise SpecError(f"{where}: {name} is {read[name]}", fix=f"hone builds up to {most}; correct the file")
-    _only(read, where, family.activation, tuple(ACTIVATIONS), "silu")
+    activations = [name for name, kind in ACTIVATIONS.items() if family.experts is None or kind == "swiglu"]
+    _only(read, where, family.activation, tuple(activations), "silu")
     for name, supported in family.only.items():
         _only(read, where, name, supported, supported[0])
     model: dict[str, Any] = dict(family.model)
@@ -226,7 +227,7 @@ def _as_attention(layer: LayerSpec, config: ModelConfig) -> LayerSpec:
 def _must_be_known(config: ModelConfig, family: Family) -> None:
     """Raises SpecError for a mixer or feed-forward that no layer of the family has."""
     usual = "attention" if family.latent is None else "mla"
-    known = (*ACTIVATIONS.values(), *(["moe"] if family.experts else []))
+    known = ("swiglu", "moe") if family.experts else tuple(ACTIVATIONS.values())
     for index, layer in enumerate(config.layers):
         if layer.mixer.kind != usual:
             raise SpecError(

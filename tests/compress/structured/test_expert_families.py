@@ -57,6 +57,23 @@ def test_what_transformers_loads_with_fewer_experts(family, kind, family_folder,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_what_transformers_loads_of_narrower_models_with_experts(family, family_folder, compress, calibration_text):
+    import transformers
+
+    folder = family_folder(family, **{**FAMILIES, "gpt_oss": {**FAMILIES["mixtral"], "head_dim": 16}}[family])
+    step = {"kind": "width", "hidden_size": 32, "num_heads": 2}
+    made = compress(folder, step, name=f"{family}-width", calibration_text=str(calibration_text)).folder
+    ours = hf.load(made)
+    assert ours.config.hidden_size == 32 and ours.config.layers[0].mixer.num_heads == 2
+    kept = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made, **kept).eval()
+    tokens = torch.arange(2 * 40).reshape(2, 40) % 250
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_experts_are_served(family, family_folder, compress, calibration_text):
     folder = family_folder(family, **FAMILIES[family])

@@ -175,7 +175,7 @@ def test_what_was_measured_is_read_again(options: dict[str, Any], tmp_path: Path
 
 @pytest.mark.usefixtures("experts_line")
 def test_what_cannot_be_merged_is_said(
-    experts_folder: Path, tiny_llama: Path, calibration_text: Path, tmp_path: Path
+    experts_folder: Path, tiny_llama: Path, calibration_text: Path, tmp_path: Path, family_folder
 ) -> None:
     merging = {"kind": "expert_merging"}
     with pytest.raises(SpecError, match="'top_experts', of which hone does not know how experts are merged") as raised:
@@ -183,6 +183,9 @@ def test_what_cannot_be_merged_is_said(
     assert "kind=experts" in raised.value.fix
     with pytest.raises(SpecError, match="expert_merging: no layer of the model has experts"):
         planned(tiny_llama, calibration_text, **merging)
+    gpt_oss = family_folder("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    with pytest.raises(SpecError, match="experts of layer 0 have biases or a clamped gate"):
+        planned(gpt_oss, calibration_text, **merging)
     mixture(tmp_path / "whole")
     with pytest.raises(SpecError, match="num_experts is 1, and a token of layer 0 visits 2"):
         planned(tmp_path / "whole", calibration_text, num_experts=1, **merging)

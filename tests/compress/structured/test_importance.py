@@ -16,6 +16,7 @@ from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.compress.structured.importance import added_losses, block_influence, width_scores
 from hone.model.hf import Checkpoint
+from tests.compress.structured.test_expert_families import FAMILIES
 
 QUIET = Run(quiet=True)
 LENGTHS = [17, 24, 9]
@@ -101,6 +102,30 @@ def test_widths_are_the_norm_over_sequences_of_means_over_tokens(tiny_llama: Pat
         assert torch.allclose(found.intermediate[index], scores[f"{index}.mlp.down_proj"], rtol=1e-4)
         hidden = hidden + scores[f"{index}.self_attn.q_proj"] + scores[f"{index}.mlp.up_proj"]
     assert torch.allclose(found.hidden, hidden, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_hidden_channels_before_experts_are_measured_as_those_before_dense_layers(family: str, family_folder) -> None:
+    options = FAMILIES[family]
+    folder = family_folder(family, **options)
+    found = width_scores(Checkpoint(folder), flow(), QUIET)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    seen: dict[str, torch.Tensor] = {}
+    read = [
+        module for layer in peer.model.layers for module in (layer.self_attn.q_proj, layer.post_attention_layernorm)
+    ]
+    for place, module in enumerate([*read, peer.lm_head]):
+
+        def keep(module, args, out, place=place) -> None:
+            seen[place] = (args[0] if isinstance(module, torch.nn.Linear) else out)[0]
+
+        module.register_forward_hook(keep)
+    squares = torch.zeros(2 * 2 + 1, 64)
+    with torch.no_grad():
+        for tokens in packed()[1]:
+            peer(tokens, use_cache=False)
+            squares += torch.stack([seen[place].abs().mean(0) for place in range(5)]) ** 2
+    assert torch.allclose(found.hidden, squares.sqrt().sum(0), rtol=1e-4)
 
 
 @pytest.mark.parametrize("measure", [block_influence, added_losses, width_scores])

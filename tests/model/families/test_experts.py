@@ -178,6 +178,7 @@ def test_shared_experts_have_the_width_of_the_others() -> None:
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
         ({TRAINING: {"top_k": 1}}, f"{TRAINING} is"),
         ({"router_aux_loss_coef": "x"}, "weight"),
     ],
