@@ -8,7 +8,7 @@ from hone.base.errors import SpecError
 from hone.cli.options import executor
 
 
-def test_an_executor_executor():
+def test_an_executor_from_options():
     assert executor({"quiet": "true"}) == {"kind": "serial", "workers": 0, "store": ""}
     assert executor({"executor": "processes", "workers": "3", "executor.store": "s3://bucket/runs"}) == {
         "kind": "processes",

@@ -22,8 +22,10 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import build
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint, save
+from hone.model.quantized.packed_int import PackedInt
 from hone.model.routers.hash import mixed
 from hone.model.shape import Shape
+from tests.compress.conftest import must_serve_what_it_computes
 
 NUM_EXPERTS = 8
 OWNERS = np.where(np.arange(20) < 13, 0, -1).astype(np.int32)[None].repeat(4, 0)
@@ -75,3 +77,33 @@ def test_experts_whose_neighbours_count_do_not_leave(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         planned(tmp_path, calibration_text, **moe)
+
+
+@torch.no_grad()
+def test_a_router_has_the_statistics_of_what_its_block_reads(tmp_path: Path) -> None:
+    flow = Flow(PADDED, 2, "cpu", torch.float32)
+    source = Checkpoint(folder(tmp_path)).with_each_expert()
+    flow.embed(source.build_ends())
+    layer, read = source.build_layer(0), list[torch.Tensor]()
+    hook = layer.feed_forward.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    for piece, context, _ in flow.batches():
+        layer(flow.states[piece], context)
+    hook.remove()
+    rows = torch.cat(read).flatten(0, 1)[torch.from_numpy(OWNERS).flatten() >= 0]
+    routers = {one.reads: [one.path] for one in linears(source.config, 0) if one.path == "feed_forward.router"}
+    found = flow.statistics(layer, routers, {"meansquare"})["feed_forward.router"]
+    torch.testing.assert_close(found["meansquare"].float(), rows.square().mean(0), atol=1e-6, rtol=1e-4)
+
+
+def test_a_named_router_is_quantized_by_what_it_reads_and_served(
+    family_folder, calibration_text: Path, compress
+) -> None:
+    whole, name = family_folder("mixtral", num_local_experts=4, num_experts_per_tok=2), "block_sparse_moe.gate"
+    codes = []
+    for kind in ("rtn", "gptq"):
+        options = {"targets": [r"\.gate$"], "calibration_text": str(calibration_text), "name": kind}
+        made = Checkpoint(compress(whole, {"kind": kind, "group_size": 16}, **options).folder)
+        assert {type(layer.feed_forward.router) for layer in made.build().layers} == {PackedInt}
+        must_serve_what_it_computes(made.folder)
+        codes.append(made.tensor(f"model.layers.0.{name}.weight_packed"))
+    assert codes[0].shape == codes[1].shape and not torch.equal(*codes)

@@ -279,7 +279,7 @@ def alone(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_pipeline_stages_train_experts_as_one_process_does(schedule: str, data_folder: Path, tmp_path: Path) -> None:
     """Loads, biases, losses of layers and random choices, of stages of which one may have no experts; and what one saves is read by the other."""
     shape = {"num_layers": 4, "tie_embeddings": False, "feed_forward": ["swiglu", SIGMOID]}
-    drops = {**shape, "feed_forward": [{**GSHARD, "router": "hash", "jitter": 0.0}, SWITCH]}
+    drops = {**shape, "feed_forward": [{**GSHARD, "router": "hash", "jitter": 0.0, "balance": []}, SWITCH]}
     first, settings = {**shape, "feed_forward": [SIGMOID, "swiglu", "swiglu", "swiglu"]}, []
     for number, one in enumerate((shape, drops, first)):
         kept = {"write": str(tmp_path / f"kept{number}-{schedule}")}

@@ -92,9 +92,7 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
             for path, sequences in read.items():  # blocks with experts have tokens of all sequences on one axis
                 sequences.add(inputs.pop(path).view(*states.shape[:2], -1), counts)
 
-        # A router's scores may be computed without a call of its module: it reads what its block does.
-        where = {path: path.partition(".")[0] if linears[path].precise else path for path in read}
-        hooks = [layer.get_submodule(where[path]).register_forward_pre_hook(_keep(inputs, path)) for path in read]
+        hooks = [layer.get_submodule(path).register_forward_pre_hook(_keep(inputs, path)) for path in read]
         try:
             flow.through(layer, add)
         finally:

@@ -221,6 +221,9 @@ def _counts(routes: Routes, num_tokens: int) -> Tensor:
 def _precise(linear: torch.nn.Module, x: Tensor) -> Tensor:
     """The logits of a router in float32, computed so where its weights are dense."""
     if type(linear) is Dense:
+        # This is no call of the module: hooks, such as a compression's, would not see what it reads.
+        for hook in linear._forward_pre_hooks.values():
+            hook(linear, (x,))
         return F.linear(x.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
     return linear(x.to(linear.weight.dtype) if hasattr(linear, "weight") else x).float()
 
