@@ -83,6 +83,10 @@ def of_layers(shape: Shape, layers: int) -> Shape:
     return shape.model_copy(update={"num_layers": layers, "feed_forward": parts})
 
 
+SHAPES |= {
+    f"deepseek-lite-{layers}": (of_layers(SHAPES["deepseek-v3-16b"][0], layers), SHAPES["deepseek-v3-16b"][1])
+    for layers in (5, 14)
+}
 SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of the data sheet, by a part of the GPU's name."""
 
@@ -433,6 +437,10 @@ def main() -> None:
         rows = against_transformers(chosen.shape or "tiny", chosen.device, *sizes, compiled=chosen.device != "cpu")
     else:
         shape = chosen.shape or "llama3-8b"
+        if shape not in CELLS and not chosen.compared:
+            parser.error(
+                f"--shape {shape} has no cells for one GPU: take one of {', '.join(CELLS)}, or benchmarks.train_layouts"
+            )
         rows = on_gpu(shape, chosen.device, min(chosen.repeats, 8), COMPARED if chosen.compared else CELLS[shape])
     print(ledger.table(rows))
     if rows and not chosen.no_ledger:
