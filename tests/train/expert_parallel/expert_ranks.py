@@ -8,6 +8,12 @@ import torch
 
 from hone.base.ranks import Mesh
 from hone.feed.load import PackedTokens
+from hone.model.context import Context
+from hone.model.decoder import build
+from hone.train.fp8.linears import Fp8Linears
+from hone.train.parallelism import Parallelism
+from hone.train.precision import FP8_RECIPES
+from tests.train.conftest import SHAPE
 from tests.train.ranks import batch, trainer
 
 ONE: dict[str, Any] = {"kind": "moe", "num_experts": 4, "intermediate_size": 32}
@@ -38,3 +44,31 @@ def held(folder: str) -> list[Any]:
         one.step(batch(data, one.ranks, 0))
         sent = grid.expert_rows.sent["all_to_all"]
     return [[list(one.weight.shape) for one in (moe.gate_up, moe.down)], sent, sum(seen)]
+
+
+def crowded(precisions: list[str]) -> list[Any]:
+    """Of a layer of gpt-oss's form whose router sends every token to the first half of its experts, in each of `precisions`: this rank's
+    result, the gradient of its tokens, those of the experts that it has, and how many rows these had."""
+    torch.set_num_threads(1)
+    mesh, found = Mesh.from_environment(), []
+    config = SHAPE.model_copy(update={"num_layers": 1, "feed_forward": ({**ONE, "biases": True, "swiglu_limit": 0.5},)})
+    for precision in precisions:
+        with mesh.together():
+            model, draw = build(config.config(64), seed=1), torch.Generator().manual_seed(0)
+            for name, one in model.layers[0].feed_forward.named_parameters():
+                if name.endswith("bias"):
+                    one.data = 0.1 * torch.randn(one.shape, generator=draw)
+            model.layers[0].feed_forward.router.bias.data = torch.tensor([9.0, 9.0, 0.0, 0.0])
+            parallelism = Parallelism.read({"expert_parallel_degree": mesh.world_size})
+            model = parallelism.decoder(model, parallelism.ranks(mesh, "cpu"), 16)
+            if precision in FP8_RECIPES:
+                Fp8Linears(model, precision, holds=False)
+            moe = model.layers[0].feed_forward
+            rows: list[int] = []
+            moe.gate_up.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
+            x = torch.randn(4, 16, SHAPE.hidden_size, generator=draw).chunk(mesh.world_size)[mesh.rank].requires_grad_()
+            y = moe(x, Context())
+            y.square().sum().backward()
+            experts = [*moe.gate_up.parameters(), *moe.down.parameters()]
+            found.append([one.tolist() for one in (y, x.grad, *(one.grad for one in experts))] + [rows])
+    return found

@@ -15,7 +15,7 @@ from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
 from tests.train.data_parallel.test_data_parallel import assert_same_weights, handed_over, on_ranks, weights_of
-from tests.train.expert_parallel.expert_ranks import held
+from tests.train.expert_parallel.expert_ranks import crowded, held
 from tests.train.ranks import made, trained
 
 MOE: dict[str, Any] = {"kind": "moe", "num_experts": 4, "intermediate_size": 32}
@@ -34,6 +34,7 @@ CASES: list[dict[str, Any]] = [
     *({"model": {"num_layers": 2, "feed_forward": [{**MOE, "router": one}, "swiglu"]}} for one in ("hash", "expert_choice", "soft")),
     {"model": {"num_layers": 2, "feed_forward": [SHARED]}, "optimizer": "muon", "activation_checkpointing": "full"},
     {"model": {"num_layers": 2, "feed_forward": [MOE]}, "uneven": True, "validate": True, "activation_checkpointing": "selective"},
+    {"model": {"num_layers": 2, "feed_forward": [{**MOE, "biases": True, "swiglu_limit": 0.5}, {**MOE, "router": "hash"}]}, "activation_checkpointing": "full"},
 ]  # fmt: skip
 
 
@@ -128,6 +129,19 @@ def test_a_rank_holds_and_computes_its_experts_alone(data_folder: Path, tmp_path
     for experts, sent, rows in on_ranks(2, held, str(data_folder)):
         assert experts == [[2, 2 * 32, 48], [2, 48, 32]]
         assert sent == 2 * 48 * 4 * rows > 0
+
+
+def test_a_rank_whose_experts_no_token_chooses() -> None:
+    """It has no rows, its experts no gradient; biases, the clamped gate and fp8's scales are those of one process."""
+    precisions = ["fp32", "fp8", "fp8_rowwise_with_gw_hp"]
+    [alone] = on_ranks(1, crowded, precisions)
+    ranks = on_ranks(2, crowded, precisions)
+    for whole, first, second in zip(alone, *ranks, strict=True):
+        assert whole[-1] == first[-1] == [2 * 4 * 16] and second[-1] == [0]
+        for one, mine, other in zip(whole[:-1], first[:-1], second[:-1], strict=True):
+            found = torch.cat([torch.tensor(mine), torch.tensor(other)])
+            torch.testing.assert_close(found, torch.tensor(one), rtol=1e-5, atol=1e-6)
+        assert not any(torch.tensor(one).any() for one in second[2:-1])
 
 
 def test_the_stage_trains_saves_and_resumes(data_folder: Path, tmp_path: Path) -> None:
