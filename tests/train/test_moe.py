@@ -303,6 +303,20 @@ def test_pipeline_stages_train_experts_as_one_process_does(schedule: str, data_f
     assert stages == alone and all(any(map(any, one.values())) for one in alone)
 
 
+def test_stages_in_bf16_gather_the_biases_in_float32(data_folder: Path, tmp_path: Path) -> None:
+    """They are not trained, so that they are no bf16 weights with a master: those of all stages are as the checkpoint has them."""
+    model = {"num_layers": 4, "tie_embeddings": False, "feed_forward": [SIGMOID]}
+    setting = {"model": model, "gradient_accumulation_steps": 2, "precision": "bf16", "write": str(tmp_path / "kept")}
+    setting["parallelism"] = {"pipeline_parallel_degree": 2}
+    on_ranks(2, trained, str(data_folder), str(tmp_path), [setting])
+    kept = Checkpoints(tmp_path / "kept").newest()[1]["router_bias"]  # type: ignore[index]
+    assert len(kept) == 4 and all(map(any, kept.values()))
+    for found in weights_of(tmp_path, 0, 2):
+        for index, bias in kept.items():
+            assert torch.equal(found[f"layers.{index}.feed_forward.router_bias"], torch.tensor(bias))
+            assert found[f"layers.{index}.feed_forward.down.weight"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "ring", "ulysses"])
 def test_two_ranks_train_experts_as_one_process_does(
     layout: str, alone: Any, data_folder: Path, tmp_path: Path

@@ -91,10 +91,15 @@ class Stages:
 
     @torch.no_grad()
     def gather(self, model: Decoder, path: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The part of `model` at `path` with its weights, which are in `dtype` on `device`; every rank of the axis calls it."""
+        """The part of `model` at `path` with its weights, which are in `dtype` on `device`; every rank of the axis calls it.
+
+        Those that are not trained, such as biases of routers, are in float32, as ranks hold them.
+        """
         part = model.get_submodule(path)
         if isinstance(part, Elsewhere):
-            part = part.made(device).to(dtype)
+            part = part.made(device)
+            for parameter in part.parameters():
+                parameter.data = parameter.data.to(dtype if parameter.requires_grad else torch.float32)
         for name, parameter in part.named_parameters():
             owners = self.holders[f"{path}.{name}"]
             mine = owners[0] == self.axis.index
