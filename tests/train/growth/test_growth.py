@@ -111,6 +111,28 @@ def test_a_training_upcycles_its_model(small, data_folder, tmp_path):
     assert type(loaded).__name__ == "MixtralForCausalLM" and loaded.num_parameters() == config.num_params
 
 
+def test_ranks_that_divide_experts_upcycle_alike(small, data_folder, tmp_path):
+    """Each makes a layer's experts of the dense model's files and keeps its own; the folder has those of all."""
+    init = {
+        "kind": "upcycle",
+        "num_experts": 4,
+        "granularity": 2,
+        "router": {"kind": "softmax", "top_k": 2},
+        "balance": [],
+    }
+    spec = {**SPEC, "steps": 2, "optimizer": {"lr": 3e-3, **STEADY}, "init": init}
+    more, names = {"model": str(small.folder)}, ("alone", "divided")
+    made_in_turn(str(data_folder), [({**spec, "gradient_accumulation_steps": 2}, str(tmp_path / "alone"), more)])
+    layout = {"expert_parallel_degree": 2, "data_parallel": "zero3"}
+    on_ranks(2, made_in_turn, str(data_folder), [({**spec, "parallelism": layout}, str(tmp_path / "divided"), more)])
+    alone, divided = (load(tmp_path / name).state_dict() for name in names)
+    assert alone.keys() == divided.keys() and any(
+        "gate_up" in name and one.shape[0] == 4 for name, one in alone.items()
+    )
+    for name, values in divided.items():
+        torch.testing.assert_close(values, alone[name], atol=2e-6, rtol=0)
+
+
 def test_init_is_a_word_a_technique_or_several():
     stack = Train.read({**SPEC, "init": "stack"})
     assert stack == Train.read({**SPEC, "init": {"kind": "stack"}}) == Train.read({**SPEC, "init": ["stack"]})
