@@ -65,26 +65,17 @@ SHAPES: dict[str, tuple[Shape, int]] = {
                             "router": {"kind": "softmax", "top_k": 8}, "balance": ["bias"]}), 151936,
     ),
     "deepseek-v3-16b": (  # torchtitan's flavor "16B" of deepseek_v3
-        Shape(hidden_size=2048, num_layers=27, num_heads=16, num_kv_heads=16, intermediate_size=10944, max_seq_len=4096,
-              rope_theta=1e4, tie_embeddings=False,
+        Shape(hidden_size=2048, num_layers=27, num_dense_layers=1, num_heads=16, num_kv_heads=16, max_seq_len=4096,
+              intermediate_size=10944, rope_theta=1e4, tie_embeddings=False,
               mixers=({"kind": "mla", "head_dim": 128, "value_dim": 128, "rope_dim": 64, "latent_dim": 512},),
-              feed_forward=("swiglu", *26 * ({"kind": "moe", "num_experts": 64, "intermediate_size": 1408,
-                                              "num_shared_experts": 2, "router": {"kind": "softmax", "top_k": 6, "normalize": False},
-                                              "balance": ["bias"]},))), 102400,
+              feed_forward=({"kind": "moe", "num_experts": 64, "intermediate_size": 1408, "num_shared_experts": 2,
+                             "router": {"kind": "softmax", "top_k": 6, "normalize": False}, "balance": ["bias"]},)), 102400,
     ),
 }  # fmt: skip
 
 
-def of_layers(shape: Shape, layers: int) -> Shape:
-    """`shape` with so many layers, the first of its own; 0: all."""
-    if not layers:
-        return shape
-    parts = shape.feed_forward[:layers] if isinstance(shape.feed_forward, tuple) else shape.feed_forward
-    return shape.model_copy(update={"num_layers": layers, "feed_forward": parts})
-
-
 SHAPES |= {
-    f"deepseek-lite-{layers}": (of_layers(SHAPES["deepseek-v3-16b"][0], layers), SHAPES["deepseek-v3-16b"][1])
+    f"deepseek-lite-{layers}": (SHAPES["deepseek-v3-16b"][0].model_copy(update={"num_layers": layers}), 102400)
     for layers in (5, 14)
 }
 SHEET_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}

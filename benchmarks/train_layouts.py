@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.ranks import forget, on_ranks, torch_step
-from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, of_layers, random_batch, random_decoder
+from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.ranks import Mesh
 from hone.feed.load import Batch
 from hone.measure.machine import describe
@@ -194,7 +194,9 @@ def _checked(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) 
 def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds of a step, memory, and beside them what was predicted."""
     shape, vocab = SHAPES[arguments.shape]
-    shape = of_layers(shape, arguments.layers).model_copy(update={"max_seq_len": arguments.seq_len})
+    shape = shape.model_copy(
+        update={"num_layers": arguments.layers or shape.num_layers, "max_seq_len": arguments.seq_len}
+    )
     config = shape.config(vocab)
     peer = name == "fsdp2"
     parallelism = Parallelism(data_parallel="zero3") if peer else _parallelism(name, mesh.world_size)

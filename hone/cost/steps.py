@@ -116,6 +116,13 @@ def code_bytes(recipe: str) -> float:
     return 1 + 4 / 128 if recipe == "blockwise" else 1.0
 
 
+def coded_params(dims: ModelDims, recipe: str) -> int:
+    """Weights of the layers that an fp8 training casts: of experts all with scales of rows, else (they stay as they are) those of one token."""
+    if recipe.startswith("rowwise"):
+        return sum(dims.layer_params)
+    return sum(layer.matmul_params for layer in dims.layers)
+
+
 def _reads(recipe: str) -> int:
     """How often a cast reads a factor: for its scales and for its codes, in blocks once for both."""
     return 1 if recipe == "blockwise" else 2
@@ -123,7 +130,7 @@ def _reads(recipe: str) -> int:
 
 def held_cast_seconds(dims: ModelDims, machine: Machine, dtype: str, recipe: str) -> float:
     """Seconds in which the layers' weights are cast once, to codes for both of their products."""
-    moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * sum(dims.layer_params)
+    moved = (_reads(recipe) * BYTES[dtype] + 2 * code_bytes(recipe)) * coded_params(dims, recipe)
     return seconds(machine, num_bytes=moved, dtype=dtype).value
 
 
@@ -163,7 +170,7 @@ def pass_seconds(
         attention += attention_seconds(machine, flops, dtype, train=True, seq_len=piece_len or seq_len)
         attention += again * attention_seconds(machine, flops, dtype, seq_len=piece_len or seq_len) if again else 0.0
     coded, instead = fp8_seconds(machine, linears, dtype, fp8, recipe, held=held) if linears else ({}, [])
-    idle = dims.num_params - dims.active_params
+    idle = coded_params(dims, recipe) - sum(layer.matmul_params for layer in dims.layers)
     if linears and idle and not held:  # forward and backward pass cast the experts that one token does not use, too
         moved = 2 * (_reads(recipe) * BYTES[dtype] + code_bytes(recipe)) * idle
         coded["casts of other experts"] = seconds(machine, num_bytes=moved, dtype=dtype).value

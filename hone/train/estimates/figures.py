@@ -14,7 +14,7 @@ from hone.cost.memory import BYTES, train_bytes
 from hone.cost.offload import link_rate
 from hone.cost.ranks import Transfers, beside_seconds
 from hone.cost.roofline import seconds, waits_s
-from hone.cost.steps import forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
+from hone.cost.steps import coded_params, forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
 from hone.cost.tensor import Messages
 from hone.cost.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
@@ -292,7 +292,7 @@ def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estim
         fp8=work.keeps_codes,
     )
     if work.holds_codes:
-        held = 2 * sum(work.part.layer_params)
+        held = 2 * coded_params(work.part, work.fp8_recipe)
         said = f"{growth.formula} + fp8 codes of the layers' weights {human_bytes(held)}"
         growth = growth.model_copy(update={"value": growth.value + held, "formula": said})
     if work.context_degree > 1 and work.context is not None:
