@@ -38,7 +38,7 @@ class Ray(Executor):
         if begun:
             self._begin(ray)
         try:
-            yield _OnRay(ray, self.workers or int(ray.cluster_resources().get("CPU", 1)))
+            yield _OnRay(ray, self.workers or int(ray.cluster_resources().get("CPU", 1)), ends=begun)
         finally:
             if begun:
                 ray.shutdown()
@@ -67,9 +67,11 @@ class Ray(Executor):
 
 
 class _OnRay(RunAhead):
-    def __init__(self, ray: Any, workers: int) -> None:
+    """`ends`: this process leaves Ray after the pool, which ends its tasks."""
+
+    def __init__(self, ray: Any, workers: int, *, ends: bool) -> None:
         super().__init__(workers)
-        self._ray = ray
+        self._ray, self._ends = ray, ends
         self._submit = ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(_perform).remote
         self._running: dict[Any, int] = {}
         self._done_here: list[Outcome] = []
@@ -90,7 +92,8 @@ class _OnRay(RunAhead):
         return here + [self._outcome(reference, self._running.pop(reference)) for reference in done]
 
     def give_up(self) -> None:
-        for reference in self._running:
+        # A task that ends while it is cancelled makes Ray (2.60, "Tried to complete task that was not pending") abort this process.
+        for reference in () if self._ends else self._running:
             self._ray.cancel(reference, force=True)
         self._running.clear()
         self._done_here.clear()
