@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hone.parallel.pipeline.check import alive_versions
+from hone.cost.pipeline.check import alive_versions
+from hone.cost.pipeline.simulate import Costs, simulate
+from hone.cost.pipeline.table import Result, Table, deps, results
 from hone.parallel.pipeline.draw import text
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import Costs, simulate
-from hone.parallel.pipeline.table import Result, Table, deps, results
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "pipelines.md"
 SIZES = ((4, 16), (8, 64))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.moe_balance import VOCAB, batch
-from hone.cost.offload import expert_hit_rate
+from hone.cost.serve.offload import expert_hit_rate
 from hone.model import hf
 from hone.model.decoder import Decoder, build
 from hone.model.shape import Shape

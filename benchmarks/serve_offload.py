@@ -22,8 +22,8 @@ import torch
 from benchmarks.ledger import append, table
 from benchmarks.serve import SHAPES
 from hone.base.figure import human_bytes
-from hone.cost.offload import fewest_streamed
-from hone.cost.serving import Serving, StepKind
+from hone.cost.serve.offload import fewest_streamed
+from hone.cost.serve.serving import Serving, StepKind
 from hone.measure.calibrate import calibrate
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts

@@ -32,7 +32,9 @@ import numpy as np
 import torch
 
 from benchmarks import ledger
-from hone.cost.update import adamw
+from hone.cost.train.figures import growth_bytes
+from hone.cost.train.training import Training
+from hone.cost.train.update import adamw
 from hone.feed.load import IGNORE, Batch
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
@@ -41,8 +43,6 @@ from hone.model.shape import Shape
 from hone.ops import dispatch
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
-from hone.train.estimates.figures import growth_bytes
-from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
@@ -296,7 +296,7 @@ def _cell(
     rate = rows * seq_len / step_s
     causal, full = flops_per_token(config, seq_len)
     dims = config.dims()
-    work = Work(dims, steps, rows, seq_len, "bfloat16", trainer.segments, adamw(dims), packed=False)
+    work = Training(dims, steps, rows, seq_len, "bfloat16", trainer.segments, adamw(dims), packed=False)
     predicted = (start + growth_bytes(work, "cuda").value) / 2**30
     top = torch.cuda.max_memory_allocated(device) if window.peak_memory_bytes == 0 else window.peak_memory_bytes
     gib = top / 2**30
@@ -334,18 +334,18 @@ from benchmarks.train import SHAPES, random_batch
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
 from hone.model.decoder import build
-from hone.cost.update import adamw
+from hone.cost.train.update import adamw
 from hone.measure.machine import describe
 from hone.train import ACTIVATION_CHECKPOINTINGS
 from hone.train.activation_checkpointing.sizes import fitted
 from hone.train.schedules.cosine import Cosine
 from hone.train.loop import Trainer
-from hone.train.estimates.figures import growth_bytes
-from hone.train.estimates.sizes import Work
+from hone.cost.train.figures import growth_bytes
+from hone.cost.train.training import Training
 sizes, vocab = SHAPES["tiny"]
 name, share = sys.argv[1:]
 facts = sizes.model_copy(update={"num_layers": 9}).config(vocab).dims()
-work = Work(facts, 99, 16, 256, "float32", ACTIVATION_CHECKPOINTINGS.read("none").segments(9), adamw(facts), packed=False)
+work = Training(facts, 99, 16, 256, "float32", ACTIVATION_CHECKPOINTINGS.read("none").segments(9), adamw(facts), packed=False)
 room = float(share) * growth_bytes(work, "cpu").value
 options = {"memory_bytes": room} if float(share) else {}
 work = fitted(work, ACTIVATION_CHECKPOINTINGS.read({"kind": name, **options}), describe("cpu"))

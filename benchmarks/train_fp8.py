@@ -31,11 +31,11 @@ from torch import Tensor
 from benchmarks.kernels import fp8_blocks
 from benchmarks.train import SHAPES, random_batch
 from hone.cost.roofline import data_sheets
+from hone.cost.train.figures import growth_bytes
+from hone.cost.train.training import Training
 from hone.model.decoder import build
 from hone.ops.fp8 import api, factors, reference, triton_kernels
 from hone.ops.fp8.recipes import RECIPES
-from hone.train.estimates.figures import growth_bytes
-from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.precision import FP8_RECIPES
@@ -317,11 +317,11 @@ def time_steps(layers: int, rows: int, seq_len: int, *, accumulation: int, compi
 def predicted(config: Any, precision: str, batch: int, seq_len: int, accumulation: int) -> float:
     """The peak that a plan predicts, with the model there."""
     from hone.cost.activations.segments import keep_all
-    from hone.cost.update import adamw
+    from hone.cost.train.update import adamw
     from hone.train.fp8.fits import fp8_products
 
     dims = config.dims()
-    work = Work(
+    work = Training(
         model=dims, steps=1, batch_size=batch, seq_len=seq_len, dtype="bfloat16", segments=keep_all(dims.num_layers),
         update=adamw(dims), gradient_accumulation_steps=accumulation, packed=False, fp8=fp8_products(precision),
         fp8_recipe=FP8_RECIPES.get(precision, ""),

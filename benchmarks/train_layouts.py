@@ -32,14 +32,14 @@ import torch
 from benchmarks.ranks import forget, on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.ranks import Mesh
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
 from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
@@ -271,13 +271,13 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
 
 def _sizes(
     config: ModelConfig, parallelism: Parallelism, num_ranks: int, rows: int, arguments: argparse.Namespace
-) -> Work:
+) -> Training:
     """The sizes of the training, for its estimates."""
     dtype = TORCH_NAMES[arguments.precision]
     costs = partial(AdamW().cost, dtype=dtype, device="cuda")
     shared = parallelism.shared(config, costs, arguments.micro_batches, arguments.seq_len)
     kept = ACTIVATION_CHECKPOINTINGS.read(json.loads(arguments.activation_checkpointing))
-    return Work(
+    return Training(
         model=config.dims(),
         steps=1,
         batch_size=rows,
@@ -289,7 +289,7 @@ def _sizes(
         packed=False,
         divided=parallelism.with_experts(parallelism.divided(num_ranks), config),
         experts=parallelism.expert_rows,
-        context=parallelism.context_parallel,
+        context=parallelism.context_parallel.cost(),
         context_degree=parallelism.context_parallel_degree,
         tensor=shared.tensor,
         pipeline=shared.pipeline,

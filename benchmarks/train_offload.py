@@ -34,17 +34,17 @@ from torch import nn
 from benchmarks import ledger
 from benchmarks.train import SHAPES, random_batch
 from hone.base.figure import human_bytes
-from hone.cost.update import update_seconds
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.offload import places, stepped, times
+from hone.cost.train.training import Training
+from hone.cost.train.update import update_seconds
 from hone.measure.calibrate import calibrate
 from hone.measure.machine import describe
 from hone.model.config import ModelConfig
 from hone.model.decoder import unmade
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OFFLOADS
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
-from hone.train.offload.cost import places, stepped, times
 from hone.train.offload.rates import Rates, probe, rates_of
 from hone.train.offload.steps import HostSteps
 from hone.train.offload.techniques import Offload
@@ -349,9 +349,9 @@ def _wait(on_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _work(arguments: argparse.Namespace, config: ModelConfig, offload: Offload) -> Work:
+def _work(arguments: argparse.Namespace, config: ModelConfig, offload: Offload) -> Training:
     dims = config.dims()
-    return Work(
+    return Training(
         model=dims,
         steps=1,
         batch_size=arguments.rows,

@@ -37,6 +37,11 @@ from benchmarks.ranks import forget, on_ranks
 from benchmarks.sleeping import FORWARD, INPUTS, STEP, WEIGHTS, Sleeping, slow
 from benchmarks.train import SHAPES, random_batch, random_decoder
 from hone.base.ranks import Mesh
+from hone.cost.pipeline.simulate import Costs, simulate
+from hone.cost.train.cut import cut
+from hone.cost.train.figures import growth_bytes, played, step_seconds
+from hone.cost.train.pipeline import layer_seconds
+from hone.cost.train.training import Training
 from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.context import Causal
@@ -44,16 +49,11 @@ from hone.model.decoder import Decoder
 from hone.ops import linear_cross_entropy
 from hone.parallel.pipeline.executor import Channels, Executor
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import Costs, simulate
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.estimates.cut import cut
-from hone.train.estimates.figures import growth_bytes, played, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.loop import Trainer
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.pipeline.cost import layer_seconds
 from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 
@@ -204,7 +204,7 @@ def _parallelism(name: str, num_ranks: int) -> Parallelism:
     )
 
 
-def _planned(name: str, config: Any, arguments: argparse.Namespace) -> Work:
+def _planned(name: str, config: Any, arguments: argparse.Namespace) -> Training:
     """The step of a schedule as `hone train` plans it, with the layers that each stage has."""
     dtype, device, tokens = TORCH_NAMES[arguments.precision], arguments.device, arguments.batch * arguments.seq_len
     machine = describe(device).model_copy(update={"num_ranks": arguments.ranks})
@@ -214,14 +214,14 @@ def _planned(name: str, config: Any, arguments: argparse.Namespace) -> Work:
         config, lambda part: AdamW().cost(part, dtype, device), arguments.micro_batches, arguments.seq_len,
         *(() if name.endswith(BY_OPERATIONS) else (timed,)),
     )  # fmt: skip
-    work = Work(
+    work = Training(
         config.dims(), 1, arguments.batch, arguments.seq_len, dtype, KeepAll().segments(config.num_layers), shared.update,
         gradient_accumulation_steps=arguments.micro_batches, packed=False, pipeline=shared.pipeline,
     )  # fmt: skip
     return work if name.endswith(BY_OPERATIONS) else cut(work, machine)
 
 
-def _layers(work: Work) -> list[range]:
+def _layers(work: Training) -> list[range]:
     assert work.pipeline is not None
     return list(work.pipeline.layers)
 

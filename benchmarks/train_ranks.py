@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from benchmarks.ranks import Loss, on_ranks, torch_step
 from benchmarks.train import SHAPES
 from hone.base.ranks import Mesh
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
 from hone.feed.load import Batch
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder, Drawn, build, unmade
 from hone.train import DATA_PARALLEL
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.precision import TORCH_NAMES, compute_dtype
@@ -183,7 +183,7 @@ def _rows(took: dict[str, list[float]], peak: dict[str, int], dims: Any, argumen
     for name in [one for one in (*DATA_PARALLEL, *VARIANTS) if one in (arguments.only or best)]:
         technique = _technique(name, arguments.ranks)
         divided = Parallelism(data_parallel=technique).divided(arguments.ranks)
-        work = Work(
+        work = Training(
             dims, 1, arguments.ranks * arguments.batch, arguments.seq_len, TORCH_NAMES[arguments.precision],
             KeepAll().segments(dims.num_layers), AdamW().cost(dims, "float32", arguments.device), packed=False,
             divided=divided,

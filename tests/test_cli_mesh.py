@@ -11,10 +11,10 @@ from hone.base.errors import SpecError
 from hone.cli.dispatch import main
 from hone.cli.mesh import planned_run
 from hone.cli.options import circumstances
+from hone.cost.pipeline.simulate import simulate
 from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers
+from hone.cost.train import pipeline as cost
 from hone.measure.machine import machine_of
-from hone.parallel.pipeline.simulate import simulate
-from hone.train.pipeline import cost
 from tests.train.conftest import write_data
 
 TRILLION = [

@@ -13,7 +13,7 @@ from hone.base.plan import MEMORY, Plan
 from hone.compress.allocations.base import read_bytes, read_seconds
 from hone.compress.spec import CompressSpec
 from hone.compress.written import engines
-from hone.cost import serving
+from hone.cost.serve import serving
 from hone.serve import planning
 from hone.serve import spec as engine
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.cost.compress import hessian_block
+from hone.cost.compress.compression import hessian_block
 
 LEAST_TOKENS = 16
 """Calibration tokens of an expert below which its matrices are compressed as without calibration. GPTQ of random matrices was at most

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from hone.base.plan import check_order
 from hone.base.table import Technique
 from hone.compress.targets import EMBEDDED, matrix_name
-from hone.cost.compress import Work
+from hone.cost.compress.compression import Work
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hone.compress.capture import Flow
     from hone.compress.matrix import Matrix, Parts
     from hone.compress.targets import Linear
-    from hone.cost.compress import Passes
+    from hone.cost.compress.compression import Passes
     from hone.model.config import ModelConfig
     from hone.model.quantized.scheme import CacheScheme, Scheme
     from hone.model.weights.model import ModelSource

@@ -8,8 +8,8 @@ from hone.base.figure import Estimate, human_bytes
 from hone.cost.activations.segments import Segment, gradient_values, keep_all, layer_bytes, live_bytes
 from hone.cost.cache import BYTES as BYTES
 from hone.cost.dims import ModelDims
-from hone.cost.replicas import Divided
-from hone.cost.update import UpdateCost, adamw
+from hone.cost.train.replicas import Divided
+from hone.cost.train.update import UpdateCost, adamw
 
 GAPS = 2.5
 """Gaps in glibc's heap on a CPU, in sets of one layer's temporaries: freed tensors leave gaps that the next ones, of other

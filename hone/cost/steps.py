@@ -10,7 +10,7 @@ from hone.base.figure import Estimate
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, kernel_rate, linear_seconds, matmul_seconds, seconds
-from hone.cost.update import UpdateCost, adamw, update_seconds
+from hone.cost.train.update import UpdateCost, adamw, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 

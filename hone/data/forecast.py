@@ -17,7 +17,7 @@ from hone.base.figure import human_bytes
 from hone.base.plan import MEMORY, Plan
 from hone.base.run import Run
 from hone.base.spec import fingerprint
-from hone.cost.data import Pace, Trial
+from hone.cost.data.sample import Pace, Trial
 from hone.data.annotate import annotate, part_of
 from hone.data.chain import Chain, NothingLeft
 from hone.data.corpus import BATCH_BYTES, Corpus

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.ops.loss.api import add_product, kernel_chunk_tokens, scale_, summed_wide
+from hone.cost.chunks import VOCABULARY_CHUNK, kernel_chunk_tokens
+from hone.ops.loss.api import add_product, scale_, summed_wide
 from hone.ops.loss.rows import row_gradients_, row_sums
 from hone.parallel.axis import Axis
-
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once on a CPU."""
 
 
 class Teacher(NamedTuple):
@@ -50,7 +48,7 @@ def vocabulary_cross_entropy(
     all ranks' rows, whose largest logits and sums are exchanged together.
     """
     if chunk_tokens is None:
-        chunk_tokens = kernel_chunk_tokens(len(x_TD)) if x_TD.is_cuda else CHUNK_TOKENS
+        chunk_tokens = kernel_chunk_tokens(len(x_TD)) if x_TD.is_cuda else VOCABULARY_CHUNK
     return _Loss.apply(x_TD, weight_VD, targets_T, axis, first, ignore_index, softcap, chunk_tokens, teacher)  # type: ignore[no-any-return]
 
 

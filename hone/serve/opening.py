@@ -10,7 +10,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.base.figure import human_bytes
 from hone.cost.cache import cache_dtype, page_bytes
-from hone.cost.serving import Serving
+from hone.cost.serve.serving import Serving
 from hone.measure.machine import describe
 from hone.model import hf
 from hone.model.decoder import Decoder

@@ -1,4 +1,4 @@
-"""Estimates of a measured serving run from its parents' facts: the inputs of `hone.cost.serving`, and the memory."""
+"""Estimates of a measured serving run from its parents' facts: the inputs of `hone.cost.serve.serving`, and the memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES, serve_bytes
-from hone.cost.offload import ExpertCopies, Offload
 from hone.cost.ranks import Split
-from hone.cost.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
+from hone.cost.serve.offload import ExpertCopies, Offload
+from hone.cost.serve.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts

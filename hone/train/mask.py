@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.base.errors import ArtifactError, SpecError
-from hone.cost.dims import ModelDims
-from hone.cost.update import UpdateCost, layer_matrix_params
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MASK_BYTES = 1
-"""Bytes of a mask per weight."""
-
-MOVED_BYTES = 18
-"""Bytes per weight and step: its gradient and its master weight read and written, each with the mask."""
 
 
 def check_mask(mask: CheckpointFacts, config: ModelConfig) -> None:
@@ -59,13 +50,6 @@ def zeros_of(folder: Path, device: str) -> dict[str, Tensor]:
             fix="give a model that a pruner made, such as steps: [magnitude]",
         )
     return found
-
-
-def masked(cost: UpdateCost, dims: ModelDims) -> UpdateCost:
-    """The update's cost with masks on all of the layers' matrices."""
-    inside = layer_matrix_params(dims)
-    moved, held = cost.moved_bytes + MOVED_BYTES * inside, cost.work_bytes + MASK_BYTES * inside
-    return replace(cost, moved_bytes=moved, work_bytes=held, num_ops=cost.num_ops + 2 * len(dims.layers))
 
 
 def sparsity(zeros: dict[str, Tensor]) -> float:

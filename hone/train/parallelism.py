@@ -13,17 +13,17 @@ from hone.base.errors import SpecError
 from hone.base.spec import Circumstance, Spec
 from hone.base.table import Choice, Technique
 from hone.cost.dims import ModelDims
-from hone.cost.replicas import Divided
-from hone.cost.tensor import Tensor, part_of
-from hone.cost.update import UpdateCost
+from hone.cost.train import experts as experts
+from hone.cost.train.pipeline import Pipelined
+from hone.cost.train.replicas import Divided
+from hone.cost.train.tensor import Tensor, part_of
+from hone.cost.train.update import UpdateCost
 from hone.parallel.degrees import Degrees, data_ranks
 from hone.train import CONTEXT_PARALLEL, DATA_PARALLEL, OFFLOADS, PIPELINE_SCHEDULES
 from hone.train.context_parallel.techniques import Ring
 from hone.train.data_parallel.ddp import DDP
-from hone.train.expert_parallel import cost as experts
 from hone.train.expert_parallel.fits import check_fields
 from hone.train.offload.techniques import Resident
-from hone.train.pipeline.cost import Pipelined
 from hone.train.pipeline.techniques import OneForwardOneBackward
 from hone.train.routing.layouts import check_experts, expert_params
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hone.base.ranks import Mesh
+    from hone.cost.train.timed import Timed
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
     from hone.parallel.grid import Grid
     from hone.train.loop import Trainer
-    from hone.train.pipeline.timed import Timed
     from hone.train.ranks import Ranks
     from hone.train.spikes.skip_step import SkipStep
 

@@ -12,10 +12,11 @@ import torch
 from hone.base.artifact import Draft
 from hone.base.durable import read_jsonl
 from hone.base.table import Technique
+from hone.cost.train.training import CHECKPOINTS
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
 from hone.model.folder import weights_bytes
-from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
+from hone.train.continuation.plan import TrainPlan
 from hone.train.mask import sparsity
 from hone.train.precision import TORCH_NAMES, Precision
 from hone.train.watch import Watch

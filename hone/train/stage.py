@@ -17,6 +17,9 @@ from hone.base.spec import Circumstance
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
+from hone.cost.train.cut import cut
+from hone.cost.train.figures import estimate
+from hone.cost.train.training import CHECKPOINTS
 from hone.feed import CURRICULA, MIXTURES
 from hone.feed.epochs import check_batch, epoch_of, repeats, steps_for
 from hone.feed.order.random import Random
@@ -31,11 +34,8 @@ from hone.train.activation_checkpointing.sizes import fitted, reasons
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
-from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
+from hone.train.continuation.plan import TrainPlan
 from hone.train.continuation.start import Start, start_of, trained_as
-from hone.train.estimates.cut import cut
-from hone.train.estimates.figures import estimate
-from hone.train.estimates.spec import work_of
 from hone.train.expert_parallel.fits import check_training
 from hone.train.faults.memory import WAYS, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
@@ -56,6 +56,7 @@ from hone.train.precision import Precision, saved_dtype
 from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
+from hone.train.to_cost.training import training_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,7 +192,7 @@ class Train(Prolonged):
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing
-        work = work_of(self, config, data, epoch, given, start.left(steps), machine, divided)
+        work = training_of(self, config, data, epoch, given, start.left(steps), machine, divided)
         work = cut(fitted(work, kept, machine), machine, zeros="mask" in given)
         work, places = chosen(work, machine, self.precision)
         schedule = start.schedule(self.schedule, steps)

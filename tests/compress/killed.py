@@ -8,7 +8,7 @@ import signal
 import torch
 
 import hone.compress.stream
-import hone.cost.compress
+import hone.cost.compress.compression
 import hone.model.hf
 import hone.model.tokenizer  # noqa: F401
 from hone.base.artifact import Artifact

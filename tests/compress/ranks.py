@@ -12,7 +12,7 @@ import torch
 
 import hone.compress.allocations.kl
 import hone.compress.structured.importance
-import hone.cost.compress
+import hone.cost.compress.compression
 import hone.model.tokenizer  # noqa: F401
 from hone.base.artifact import Artifact
 from hone.base.errors import HoneError

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import mask_seconds
 from hone.compress import PRUNERS, QUANTIZERS
-from hone.cost.compress import Compression, MatrixWork, compress_bytes, compress_seconds
+from hone.cost.compress.compression import Compression, MatrixWork, compress_bytes, compress_seconds
 from hone.cost.dims import ModelDims
 from tests.cost.h200 import LEDGER, h200
 

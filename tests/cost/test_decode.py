@@ -7,8 +7,8 @@ import random
 import pytest
 
 from benchmarks.serve import SHAPES
-from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.dims import ModelDims
+from hone.cost.serve.decode import decode_step_seconds, decode_step_starts
 from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Machine
 from hone.model.shape import Shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.base.figure import byte_count
-from hone.cost.offload import NUM_BUFFERS, Offload, evenly_spaced, fewest_streamed
+from hone.cost.serve.offload import NUM_BUFFERS, Offload, evenly_spaced, fewest_streamed
 
 
 class TestWhatStreams:

@@ -7,10 +7,10 @@ import pytest
 from hone.cost import ranks
 from hone.cost.activations.segments import Segment, layer_bytes, live_bytes
 from hone.cost.dims import LayerDims, ModelDims, Widths
-from hone.cost.replicas import Divided
-from hone.cost.tensor import Tensor
+from hone.cost.pipeline.simulate import peak
+from hone.cost.train.replicas import Divided
+from hone.cost.train.tensor import Tensor
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import peak
 from tests.cost.published import gpt, llama_spec, machine, megatron_spec, memory_gib, planned, rates, step_s
 
 

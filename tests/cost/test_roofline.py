@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hone.cost.decode import decode_step_seconds
 from hone.cost.dims import ModelDims
 from hone.cost.roofline import copy_rate, data_sheets, matmul_rate, seconds, speed_of_light
+from hone.cost.serve.decode import decode_step_seconds
 from hone.cost.steps import forward_seconds, train_step_seconds
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Gpu, Machine

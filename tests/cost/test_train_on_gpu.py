@@ -8,15 +8,15 @@ from functools import partial
 
 import pytest
 
-from hone.cost.replicas import Divided
 from hone.cost.roofline import attention_seconds, matmul_rate, matmul_seconds
 from hone.cost.steps import held_cast_seconds, train_step_seconds
-from hone.cost.update import adamw, update_seconds
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.replicas import Divided
+from hone.cost.train.training import Training
+from hone.cost.train.update import adamw, update_seconds
 from hone.measure.calibration import LinearRate
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import KeepAll
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
@@ -98,7 +98,7 @@ SINCE = {**dict.fromkeys(("zero2", "zero3", "tp"), "2026-11-26T18:20"), "tp-asyn
 """From when on the ledger's rows of a layout have the ways of weights and activations that this hone has."""
 
 
-def layout_work(name: str, layers: int, precision: str, vocab: int = 128256, num_ranks: int = 2) -> Work:
+def layout_work(name: str, layers: int, precision: str, vocab: int = 128256, num_ranks: int = 2) -> Training:
     """The step that `benchmarks.train_layouts` times as `name` on two GPUs, with a sequence of 8,192 for each."""
     given = {
         "tp": {"tensor_parallel_degree": 2},
@@ -115,7 +115,7 @@ def layout_work(name: str, layers: int, precision: str, vocab: int = 128256, num
         max_seq_len=8192,
     ).config(vocab)
     shared = parallelism.shared(config, partial(AdamW().cost, dtype="bfloat16", device="cuda"), 1, 8192)
-    return Work(
+    return Training(
         model=config.dims(), steps=1, batch_size=num_ranks, seq_len=8192, dtype="bfloat16",
         segments=KeepAll().segments(layers), update=shared.update, packed=False, divided=parallelism.divided(num_ranks),
         tensor=shared.tensor, pipeline=shared.pipeline, fp8=fp8_products(precision), fp8_recipe=FP8_RECIPES.get(precision, ""),
@@ -221,5 +221,5 @@ def test_memory_of_a_divided_loss_is_that_of_its_chunks(monkeypatch):
     narrow = {"update": shared.update, "tensor": shared.tensor, "batch_size": 2}
     work = replace(layout_work("tp", 1, "bf16"), **narrow)
     whole = growth_bytes(work, "cpu").value
-    monkeypatch.setattr("hone.parallel.vocabulary.CHUNK_TOKENS", 512)
+    monkeypatch.setattr("hone.cost.chunks.VOCABULARY_CHUNK", 512)
     assert whole - growth_bytes(work, "cpu").value == (1024 - 512) * 128256 // 2 * (2 * 4 + 2)

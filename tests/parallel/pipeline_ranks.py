@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
+from hone.cost.pipeline.table import Op, Table
 from hone.parallel.pipeline.executor import Channels, Executor
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.table import Op, Table
 from tests.waiting import wait_until
 
 WIDTH, ROWS, LR = 16, 6, 0.05

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from benchmarks import pipelines_page
 from hone.base.errors import SpecError
+from hone.cost.pipeline.check import alive_versions, staleness, validate
+from hone.cost.pipeline.simulate import Costs, seconds_of_many, simulate
+from hone.cost.pipeline.simulate import peaks as before_and_after
+from hone.cost.pipeline.table import Op, Table
 from hone.parallel.pipeline import draw
-from hone.parallel.pipeline.check import alive_versions, staleness, validate
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import Costs, seconds_of_many, simulate
-from hone.parallel.pipeline.simulate import peaks as before_and_after
-from hone.parallel.pipeline.table import Op, Table
 from hone.parallel.place import stages_of
 from hone.report import bars
 

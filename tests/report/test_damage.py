@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hone.base.errors import ArtifactError
+from hone.cost.pipeline.simulate import simulate
 from hone.parallel.pipeline import draw
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import simulate
 from hone.report import build, picture
 from hone.report.collect import collect, sound
 from hone.report.sections.training import schedules

@@ -13,7 +13,7 @@ from benchmarks.serve import SHAPES
 from hone.base.errors import SpecError
 from hone.cost.cache import keys_and_values
 from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Split
-from hone.cost.serving import (
+from hone.cost.serve.serving import (
     MOST_CAPTURED,
     Batching,
     Serving,

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.cost.dims import ModelDims
+from hone.cost.train import cut as cuts
+from hone.cost.train.cut import cut
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.pipeline import layer_seconds
+from hone.cost.train.search import search
+from hone.cost.train.training import Training
+from hone.cost.train.update import masked
 from hone.measure.machine import Machine
 from hone.train import PIPELINE_SCHEDULES
 from hone.train.activation_checkpointing import Segment
-from hone.train.estimates import cut as cuts
-from hone.train.estimates.cut import cut
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
-from hone.train.mask import masked
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.pipeline.cost import layer_seconds
-from hone.train.pipeline.search import search
 from tests.cost.h200 import h200, row
 from tests.train.conftest import SHAPE
 from tests.train.data_parallel.test_data_parallel import SPEC, on_ranks
@@ -83,7 +83,7 @@ def test_a_climb_moves_a_layer_over_stages_between():
     assert took[0] == 5 and tuple(found[0]) == (0, 5, 8, 11, 15)
 
 
-def work_of(schedule: str, machine: Machine, layers: int, micro_batches: int, **others: Any) -> Work:
+def work_of(schedule: str, machine: Machine, layers: int, micro_batches: int, **others: Any) -> Training:
     """A Llama of the 8B shape with `layers` layers, in bf16."""
     sizes = {"num_layers": layers, "hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8}
     shape = SHAPE.model_copy(update={**sizes, "head_dim": 128, "max_seq_len": 8192, "tie_embeddings": False})
@@ -97,13 +97,13 @@ def work_of(schedule: str, machine: Machine, layers: int, micro_batches: int, **
 
     shared = parallelism.shared(config, lambda part: AdamW().cost(part, dtype, "cuda"), micro_batches, 8192, timed)
     kept = {"segments": (Segment(0, layers, False),), **others}
-    return Work(
+    return Training(
         config.dims(), 1, micro_batches, 8192, dtype, update=shared.update, packed=False, pipeline=shared.pipeline,
         gradient_accumulation_steps=micro_batches, **kept,
     )  # fmt: skip
 
 
-def lengths(work: Work) -> list[int]:
+def lengths(work: Training) -> list[int]:
     assert work.pipeline is not None
     return [len(one) for one in work.pipeline.layers]
 

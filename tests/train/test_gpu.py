@@ -8,7 +8,9 @@ import torch
 
 from hone.base.artifact import Artifact
 from hone.base.run import Run
-from hone.cost.update import adamw
+from hone.cost.train.figures import growth_bytes
+from hone.cost.train.training import Training
+from hone.cost.train.update import adamw
 from hone.feed.load import Batch, PackedTokens
 from hone.measure.window import Window
 from hone.model.decoder import build
@@ -16,8 +18,6 @@ from hone.model.shape import Shape
 from hone.train import OPTIMIZERS
 from hone.train.activation_checkpointing import EveryNth, KeepAll
 from hone.train.checkpoint import Checkpoints
-from hone.train.estimates.figures import growth_bytes
-from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.loop import Trainer, fit
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES
@@ -126,7 +126,7 @@ def test_peak_memory_is_predicted_within_a_fifth(precision, policy):
             tokens = draw.integers(0, 16000, (8, 1024))
             trainer.step(Batch(tokens, tokens, np.zeros((8, 1024), np.int32)))
     dims, dtype = config.dims(), TORCH_NAMES[precision]
-    work = Work(dims, 3, 8, 1024, dtype, trainer.segments, adamw(dims), packed=False, fp8=fp8_products(precision))
+    work = Training(dims, 3, 8, 1024, dtype, trainer.segments, adamw(dims), packed=False, fp8=fp8_products(precision))
     assert growth_bytes(work, "cuda").value == pytest.approx(window.memory_growth_bytes, rel=0.2)
 
 

@@ -9,7 +9,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.run import Run
 from hone.compress.stage import Compress
-from hone.cost.update import adamw
+from hone.cost.train.update import adamw, masked
 from hone.feed.facts import DataFacts
 from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
@@ -21,7 +21,7 @@ from hone.model.hf import load
 from hone.train import OPTIMIZERS
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer, to_device
-from hone.train.mask import masked, sparsity, zeros_of
+from hone.train.mask import sparsity, zeros_of
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE

@@ -15,7 +15,7 @@ from hone.compress.quantizers.base import quantizer_of
 from hone.compress.sizes import Entry, matrix_bytes, shard_sizes
 from hone.compress.step import Assigned, Step
 from hone.compress.targets import HEAD, Linear, matrix_name
-from hone.cost.compress import Compression, MatrixWork, compress_seconds
+from hone.cost.compress.compression import Compression, MatrixWork, compress_seconds
 from hone.measure.machine import Machine
 
 

@@ -14,7 +14,7 @@ from hone.compress.spec import CompressSpec
 from hone.compress.step import Targets
 from hone.compress.structured import chain
 from hone.compress.targets import Linear
-from hone.cost.compress import Compression, MatrixWork, compress_bytes
+from hone.cost.compress.compression import Compression, MatrixWork, compress_bytes
 from hone.cost.files import beside_bytes
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts

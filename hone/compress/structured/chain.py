@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.base.run import Run
 from hone.compress.step import ModelStep, Targets
-from hone.cost.compress import Compression, Passes
+from hone.cost.compress.compression import Compression, Passes
 
 if TYPE_CHECKING:
     from hone.base.artifact import Draft

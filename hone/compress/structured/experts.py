@@ -10,7 +10,7 @@ from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.compress.structured.base import largest
 from hone.compress.structured.fewer_experts import FewerExperts, experts_of, visited
-from hone.cost.compress import Passes
+from hone.cost.compress.compression import Passes
 
 if TYPE_CHECKING:
     from hone.compress.capture import Flow

@@ -10,7 +10,7 @@ from hone.base.errors import SpecError
 from hone.base.lazy import lazy
 from hone.base.run import Run
 from hone.compress.structured.base import Size, StructuredPruner, aligned, largest, size_of
-from hone.cost.compress import Passes
+from hone.cost.compress.compression import Passes
 from hone.model.families import FAMILIES
 
 if TYPE_CHECKING:

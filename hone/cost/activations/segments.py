@@ -35,6 +35,10 @@ class LayerBytes(NamedTuple):
     """What the backward pass adds at its widest."""
 
 
+UNIT = LayerBytes(saved=1.0, products=0.5)
+"""A layer where all are alike and only their number counts."""
+
+
 class Live(NamedTuple):
     """Bytes of activations at two moments."""
 
@@ -112,6 +116,11 @@ def live_bytes(segments: Sequence[Segment], layers: Sequence[LayerBytes], *, els
         before -= own
         peak = max(peak, before + _peak(one, layers))
     return Live(turn, peak)
+
+
+def live_layers(segments: Sequence[Segment]) -> float:
+    """Number of equal layers with activations in memory at the peak, without the inputs of recomputed ones."""
+    return max(live_bytes(segments, (UNIT,)))
 
 
 def copied_bytes(segments: Sequence[Segment], layers: Sequence[LayerBytes]) -> float:

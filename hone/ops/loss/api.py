@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.base.errors import SpecError
+from hone.cost.chunks import kernel_chunk_tokens
 from hone.ops.dispatch import backend_of
 from hone.ops.loss import reference
 from hone.ops.loss.reference import Teacher
@@ -156,11 +157,6 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 MOST_ROUNDINGS = 8
 """Most chunks whose products are added up in the weight's dtype: each adds one rounding, the product itself is
 float32 inside. Beyond that the sum is float32, for a 16-bit weight twice its size."""
-
-
-def kernel_chunk_tokens(num_tokens: int) -> int:
-    """Tokens whose logits exist at once on a GPU: an eighth of all, in whole tiles, 1024 to 4096."""
-    return max(1024, min(4096, -(-num_tokens // (8 * 256)) * 256))
 
 
 def summed_wide(num_tokens: int, chunk_tokens: int) -> bool:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hone.cost.chunks import default_chunk_tokens
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -120,13 +122,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(logits / softcap), in place."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def default_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Tokens whose logits exist at once: as many as fit a CPU's cache (4 MiB) or occupy a GPU (256 MiB and more)."""
-    if device_type == "cpu":
-        return max(64, (1 << 20) // vocab_size)
-    return max(1024, (1 << 27) // vocab_size // 256 * 256)  # whole tiles of the products
 
 
 def _cross_entropy_chunk(

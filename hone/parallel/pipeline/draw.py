@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.parallel.pipeline.simulate import Played, Span
+from hone.cost.pipeline.simulate import Played, Span
 from hone.report.bars import PASSES, Pass
 
 

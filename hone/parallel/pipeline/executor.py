@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hone.base.ranks import Late, Lost, Mesh
-from hone.parallel.pipeline.check import validate
-from hone.parallel.pipeline.table import Op, Result, Table, receiver
+from hone.cost.pipeline.check import validate
+from hone.cost.pipeline.table import Op, Result, Table, receiver
 from hone.parallel.pipeline.weight_gradients import WeightGradients
 
 _Channel = tuple[str, bool]

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.cost.serving import MOST_CAPTURED
+from hone.cost.serve.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.dispatch import say_once

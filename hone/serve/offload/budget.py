@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import byte_count, human_bytes
 from hone.cost.memory import BYTES
-from hone.cost.offload import NUM_BUFFERS, Offload, fewest_streamed
+from hone.cost.serve.offload import NUM_BUFFERS, Offload, fewest_streamed
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts

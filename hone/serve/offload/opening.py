@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hone.base.figure import human_bytes
-from hone.cost.offload import Offload, link_rate
-from hone.cost.serving import Serving, StepKind
+from hone.cost.serve.offload import Offload, link_rate
+from hone.cost.serve.serving import Serving, StepKind
 from hone.model.decoder import Decoder
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint

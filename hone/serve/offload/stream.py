@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.cost.offload import NUM_BUFFERS
+from hone.cost.serve.offload import NUM_BUFFERS
 from hone.serve.offload.pinned import host_memory
 
 _ALIGNED = 256

@@ -2,7 +2,6 @@
 
 from hone.cost.activations.segments import Segment as Segment
 from hone.train.activation_checkpointing.base import ActivationCheckpointing as ActivationCheckpointing
-from hone.train.activation_checkpointing.base import live_layers as live_layers
 from hone.train.activation_checkpointing.uniform import EveryNth as EveryNth
 from hone.train.activation_checkpointing.uniform import KeepAll as KeepAll
 from hone.train.activation_checkpointing.uniform import SquareRoot as SquareRoot

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
-from hone.cost.activations.segments import LayerBytes, Segment, live_bytes, recomputed_layers, replayed_layers
+from hone.cost.activations.segments import UNIT, LayerBytes, Segment, live_layers, recomputed_layers, replayed_layers
 
 Segments = tuple[Segment, ...]
-
-UNIT = LayerBytes(saved=1.0, products=0.5)
-"""A layer where all are alike and only their number counts."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +92,6 @@ class ActivationCheckpointing(Technique):
                 fix="give Trainer the segments themselves: policy.segments(num_layers, sizes), as the train stage does",
             )
         return sizes
-
-
-def live_layers(segments: Sequence[Segment]) -> float:
-    """Number of equal layers with activations in memory at the peak, without the inputs of recomputed ones."""
-    return max(live_bytes(segments, (UNIT,)))
 
 
 def said(segments: Segments, sizes: Sizes) -> str:

@@ -8,13 +8,13 @@ from functools import cache
 from hone.cost.activations.segments import Segment, keep_all, layer_bytes
 from hone.cost.dims import LayerDims
 from hone.cost.memory import BYTES
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
 from hone.measure.machine import Machine
 from hone.train.activation_checkpointing.base import ActivationCheckpointing, Segments, Sizes
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 
 
-def sizes_of(work: Work, machine: Machine) -> Sizes:
+def sizes_of(work: Training, machine: Machine) -> Sizes:
     """The sizes of `work` on `machine`, by the estimates that its plan shows."""
     dims, on_gpu = work.part, machine.device.startswith("cuda")
     width, tokens, num = BYTES[work.dtype], work.micro_batch_tokens, work.model.num_layers
@@ -51,12 +51,12 @@ def sizes_of(work: Work, machine: Machine) -> Sizes:
     )
 
 
-def fitted(work: Work, policy: ActivationCheckpointing, machine: Machine) -> Work:
+def fitted(work: Training, policy: ActivationCheckpointing, machine: Machine) -> Training:
     """`work` with the segments that `policy` chooses for it. Raises SpecError or FitError as the policy does."""
     sizes = None if policy.by_rule else sizes_of(work, machine)  # which take long where stages are simulated
     return replace(work, segments=policy.segments(work.model.num_layers, sizes))
 
 
-def reasons(work: Work, policy: ActivationCheckpointing, machine: Machine) -> tuple[str, ...]:
+def reasons(work: Training, policy: ActivationCheckpointing, machine: Machine) -> tuple[str, ...]:
     """Lines for the plan of `work`: what `policy` chose by itself, and why."""
     return () if policy.by_rule else policy.notes(work.model.num_layers, sizes_of(work, machine))

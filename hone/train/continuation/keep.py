@@ -15,13 +15,11 @@ from hone.base.durable import read_jsonl, write_atomic
 from hone.base.errors import SpecError
 from hone.base.ranks import Mesh
 from hone.base.spec import Spec
+from hone.cost.train.training import STATE_BYTES
 from hone.model.facts import POSITION_FILE, TRAINING_STATE, Position
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer
-
-STATE_BYTES = "training_state_bytes"
-"""The figure of the bytes of the kept state."""
 
 MODELS = "checkpoints"
 """The folder of the models that `last` keeps, step-NUMBER each."""

@@ -6,10 +6,8 @@ from typing import Any
 
 from hone.base.figure import human_bytes
 from hone.base.plan import DISK, Plan, Shortage
+from hone.cost.train.training import CHECKPOINTS
 from hone.train.continuation.start import Start
-
-CHECKPOINTS = "checkpoint_bytes"
-"""The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
 
 
 class TrainPlan(Plan):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.base.table import Technique
-from hone.cost.replicas import Divided
+from hone.cost.train.replicas import Divided
 from hone.train.data_parallel.moves import Moves
 from hone.train.precision import TORCH_NAMES
 

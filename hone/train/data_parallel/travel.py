@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hone.cost.replicas import BLOCK
+from hone.cost.train.replicas import BLOCK
 from hone.ops import widen
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.grid import Grid

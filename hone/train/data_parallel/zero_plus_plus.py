@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from hone.cost.replicas import Divided
+from hone.cost.train.replicas import Divided
 from hone.train.data_parallel.base import Lossy
 from hone.train.data_parallel.moves import RESHARD, Moves, ReshardAfterForward, within
 

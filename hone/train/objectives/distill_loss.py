@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hone.cost.chunks import default_chunk_tokens
 from hone.feed.load import IGNORE
 from hone.ops import linear_cross_entropy
-from hone.ops.loss.reference import Teacher, default_chunk_tokens
+from hone.ops.loss.reference import Teacher
 from hone.parallel import vocabulary
 from hone.parallel.axis import Axis
 

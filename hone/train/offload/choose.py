@@ -12,12 +12,12 @@ import psutil
 from hone.base.artifact import Draft
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.offload import Times, places, times
+from hone.cost.train.training import Training
 from hone.measure.machine import Machine, describe
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
-from hone.train.offload.cost import Times, as_said, places, scratch_of, times
 from hone.train.offload.rates import nearest
-from hone.train.offload.techniques import Auto, Nvme, Offload
+from hone.train.offload.techniques import Auto, Nvme, Offload, as_said, scratch_of
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer
@@ -26,7 +26,7 @@ UPDATE_S, MOVED, DISK = "offload_update_s", "offload_moved_bytes", "offload_disk
 """Figures of a step: seconds of the update on the host, bytes between it and the device, bytes read and written on its disk."""
 
 
-def chosen(work: Work, machine: Machine, precision: str) -> tuple[Work, tuple[str, ...]]:
+def chosen(work: Training, machine: Machine, precision: str) -> tuple[Training, tuple[str, ...]]:
     """`work`, which computes in `precision`, with the offload that `auto` chooses, or its own, and what a plan says of it.
 
     Raises FitError when host or disk have too little room for what was asked for, SpecError where its ranks cannot train so.
@@ -48,13 +48,13 @@ _WAYS = (
 )
 
 
-def _ready(offload: Offload, work: Work) -> None:
+def _ready(offload: Offload, work: Training) -> None:
     """Raises SpecError where the ranks of `work` cannot train with `offload`."""
     shards = 1 if work.divided.served else int(work.divided.of("optimizer"))  # a server's masters stay with it
     offload.ready(work.divided.num_ranks, shards)
 
 
-def _refused(offload: Offload, work: Work, precision: str) -> str:
+def _refused(offload: Offload, work: Training, precision: str) -> str:
     """Why `offload` does not work with the rest of a training; ''."""
     stages = 1 if work.pipeline is None else 2
     try:
@@ -68,7 +68,7 @@ def _refused(offload: Offload, work: Work, precision: str) -> str:
     return ""
 
 
-def _fastest(work: Work, auto: Auto, machine: Machine, precision: str) -> tuple[Work, tuple[str, ...]]:
+def _fastest(work: Training, auto: Auto, machine: Machine, precision: str) -> tuple[Training, tuple[str, ...]]:
     """All on the device if it fits, else the candidate with the shortest step of those that fit; where none does, the one that needs
     least of the device."""
     room = auto.device_bytes or machine.free_memory_bytes
@@ -101,7 +101,7 @@ def _host_room(host_bytes: int | None) -> float:
     return host_bytes or min(describe("cpu").free_memory_bytes, psutil.virtual_memory().available)
 
 
-def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
+def _shortage(work: Training, machine: Machine, host_bytes: int | None) -> str:
     """What of a GPU's host or of the disk is too small; ''."""
     if machine.elsewhere or machine.planned:
         return ""
@@ -121,7 +121,7 @@ def _shortage(work: Work, machine: Machine, host_bytes: int | None) -> str:
     return ""
 
 
-def _line(work: Work, machine: Machine) -> str:
+def _line(work: Training, machine: Machine) -> str:
     """'offload nvme: optimizer state 48.0 GiB on disk, ...: predicted 2.1 s a step, of which ...'; of ranks what each has."""
     kept, found = places(work.offload, work.load, machine.device), _times(work, machine)
     each = f", of each of {machine.local_ranks} ranks on this host" if machine.local_ranks > 1 else ""
@@ -132,12 +132,12 @@ def _line(work: Work, machine: Machine) -> str:
     return f"{line}, its update {found.update:.3g} s {beside}".rstrip() + f" ({found.said})"
 
 
-def _times(work: Work, machine: Machine) -> Times | None:
+def _times(work: Training, machine: Machine) -> Times | None:
     """The update's seconds and the bytes of a step. Its passes count as nothing, so `waits` is not that of a step: nobody reads it."""
     return times(work.offload, work.load, machine, 0.0)
 
 
-def estimates(work: Work, machine: Machine) -> dict[str, Estimate]:
+def estimates(work: Training, machine: Machine) -> dict[str, Estimate]:
     """The figures of a step's offload."""
     found = _times(work, machine)
     if found is None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hone.cost.train.rates import BUFFERS, WINDOW
 from hone.train.offload.files import PAGE, ScratchFile, aligned, layout
 from hone.train.offload.memory import Stage
-from hone.train.offload.rates import BUFFERS, WINDOW
 from hone.train.optimizers.base import Parameter, Rule
 
 MOST_AT_ONCE = 1 / 4

@@ -12,6 +12,9 @@ from pydantic import Field
 from hone.base.errors import SpecError
 from hone.base.spec import Circumstance
 from hone.base.table import Technique
+from hone.cost.train.offload import Left
+from hone.cost.train.rates import Rates
+from hone.measure.machine import Machine
 
 
 class Offload(Technique):
@@ -33,6 +36,17 @@ class Offload(Technique):
     def chosen(self) -> tuple[str, ...]:
         """Names of the options that are set, by which more leaves or updates are delayed."""
         return ()
+
+    @property
+    def left(self) -> Left | None:
+        """What leaves the device, for estimates; None: nothing."""
+        return None
+
+    def rates(self, machine: Machine) -> Rates:
+        """The rates of `machine`, and of the disk of its files, which is measured once."""
+        from hone.train.offload.rates import rates_of  # it measures disks
+
+        return rates_of(machine, scratch_of(self))
 
     def within(self, folder: Path) -> Offload:
         """The same with scratch files in `folder`, where it has some and no folder is set."""
@@ -105,6 +119,12 @@ class Host(Offload):
     def memory_bytes(self) -> int:
         """Bytes of the state of which the rest is in files; 0 where there are none."""
         return 0
+
+    @property
+    def left(self) -> Left | None:
+        """As `Offload.left`."""
+        moved = self.gradients_leave, self.streams, self.streams_files, self.delayed_update
+        return Left(*moved, to_files=self.to_files, memory_bytes=self.memory_bytes)
 
     @property
     def scratch(self) -> str:
@@ -230,3 +250,14 @@ class Auto(Offload):
             "offload auto is chosen by a training's plan, and there is none",
             fix="give a Trainer offload none, host or nvme",
         )
+
+
+def scratch_of(offload: Offload) -> str | None:
+    """The folder whose disk a stage's scratch files are on: that of its outputs unless one is set; None: there are no files."""
+    return (offload.folder or ".") if isinstance(offload, Nvme) else None
+
+
+def as_said(offload: Offload) -> str:
+    """A technique with what differs from its defaults."""
+    where = f" in {offload.folder}" if isinstance(offload, Nvme) and offload.folder else ""
+    return f"{offload.kind}{where}" + (f" with {', '.join(offload.chosen)}" if offload.chosen else "")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.cost.dims import ModelDims
-from hone.cost.update import UpdateCost, layer_matrix_params
+from hone.cost.train.update import UpdateCost, layer_matrix_params
 from hone.parallel.cut import Cut
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from hone.base.table import Technique
 from hone.cost.dims import ModelDims
-from hone.cost.update import UpdateCost
+from hone.cost.train.update import UpdateCost
 from hone.parallel.cut import Cut
 from hone.train.spikes.rewind import Rewind
 from hone.train.spikes.skip_step import SkipStep

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.cost.dims import ModelDims
-from hone.cost.update import UpdateCost
+from hone.cost.train.update import UpdateCost
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hone.base.lazy import lazy
 from hone.cost.dims import ModelDims
-from hone.cost.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
+from hone.cost.train.update import ADAMW_MOVED_BYTES, ADAMW_OPS, ADAMW_STATE_BYTES, UpdateCost, layer_matrix_params
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.optimizers.base import Entry, Group, Optimizer, Parameter, Rule, by_decay
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hone.base.errors import SpecError
 from hone.base.lazy import resolve
 from hone.base.table import Technique
-from hone.parallel.pipeline.table import Table
+from hone.cost.pipeline.table import Table
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig

@@ -7,8 +7,7 @@ from typing import Any
 from hone.base.figure import human_bytes
 from hone.cost.memory import BYTES
 from hone.cost.roofline import speed_of_light
-from hone.measure.machine import Machine
-from hone.train.estimates.figures import (
+from hone.cost.train.figures import (
     bytes_by_rank,
     collectives,
     exchange_s,
@@ -17,13 +16,14 @@ from hone.train.estimates.figures import (
     played,
     step_seconds,
 )
-from hone.train.estimates.sizes import Work
+from hone.cost.train.training import Training
+from hone.measure.machine import Machine
 
 DRAWN = 16
 """Most ranks whose schedule is drawn in a terminal."""
 
 
-def notes(work: Work, machine: Machine) -> tuple[str, ...]:
+def notes(work: Training, machine: Machine) -> tuple[str, ...]:
     """Lines for `Plan.notes`; none for one rank."""
     if machine.num_ranks == 1:
         return ()
@@ -82,7 +82,7 @@ MOST_DRAWN = 2000
 """Most passes that a training's folder keeps for the report's drawing."""
 
 
-def drawing(work: Work, machine: Machine) -> dict[str, Any] | None:
+def drawing(work: Training, machine: Machine) -> dict[str, Any] | None:
     """The schedule of a step in simulated time, as JSON; None without pipeline stages, or of more passes than can be seen."""
     if work.pipeline is None or sum(map(len, work.pipeline.table.ranks)) > MOST_DRAWN:
         return None
@@ -91,7 +91,7 @@ def drawing(work: Work, machine: Machine) -> dict[str, Any] | None:
     return content(played(work, work.pipeline, machine), work.pipeline.table.name)
 
 
-def _layout(work: Work, num_ranks: int) -> list[str]:
+def _layout(work: Training, num_ranks: int) -> list[str]:
     """How the ranks are divided, and what of a step's batch one of them has."""
     copies = work.divided.num_ranks // work.context_degree
     pipeline = 1 if work.pipeline is None else len(work.pipeline.parts)

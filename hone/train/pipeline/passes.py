@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
+from hone.cost.pipeline.table import Op, Table, frozen
 from hone.feed.load import Batch
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense
 from hone.parallel.grid import Grid
 from hone.parallel.pipeline.executor import Channels, Executor
-from hone.parallel.pipeline.table import Op, Table, frozen
 from hone.train.activation_checkpointing import Segment
 from hone.train.context_parallel.context import ContextRanks
 from hone.train.passes import run_segments, to_device

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.errors import SpecError
+from hone.cost.train.timed import Timed
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder
 from hone.model.parallel.local import joined_layers
 from hone.parallel.axis import Axis
 from hone.parallel.place import stages_of
-from hone.train.pipeline.timed import Timed
 
 
 def divide(config: ModelConfig, num_stages: int, seq_len: int, timed: Timed | None = None) -> list[range]:

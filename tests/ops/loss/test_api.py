@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
+from hone.cost.chunks import kernel_chunk_tokens
 from hone.ops import choose
 from hone.ops.dispatch import Where
-from hone.ops.loss.api import kernel_chunk_tokens, linear_cross_entropy
+from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.loss.reference import Teacher
 
 F64 = torch.float64

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hone.base.errors import FitError, SpecError
-from hone.cost.offload import ExpertCopies, expert_hit_rate
-from hone.cost.serving import Traffic
+from hone.cost.serve.offload import ExpertCopies, expert_hit_rate
+from hone.cost.serve.serving import Traffic
 from hone.model import hf
 from hone.model.facts import CheckpointFacts
 from hone.serve.engine import Engine, EngineSpec

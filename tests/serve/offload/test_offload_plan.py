@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hone.cost.offload import LINKS, PCIE_BYTES_PER_S, link_rate
-from hone.cost.serving import StepKind, Traffic
+from hone.cost.serve.offload import LINKS, PCIE_BYTES_PER_S, link_rate
+from hone.cost.serve.serving import StepKind, Traffic
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape

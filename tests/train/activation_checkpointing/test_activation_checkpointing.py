@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from hone.base.errors import FitError, SpecError
-from hone.cost.activations.segments import keep_all, layer_bytes, live_bytes, recomputed_layers
-from hone.cost.update import adamw
+from hone.cost.activations.segments import keep_all, layer_bytes, live_bytes, live_layers, recomputed_layers
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
+from hone.cost.train.update import adamw
 from hone.feed.load import Batch, PackedTokens
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS
-from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot, live_layers
+from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot
 from hone.train.activation_checkpointing.base import Sizes
 from hone.train.activation_checkpointing.sizes import fitted, sizes_of
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.loop import run_layers, to_device
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
@@ -124,7 +124,7 @@ def test_optimal_recomputes_as_little_as_any_plan(num_layers, room):
 
 def training(**changes):
     dims = Shape(num_layers=12, max_seq_len=256).config(2048).dims()
-    return replace(Work(dims, 10, 16, 256, "float32", KeepAll().segments(12), adamw(dims)), **changes)
+    return replace(Training(dims, 10, 16, 256, "float32", KeepAll().segments(12), adamw(dims)), **changes)
 
 
 def test_more_bytes_never_take_longer_and_the_plan_keeps_to_them():

@@ -15,10 +15,10 @@ from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
 from hone.cost.dims import ModelDims
+from hone.cost.train.context import Sizes
 from hone.measure.machine import describe
 from hone.model.hf import load
 from hone.train import CONTEXT_PARALLEL
-from hone.train.context_parallel.base import Sizes
 from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from tests.parallel.context_ranks import LENGTH, moved_bytes
@@ -174,7 +174,7 @@ def test_the_estimates_count_every_byte():
         ended = on_ranks(num_ranks, moved_bytes)
         for technique, (forward, backward) in ended[0].items():
             sizes = Sizes.of(dims, 2 * LENGTH // num_ranks, LENGTH, num_ranks, 4)
-            said = CONTEXT_PARALLEL.read(technique).moved(sizes._replace(layers=sizes.layers[:1]))
+            said = CONTEXT_PARALLEL.read(technique).cost().moved(sizes._replace(layers=sizes.layers[:1]))
             assert said[:2] == (pytest.approx(forward), pytest.approx(backward)), technique
 
 
@@ -203,7 +203,7 @@ def test_which_technique_costs_what():
         vocab_size=128256, max_seq_len=131072,
     )  # fmt: skip
     sizes = Sizes.of(dims, 131072 // 8, 131072, 8, 2)
-    ways = {name: CONTEXT_PARALLEL.read(name) for name in ("ring", "all_gather", "ulysses")}
+    ways = {name: CONTEXT_PARALLEL.read(name).cost() for name in ("ring", "all_gather", "ulysses")}
     moved = {name: sum(way.moved(sizes)[:2]) for name, way in ways.items()}
     kept = {name: way.kept_bytes(sizes, "cuda") for name, way in ways.items()}
     assert moved["ulysses"] < moved["all_gather"] < moved["ring"]

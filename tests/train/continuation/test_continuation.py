@@ -15,9 +15,9 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import ArtifactError, DriftError, SpecError
 from hone.base.plan import facts_of
 from hone.base.store import pull, push
+from hone.cost.train.training import STATE_BYTES
 from hone.feed.load import PackedTokens
 from hone.measure.machine import describe
-from hone.train.continuation.keep import STATE_BYTES
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import write_data

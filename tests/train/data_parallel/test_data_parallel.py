@@ -16,7 +16,7 @@ from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.cost.dims import ModelDims
 from hone.cost.memory import train_bytes
-from hone.cost.replicas import Divided
+from hone.cost.train.replicas import Divided
 from hone.model.hf import load
 from hone.train import DATA_PARALLEL
 from hone.train.checkpoint import Checkpoints

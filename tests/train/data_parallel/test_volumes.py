@@ -11,7 +11,7 @@ import torch
 from hone.base.errors import SpecError
 from hone.base.ranks import Mesh
 from hone.cost.dims import ModelDims
-from hone.cost.replicas import Divided
+from hone.cost.train.replicas import Divided
 from hone.feed.load import PackedTokens
 from hone.train import DATA_PARALLEL
 from hone.train.parallelism import Parallelism

@@ -9,24 +9,24 @@ import pytest
 from hone.base.errors import FitError
 from hone.base.plan import DISK, MEMORY
 from hone.cost.steps import pass_seconds
-from hone.cost.update import adamw
+from hone.cost.train.figures import estimate, growth_bytes, step_seconds
+from hone.cost.train.pipeline import passes_of
+from hone.cost.train.training import CHECKPOINTS, Training
+from hone.cost.train.update import adamw
 from hone.measure.machine import describe
 from hone.model.shape import Shape
 from hone.train.activation_checkpointing import EveryNth, KeepAll, Segment, SquareRoot
-from hone.train.continuation.plan import CHECKPOINTS, TrainPlan
-from hone.train.estimates.figures import estimate, growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
+from hone.train.continuation.plan import TrainPlan
 from hone.train.faults.memory import WAYS
 from hone.train.optimizers.adamw_8bit import AdamW8bit
-from hone.train.pipeline.cost import passes_of
 from hone.train.watch import Watch
 
 CONFIG = Shape(max_seq_len=256).config(2048)
 
 
-def work(**changes) -> Work:
+def work(**changes) -> Training:
     dims = CONFIG.dims()
-    base = Work(dims, 10, 16, 256, "float32", KeepAll().segments(4), adamw(dims))
+    base = Training(dims, 10, 16, 256, "float32", KeepAll().segments(4), adamw(dims))
     return replace(base, **changes)
 
 

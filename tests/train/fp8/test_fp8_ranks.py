@@ -9,12 +9,12 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.cost.activations.segments import keep_all
-from hone.cost.update import adamw
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
+from hone.cost.train.update import adamw
 from hone.model.linear import Dense
 from hone.ops.fp8.factors import weight_codes
 from hone.parallel.pipeline.weight_gradients import WeightGradients
-from hone.train.estimates.figures import growth_bytes, step_seconds
-from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, fp8_products, in_fp8
 from hone.train.fp8.linears import Fp8Dense
 from hone.train.parallelism import Parallelism
@@ -161,7 +161,7 @@ def test_estimates_of_ranks_expect_the_gain_and_the_bytes():
         how, times, memory = Parallelism.read(layout), [], []
         shared = how.shared(config, adamw, 4, 2048)
         for name in ("bf16", "fp8_blockwise", "fp8"):
-            work = Work(
+            work = Training(
                 model=config.dims(), steps=1, batch_size=8, seq_len=2048, dtype="bfloat16", segments=keep_all(4),
                 update=shared.update, gradient_accumulation_steps=4, packed=False, divided=how.divided(2),
                 tensor=shared.tensor, pipeline=shared.pipeline, fp8=fp8_products(name), fp8_recipe=FP8_RECIPES.get(name, ""),

@@ -13,11 +13,11 @@ from hone.base.errors import FitError, SpecError
 from hone.base.plan import facts_of
 from hone.base.ranks import Mesh
 from hone.base.run import Run
-from hone.cost.replicas import Divided
+from hone.cost.train.offload import places, times
+from hone.cost.train.replicas import Divided
 from hone.measure.machine import describe, machine_of
 from hone.train.offload import choose
 from hone.train.offload.choose import chosen
-from hone.train.offload.cost import places, times
 from hone.train.offload.memory import Stage
 from hone.train.stage import Train
 from tests.train.offload.test_offload_places import GPU, RATES, spec, work

@@ -18,17 +18,17 @@ from hone.base.artifact import Artifact
 from hone.base.errors import FitError, HoneError, MachineError, SpecError
 from hone.base.plan import facts_of
 from hone.base.run import Run
-from hone.cost.offload import link_rate
+from hone.cost.serve.offload import link_rate
+from hone.cost.train.offload import Load, places, times
+from hone.cost.train.training import Training
 from hone.feed.load import PackedTokens
 from hone.measure.machine import Gpu, describe
 from hone.model.shape import Shape
 from hone.train import OFFLOADS, OPTIMIZERS
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.checkpoint import Checkpoints
-from hone.train.estimates.sizes import Work
 from hone.train.offload import choose, files, rates
 from hone.train.offload.choose import chosen
-from hone.train.offload.cost import Load, places, times
 from hone.train.offload.files import ScratchFile, Span, aligned
 from hone.train.offload.rates import Rates
 from hone.train.offload.techniques import Auto, Host, Nvme, Resident
@@ -380,9 +380,9 @@ def test_seconds_of_every_place():
     assert link_rate(GPU)[1]
 
 
-def work(offload: Any, **more: Any) -> Work:
+def work(offload: Any, **more: Any) -> Training:
     sizes = {"batch_size": 8, "seq_len": 512, "dtype": "bfloat16", "packed": False, "steps": 4}
-    return Work(
+    return Training(
         model=DIMS,
         segments=KeepAll(kind="none").segments(32),
         update=OPTIMIZERS.read("adamw").cost(DIMS, "bfloat16", "cuda:0"),

@@ -14,13 +14,13 @@ from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
 from hone.cost.steps import pass_seconds
+from hone.cost.train.pipeline import layer_seconds
+from hone.cost.train.timed import Timed
 from hone.measure.machine import describe
 from hone.model.hf import load
 from hone.report.collect import collect
 from hone.report.page import render
-from hone.train.pipeline.cost import layer_seconds
 from hone.train.pipeline.stages import divide
-from hone.train.pipeline.timed import Timed
 from hone.train.stage import Train
 from tests.ranked import together
 from tests.train.conftest import SHAPE

@@ -15,8 +15,8 @@ from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, facts_of
 from hone.base.run import Run
-from hone.cost.tensor import Messages, Tensor
-from hone.cost.update import adamw
+from hone.cost.train.tensor import Messages, Tensor
+from hone.cost.train.update import adamw
 from hone.measure.machine import describe
 from hone.model.decoder import build
 from hone.model.hf import load

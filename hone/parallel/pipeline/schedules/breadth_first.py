@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.parallel.pipeline.table import Op, Table, frozen, loop
+from hone.cost.pipeline.table import Op, Table, frozen, loop
 
 
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Table:

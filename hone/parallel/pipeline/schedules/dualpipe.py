@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from hone.base.errors import SpecError
-from hone.parallel.pipeline.table import Kind, Op, Table, frozen, vee
+from hone.cost.pipeline.table import Kind, Op, Table, frozen, vee
 
 _Pass = tuple[Kind, bool, int, bool]
 """Kind, way, number, and whether it overlaps with the next pass."""

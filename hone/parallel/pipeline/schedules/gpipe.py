@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.parallel.pipeline.table import Op, Table, frozen, loop
+from hone.cost.pipeline.table import Op, Table, frozen, loop
 
 
 def gpipe(ranks: int, microbatches: int) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from hone.base.errors import SpecError
-from hone.parallel.pipeline.table import Op, Table, frozen, loop
+from hone.cost.pipeline.table import Op, Table, frozen, loop
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, contiguous: int | None = None) -> Table:

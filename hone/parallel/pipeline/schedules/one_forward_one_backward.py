@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.parallel.pipeline.table import Kind, Op, Table, frozen, loop
+from hone.cost.pipeline.table import Kind, Op, Table, frozen, loop
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Table:

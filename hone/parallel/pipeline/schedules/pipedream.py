@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from hone.base.errors import SpecError
+from hone.cost.pipeline.table import Op, Table, frozen, loop
 from hone.parallel.pipeline.schedules.one_forward_one_backward import alternating
-from hone.parallel.pipeline.table import Op, Table, frozen, loop
 
 
 def pipedream(ranks: int, microbatches: int) -> Table:

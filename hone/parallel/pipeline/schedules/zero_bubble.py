@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hone.cost.pipeline.simulate import Costs
+from hone.cost.pipeline.table import Op, Result, Table, deps, frozen, loop, results
 from hone.parallel.pipeline.schedules.one_forward_one_backward import alternating
-from hone.parallel.pipeline.simulate import Costs
-from hone.parallel.pipeline.table import Op, Result, Table, deps, frozen, loop, results
 
 
 def zb_h1(ranks: int, microbatches: int, costs: Costs | None = None) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hone.parallel.pipeline.table import Kind, Op, Table, frozen, vee
+from hone.cost.pipeline.table import Kind, Op, Table, frozen, vee
 
 
 def zb_v(ranks: int, microbatches: int) -> Table:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from hone.cost.replicas import Divided
+from hone.cost.train.replicas import Divided
 from hone.train.data_parallel.base import Lossy
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
@@ -29,6 +29,13 @@ HALF_GRADIENT_BYTES = 2
 
 WIDENED_BYTES, ADDED_BYTES = 6, 10
 """Bytes moved per weight to copy such a gradient into a float32 one, and to add it to one."""
+
+
+MASK_BYTES = 1
+"""Bytes of a mask per weight."""
+
+MASK_MOVED_BYTES = 18
+"""Bytes per weight and step: its gradient and its master weight read and written, each with the mask."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,13 @@ def adamw(dims: ModelDims, *, fused: bool = False) -> UpdateCost:
 def layer_matrix_params(dims: ModelDims) -> int:
     """Weights in the layers, all experts counted: nearly all of them in matrices. The rest is embedding and head."""
     return dims.num_params - dims.vocab_size * dims.hidden_size * (1 if dims.tie_embeddings else 2)
+
+
+def masked(cost: UpdateCost, dims: ModelDims) -> UpdateCost:
+    """The update's cost with masks on all of the layers' matrices."""
+    inside = layer_matrix_params(dims)
+    moved, held = cost.moved_bytes + MASK_MOVED_BYTES * inside, cost.work_bytes + MASK_BYTES * inside
+    return replace(cost, moved_bytes=moved, work_bytes=held, num_ops=cost.num_ops + 2 * len(dims.layers))
 
 
 def update_seconds(cost: UpdateCost, dims: ModelDims, machine: Machine, dtype: str) -> Estimate:

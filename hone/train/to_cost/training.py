@@ -1,4 +1,4 @@
-"""The sizes of a training, from its spec and its inputs."""
+"""The training of `hone.cost.train` that a train stage is: from its spec and its inputs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import keep_all
-from hone.cost.replicas import Divided
+from hone.cost.train.pipeline import layer_seconds
+from hone.cost.train.replicas import Divided
+from hone.cost.train.training import Training
+from hone.cost.train.update import masked
 from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
-from hone.train.estimates.sizes import Work
 from hone.train.fp8.fits import fp8_products
 from hone.train.growth.init import growths_of
-from hone.train.mask import masked
-from hone.train.pipeline.cost import layer_seconds
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
 
 
-def work_of(
+def training_of(
     spec: Any,
     config: ModelConfig,
     data: list[DataFacts],
@@ -32,7 +32,7 @@ def work_of(
     steps: int,
     machine: Machine,
     divided: Divided,
-) -> Work:
+) -> Training:
     """The sizes of `steps` steps on `data` of the train stage `spec`, from which estimates are computed."""
     dims, dtype, keep = config.dims(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
     val = [one.packed("val", spec.seq_len).num_sequences for one in data if "val" in one.splits]
@@ -43,7 +43,7 @@ def work_of(
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
     shared = spec.parallelism.shared(config, costs, spec.gradient_accumulation_steps, spec.seq_len, timed)
-    return Work(
+    return Training(
         model=dims,
         steps=steps,
         batch_size=spec.batch_size,
@@ -68,7 +68,7 @@ def work_of(
         num_models=1 + keep.num_models(steps),
         divided=spec.parallelism.with_experts(divided, config),
         local_ranks=machine.num_local_ranks,
-        context=spec.parallelism.context_parallel,
+        context=spec.parallelism.context_parallel.cost(),
         context_degree=spec.parallelism.context_parallel_degree,
         tensor=shared.tensor,
         offload=spec.parallelism.offload,

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hone.base.figure import Estimate, human_bytes
+from hone.cost.activations.segments import Segment
 from hone.cost.cache import BYTES
 from hone.cost.dims import ModelDims
+from hone.cost.pipeline.check import alive_versions
+from hone.cost.pipeline.simulate import Costs, Played, peaks, simulate
+from hone.cost.pipeline.table import Table, receiver
 from hone.cost.ranks import MESSAGE_S, link_bytes_per_s
 from hone.cost.roofline import seconds
 from hone.cost.steps import forward_seconds, pass_seconds, product_seconds
-from hone.cost.update import UpdateCost, update_seconds
+from hone.cost.train.timed import Timed
+from hone.cost.train.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
-from hone.parallel.pipeline.check import alive_versions
-from hone.parallel.pipeline.simulate import Costs, Played, peaks, simulate
-from hone.parallel.pipeline.table import Table, receiver
-from hone.train.activation_checkpointing import Segment
-from hone.train.pipeline.timed import Timed
 
 
 @dataclass(frozen=True)

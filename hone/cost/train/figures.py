@@ -1,4 +1,4 @@
-"""The amount of work of a training and its cost: seconds of a step, bytes of memory and disk."""
+"""What a training costs: seconds of a step, bytes of memory and disk."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ from typing import Any
 
 from hone.base.figure import Estimate, human_bytes
 from hone.base.plan import DISK, MEMORY
-from hone.cost.activations.segments import copied_bytes, layer_bytes, replayed_layers
+from hone.cost.activations.segments import copied_bytes, layer_bytes, live_layers, replayed_layers
 from hone.cost.dims import ModelDims
 from hone.cost.files import beside_bytes, commit_seconds
 from hone.cost.memory import BYTES, train_bytes
-from hone.cost.offload import link_rate
+from hone.cost.pipeline.simulate import Played
 from hone.cost.ranks import Transfers, beside_seconds
 from hone.cost.roofline import seconds, waits_s
+from hone.cost.serve.offload import link_rate
 from hone.cost.steps import coded_params, forward_seconds, held_cast_seconds, product_seconds, train_step_seconds
-from hone.cost.tensor import Messages
-from hone.cost.update import UpdateCost, update_seconds
+from hone.cost.train.offload import places, stepped
+from hone.cost.train.pipeline import Pipelined
+from hone.cost.train.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
+from hone.cost.train.tensor import Messages
+from hone.cost.train.training import CHECKPOINTS, STATE_BYTES, Training
+from hone.cost.train.update import UpdateCost, update_seconds
 from hone.measure.machine import Machine
-from hone.parallel.pipeline.simulate import Played
-from hone.train.activation_checkpointing import live_layers
-from hone.train.continuation.keep import STATE_BYTES
-from hone.train.continuation.plan import CHECKPOINTS
-from hone.train.estimates.sizes import Work
-from hone.train.offload.cost import places, stepped
-from hone.train.offload.rates import HOST_BYTES_PER_S, MOST_BYTES_PER_S
-from hone.train.pipeline.cost import Pipelined
 
 DRAW_S = 12e-9
 """Seconds of one thread to draw a normal number and scale it (two-core AMD EPYC); up to eight threads draw."""
 
 
-def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
+def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
     """Estimates of the training's figures."""
     step = step_seconds(work, machine)
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
@@ -78,7 +75,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Estimate]:
     return found
 
 
-def checkpoint_bytes(work: Work) -> float:
+def checkpoint_bytes(work: Training) -> float:
     """Bytes of one checkpoint: float32 weights, the optimizer's state of all ranks, and the velocity of an outer step."""
     divided = work.divided
     # Ranks that combine weights every so many steps keep an optimizer's state each; of `kept_bytes` local_sgd's 4 are the weights.
@@ -87,14 +84,14 @@ def checkpoint_bytes(work: Work) -> float:
     return (4 + velocity + delayed) * work.model.num_params + state_bytes(work)
 
 
-def state_bytes(work: Work) -> float:
+def state_bytes(work: Training) -> float:
     """Bytes of the optimizer's state of all ranks, without copies."""
     parts, whole = work.model.num_params / work.part.num_params, work.update.whole_state_bytes
     each = (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
     return each * (work.divided.num_ranks if work.divided.every else 1)
 
 
-def counts(work: Work) -> dict[str, Estimate]:
+def counts(work: Training) -> dict[str, Estimate]:
     """The tokens that the steps read, the share of positions that are padding, and epochs."""
     positions, epoch = work.steps * work.step_tokens, work.epoch
     said = f"{work.steps} steps x {work.step_tokens}"
@@ -118,7 +115,7 @@ def counts(work: Work) -> dict[str, Estimate]:
     }
 
 
-def step_seconds(work: Work, machine: Machine) -> Estimate:
+def step_seconds(work: Training, machine: Machine) -> Estimate:
     """Seconds of one optimizer step, including the teacher's forward pass."""
     if work.pipeline is not None:
         pipeline = replace(work.pipeline, updates=tuple(updated(work, one) for one in work.pipeline.updates))
@@ -137,13 +134,13 @@ def step_seconds(work: Work, machine: Machine) -> Estimate:
     return with_more(step, work, machine)
 
 
-def updated(work: Work, update: UpdateCost) -> UpdateCost:
+def updated(work: Training, update: UpdateCost) -> UpdateCost:
     """`update` as a rank makes it: of its share, with gradients as they come."""
     share = 1 / work.divided.of("optimizer")
     return replace(update, share=share, widened=work.passes_widened, senders=work.senders)
 
 
-def with_more(step: Estimate, work: Work, machine: Machine) -> Estimate:
+def with_more(step: Estimate, work: Training, machine: Machine) -> Estimate:
     """`step`, passes and update, with all else that a step takes: codes, copies, transfers, a teacher."""
     times, inside = collectives(machine), 0.0
     if work.pipeline is None:
@@ -176,7 +173,7 @@ def with_more(step: Estimate, work: Work, machine: Machine) -> Estimate:
     )
 
 
-def _copies_s(work: Work, step_s: float, machine: Machine) -> float:
+def _copies_s(work: Training, step_s: float, machine: Machine) -> float:
     """Seconds that a step waits for activations on their way to the host and back.
 
     On a GPU copies run beside the forward pass, a third of the step, and back beside the backward pass. On a CPU nothing
@@ -196,7 +193,7 @@ def collectives(machine: Machine, stride: int = 1) -> Transfers:
     return Transfers(machine.device, machine.calibration.collectives if machine.calibration else (), stride)
 
 
-def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
+def inside_s(work: Training, machine: Machine, times: Transfers) -> float:
     """Seconds of the transfers inside the layers of a step that it waits for, of a pipeline's those of one micro-batch through all stages."""
     sent = _messages(work, machine)
     added = seconds(machine, num_bytes=work.tensor.added_bytes(sent), dtype=work.dtype).value
@@ -205,7 +202,7 @@ def inside_s(work: Work, machine: Machine, times: Transfers) -> float:
     return work.tensor.step_s(sent, times) - hidden_s(work, machine, times) + added + rows
 
 
-def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
+def hidden_s(work: Training, machine: Machine, times: Transfers) -> float:
     """Seconds of such transfers that pass beside products, which they do not slow: copy engines make them."""
     if not work.tensor.overlap or work.tensor.dims is None:
         return 0.0
@@ -215,19 +212,19 @@ def hidden_s(work: Work, machine: Machine, times: Transfers) -> float:
     return work.tensor.hidden_s(_messages(work, machine), product_seconds(machine, products, work.dtype), times)
 
 
-def _messages(work: Work, machine: Machine) -> Messages:
+def _messages(work: Training, machine: Machine) -> Messages:
     """What the ranks of one layer send each other in a step, of a pipeline in one micro-batch through all stages."""
     passes = work.gradient_accumulation_steps if work.pipeline is None else 1
     sizes = work.model.hidden_size, work.micro_batch_tokens, work.dtype, machine.device
     return Messages(*sizes, micro_batches=passes, recomputed=len(work.recomputed))
 
 
-def played(work: Work, pipeline: Pipelined, machine: Machine) -> Played:
+def played(work: Training, pipeline: Pipelined, machine: Machine) -> Played:
     """The passes of a step's micro-batches in simulated time."""
     return pipeline.played(machine, **play_options(work, machine))
 
 
-def play_options(work: Work, machine: Machine) -> dict[str, Any]:
+def play_options(work: Training, machine: Machine) -> dict[str, Any]:
     """What passes of stages take their seconds from, as `Pipelined.played` takes it."""
     return {
         "tokens": work.micro_batch_tokens,
@@ -237,13 +234,13 @@ def play_options(work: Work, machine: Machine) -> dict[str, Any]:
     }
 
 
-def exchange_s(work: Work, device: str, times: Transfers) -> float:
+def exchange_s(work: Training, device: str, times: Transfers) -> float:
     """Seconds in which gradients and weights travel in a step."""
     each = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
     return work.updates * each
 
 
-def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
+def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate:
     """`step` with the transfers between ranks: on a GPU beside the work, which they slow, except for what they take longer, for
     those that nothing is left to pass beside, and for those of context parallelism that a layer waits for."""
     device = machine.device
@@ -266,7 +263,7 @@ def with_transfers(step: Estimate, work: Work, machine: Machine) -> Estimate:
     return step.model_copy(update={"value": value, "formula": formula})
 
 
-def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estimate:
+def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> Estimate:
     """Bytes that the training adds at its peak to the memory in use before, on the pipeline rank that needs most.
 
     `passes` whose gradients are summed; None: those of a step.
@@ -327,7 +324,7 @@ def growth_bytes(work: Work, device: str, *, passes: int | None = None) -> Estim
     )
 
 
-def by_rank(work: Work, pipeline: Pipelined, *, first: bool = False) -> list[Work]:
+def by_rank(work: Training, pipeline: Pipelined, *, first: bool = False) -> list[Training]:
     """The work of each pipeline rank, as that of a model of its layers with all that it holds at once; `first` as `Pipelined.live`."""
     found = []
     for rank, (part, update) in enumerate(zip(pipeline.parts, pipeline.updates, strict=True)):
@@ -337,7 +334,7 @@ def by_rank(work: Work, pipeline: Pipelined, *, first: bool = False) -> list[Wor
     return found
 
 
-def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate]:
+def bytes_by_rank(work: Training, pipeline: Pipelined, device: str) -> list[Estimate]:
     """As `growth_bytes`, of each pipeline rank: the larger of before it has gradients of weights, and with them."""
     about = work.dtype, work.divided.of("optimizer")
     before = [growth_bytes(one, device, passes=1) for one in by_rank(work, pipeline, first=True)]
@@ -352,21 +349,21 @@ def bytes_by_rank(work: Work, pipeline: Pipelined, device: str) -> list[Estimate
     return [pipeline.with_versions(one, rank, *about) for rank, one in enumerate(most)]
 
 
-def _around_s(work: Work, machine: Machine) -> float:
+def _around_s(work: Training, machine: Machine) -> float:
     """Seconds in which the first weights are drawn and the last ones written, hashed and made durable."""
     drawn = DRAW_S * work.model.num_params / min(8, machine.num_threads)
     kept = checkpoint_bytes(work) if work.keeps_state else 0
     return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.model.num_params + kept)
 
 
-def _evaluation_s(work: Work, machine: Machine) -> float:
+def _evaluation_s(work: Training, machine: Machine) -> float:
     """Seconds of all evaluations."""
     if not work.eval_sequences:
         return 0.0
     return _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
 
 
-def _forward_s(model: ModelDims, work: Work, machine: Machine) -> float:
+def _forward_s(model: ModelDims, work: Training, machine: Machine) -> float:
     """Seconds of a forward pass of `model` over a rank's share of a step's sequences."""
     tokens = work.step_tokens // work.divided.num_ranks
     return forward_seconds(model, machine, tokens=tokens, seq_len=work.seq_len, dtype=work.dtype).value

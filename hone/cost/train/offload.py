@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from hone.base.figure import Estimate, human_bytes
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BUCKET, BYTES
-from hone.cost.update import UpdateCost, layer_matrix_params
+from hone.cost.train.rates import BUFFERS, WINDOW, Rates, host_rates
+from hone.cost.train.update import UpdateCost, layer_matrix_params
 from hone.measure.machine import Machine
-from hone.train.offload.rates import BUFFERS, WINDOW, Rates, rates_of
-from hone.train.offload.techniques import Host, Nvme, Offload
 
 COPIES, COPIES_OF_MANY, MANY = 4, 18, 8
 """Bytes a weight that an update on the host moves beside the optimizer's own. Of few threads: its gradient is read and its rounded
@@ -23,6 +23,54 @@ SCALED_BYTES = 8
 
 SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
 """Of the seconds of a step's passes."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What of a training's state left the device."""
+
+    gradients_leave: bool = False
+    """Whether gradients are summed on the host."""
+    streams: bool = False
+    """Whether layers' parameters come for their passes."""
+    streams_files: bool = False
+    """Whether they come from files."""
+    delayed_update: bool = False
+    """Whether an update is computed beside the next step's passes."""
+    to_files: bool = False
+    """Whether optimizer state and masters are in files."""
+    memory_bytes: float = 0.0
+    """Bytes of them that stay in the host's memory."""
+
+
+class Offload(Protocol):
+    """A place of a training's state, as its costs see it."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses and weights are those of a training that is all on the device."""
+        ...
+
+    @property
+    def left(self) -> Left | None:
+        """What left the device; None: nothing."""
+        ...
+
+    def rates(self, machine: Machine) -> Rates:
+        """The rates of `machine` and of the disk of its files."""
+        ...
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """All of it is on the device."""
+
+    exact: bool = True
+    left: Left | None = None
+
+    def rates(self, machine: Machine) -> Rates:
+        """As `Offload.rates`."""
+        return host_rates(machine)
 
 
 @dataclass(frozen=True)
@@ -93,7 +141,8 @@ class Times:
 
 def places(offload: Offload, load: Load, device: str) -> Places:
     """Where the state of a rank is. A CPU is its own host: what is on the host is in its memory too, beside its copies."""
-    if not isinstance(offload, Host):
+    left = offload.left
+    if left is None:
         return Places(said=("all on the device",))
     on_gpu, params = device.startswith("cuda"), load.weights
     half = load.width < 4
@@ -107,25 +156,25 @@ def places(offload: Offload, load: Load, device: str) -> Places:
     )
     # Resident, float32 weights are their own masters, and half-precision ones are beside them.
     device_less = load.update.state_bytes / load.shards + (4 * params if half else 0.0)
-    if offload.to_files:
-        disk = on_disk(offload, load)
+    if left.to_files:
+        disk = on_disk(left, load)
         kept = f", {human_bytes(load.state - disk)} of them in host memory" if load.state > disk else ""
         said = [f"optimizer state and masters {human_bytes(load.state)} on disk{kept}"]
         host = buffers + window + load.state - disk
-    if offload.gradients_leave:
-        sums = load.gradient_width * params * (2 if offload.delayed_update else 1)
+    if left.gradients_leave:
+        sums = load.gradient_width * params * (2 if left.delayed_update else 1)
         said.append(f"gradients {human_bytes(sums)} in host memory")
         host += sums
         device_less += load.gradient_width * params
-    if offload.streams:
+    if left.streams:
         kept = load.width * load.layer_weights
         two = 2 * kept / max(load.dims.num_layers, 1)
-        where = "on disk" if offload.streams_files else "in host memory"
+        where = "on disk" if left.streams_files else "in host memory"
         said.append(f"layers' parameters {human_bytes(kept)} {where}")
-        host += 1.5 * two if offload.streams_files else kept
-        disk += kept if offload.streams_files else 0.0
+        host += 1.5 * two if left.streams_files else kept
+        disk += kept if left.streams_files else 0.0
         device_less += max(kept - two, 0.0)
-    if offload.delayed_update:
+    if left.delayed_update:
         host += load.width * params
     if not on_gpu:  # the host's bytes are the device's
         device_less -= host
@@ -134,47 +183,48 @@ def places(offload: Offload, load: Load, device: str) -> Places:
 
 def times(offload: Offload, load: Load, machine: Machine, passes_s: float, rates: Rates | None = None) -> Times | None:
     """Seconds beside passes of `passes_s`; None: nothing leaves the device."""
-    if not isinstance(offload, Host):
+    left = offload.left
+    if left is None:
         return None
-    rates = rates or rates_of(machine, scratch_of(offload))
+    rates = rates or offload.rates(machine)
     on_gpu = machine.device.startswith("cuda")
     params, link, waits = load.weights, 0.0, 0.0
     copies = COPIES_OF_MANY if machine.num_threads >= MANY else COPIES
-    if on_gpu and copies == COPIES_OF_MANY and load.gradient_width == 4 and not offload.gradients_leave:
+    if on_gpu and copies == COPIES_OF_MANY and load.gradient_width == 4 and not left.gradients_leave:
         copies -= SCALED_BYTES
     computed = (load.update.moved_bytes / load.shards + copies * params) * load.ranks / rates.update
-    moved = on_disk(offload, load) if offload.to_files else 0.0
+    moved = on_disk(left, load) if left.to_files else 0.0
     disk = moved * load.ranks * max(1 / rates.read, 1 / rates.write)
     passes = load.passes
-    if offload.gradients_leave:  # their norm is computed there, too
+    if left.gradients_leave:  # their norm is computed there, too
         computed += load.gradient_width * params * load.ranks / rates.update
-    if offload.streams:
+    if left.streams:
         # A layer comes before its forward pass and before its backward pass, in which it is computed again if at all.
         brought = load.width * load.layer_weights
         link += (2 - 1 / max(load.dims.num_layers, 1)) * passes * brought  # the last one stays for the backward pass
         waits += _beyond(passes * brought, passes_s * SHARE_OF_FORWARD, rates, on_gpu)
-        if offload.streams_files:
+        if left.streams_files:
             files = (2 - 1 / max(load.dims.num_layers, 1)) * passes * brought
             waits += max(files / rates.read - passes_s, 0.0) if on_gpu else files / rates.read
             disk += brought / rates.write
-    if offload.gradients_leave:
-        left = load.width * params * passes
-        link += left
-        down = passes * load.width * load.layer_weights if offload.streams else 0.0
-        waits += _beyond(max(left, down), passes_s * SHARE_OF_BACKWARD, rates, on_gpu)
+    if left.gradients_leave:
+        gone = load.width * params * passes
+        link += gone
+        down = passes * load.width * load.layer_weights if left.streams else 0.0
+        waits += _beyond(max(gone, down), passes_s * SHARE_OF_BACKWARD, rates, on_gpu)
         if passes > 1:  # the host adds them beside the next ones
             added = (passes - 1) * (load.width + 8) * params / rates.update
             waits += max(added - passes_s, 0.0) if on_gpu else added
-    copied = 0.0 if offload.gradients_leave else load.gradient_width * params
-    back = 0.0 if offload.streams else load.width * params
+    copied = 0.0 if left.gradients_leave else load.gradient_width * params
+    back = 0.0 if left.streams else load.width * params
     link += copied + back
     on_link = max(copied, back) / rates.link if on_gpu else 0.0
     return Times(max(computed, on_link, disk), waits, link, 2 * moved, rates.said, (computed, on_link, disk))
 
 
-def on_disk(offload: Host, load: Load) -> float:
+def on_disk(left: Left, load: Load) -> float:
     """Bytes of a rank's masters and optimizer state that are in files."""
-    return max(load.state - offload.memory_bytes, 0.0)
+    return max(load.state - left.memory_bytes, 0.0)
 
 
 def _beyond(num_bytes: float, beside: float, rates: Rates, on_gpu: bool) -> float:
@@ -196,14 +246,3 @@ def stepped(
     beside = "beside the next passes" if delayed else "instead"
     formula = f"{step.formula}, on the host {found.update:.3g} s {beside}{waits} ({found.said})"
     return step.model_copy(update={"value": value, "formula": formula})
-
-
-def scratch_of(offload: Offload) -> str | None:
-    """The folder whose disk a stage's scratch files are on: that of its outputs unless one is set; None: there are no files."""
-    return (offload.folder or ".") if isinstance(offload, Nvme) else None
-
-
-def as_said(offload: Offload) -> str:
-    """A technique with what differs from its defaults."""
-    where = f" in {offload.folder}" if isinstance(offload, Nvme) and offload.folder else ""
-    return f"{offload.kind}{where}" + (f" with {', '.join(offload.chosen)}" if offload.chosen else "")

@@ -101,7 +101,7 @@ class Table:
         if waiting:
             raise SpecError(
                 f"schedule {self.name} stops: {'; '.join(waiting)}",
-                fix="order the passes so that each one's input is made before, see deps in hone/parallel/pipeline/table.py",
+                fix="order the passes so that each one's input is made before, see deps in hone/cost/pipeline/table.py",
             )
         return tuple(found)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.parallel.pipeline.table import Kind, Op, Table
+from hone.cost.pipeline.table import Kind, Op, Table
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hone.base.figure import Estimate
-from hone.cost.decode import decode_step_seconds, decode_step_starts
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
-from hone.cost.offload import ExpertCopies, Offload
 from hone.cost.ranks import Split
 from hone.cost.roofline import attention_seconds, copy_rate, seconds
+from hone.cost.serve.decode import decode_step_seconds, decode_step_starts
+from hone.cost.serve.offload import ExpertCopies, Offload
 from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
 from hone.measure.machine import Machine
 

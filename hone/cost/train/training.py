@@ -1,29 +1,29 @@
-"""The amount of work of a training: the sizes that seconds, memory and disk are computed from."""
+"""A training in numbers: the sizes that its seconds, memory and disk are computed from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hone.cost.activations.segments import recomputed_layers
+from hone.cost.activations.segments import Segment, recomputed_layers
+from hone.cost.chunks import loss_chunk
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
-from hone.cost.replicas import Divided
 from hone.cost.steps import code_bytes
-from hone.cost.tensor import Tensor
-from hone.cost.update import UpdateCost
+from hone.cost.train.context import Sharing, Sizes
+from hone.cost.train.experts import ExpertRows
+from hone.cost.train.offload import Load, Offload, OnDevice
+from hone.cost.train.pipeline import Pipelined
+from hone.cost.train.replicas import Divided
+from hone.cost.train.tensor import Tensor
+from hone.cost.train.update import UpdateCost
 from hone.measure.calibration import Layout
-from hone.train.activation_checkpointing import Segment
-from hone.train.context_parallel.base import ContextParallel, Sizes
-from hone.train.expert_parallel.cost import ExpertRows
-from hone.train.objectives.chunk import loss_chunk
-from hone.train.offload.cost import Load
-from hone.train.offload.techniques import Offload, Resident
-from hone.train.pipeline.cost import Pipelined
 
-if TYPE_CHECKING:
-    from hone.feed.load import Packing
+CHECKPOINTS = "checkpoint_bytes"
+"""The figure of the bytes that checkpoints have on disk at most, while the stage runs."""
 
+STATE_BYTES = "training_state_bytes"
+"""The figure of the bytes of the kept state."""
 
 LOG_BYTES = 750
 """Bytes that a step adds to steps.jsonl, timing.jsonl and TensorBoard's events."""
@@ -32,8 +32,21 @@ RANK_BYTES, MOST_RANKS = 20, 16
 """Bytes that the times of a rank add to timing.jsonl, and of how many ranks a step adds them at most, as in watch.py."""
 
 
+class Epoch(Protocol):
+    """One pass over packed data: `num_sequences` of `positions` positions together, `padding` of which hold no token."""
+
+    num_sequences: int
+    positions: int
+    padding: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are not padding."""
+        ...
+
+
 @dataclass(frozen=True)
-class Work:
+class Training:
     """A training whose steps are batches of `batch_size` sequences of `seq_len`, in `gradient_accumulation_steps` micro-batches."""
 
     model: ModelDims
@@ -51,7 +64,7 @@ class Work:
     """Whether sequences hold several documents, which requires attention masks."""
     saved_dtype: str = ""
     """Dtype of the saved weights; '': `dtype`."""
-    epoch: Packing | None = None
+    epoch: Epoch | None = None
     """One pass over the data, with its padding; None: as much as the steps read, without padding."""
     num_checkpoints: int = 0
     """Checkpoints on disk at once."""
@@ -63,8 +76,8 @@ class Work:
     """Those of them on this host; None: all."""
     context_degree: int = 1
     """Ranks that share each sequence, as `context` says."""
-    context: ContextParallel | None = None
-    offload: Offload = field(default_factory=Resident)
+    context: Sharing | None = None
+    offload: Offload = field(default_factory=OnDevice)
     tensor: Tensor = field(default_factory=Tensor)
     """The ranks that compute each layer together; then `update` is of one rank's part."""
     experts: ExpertRows = field(default_factory=ExpertRows)

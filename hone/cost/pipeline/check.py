@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from hone.base.errors import SpecError
-from hone.parallel.pipeline.simulate import simulate
-from hone.parallel.pipeline.table import Result, Table, results
+from hone.cost.pipeline.simulate import simulate
+from hone.cost.pipeline.table import Result, Table, results
 
 
 def validate(table: Table, *, activations: float | None = None, versions: int | None = None) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.base.figure import Estimate
-from hone.cost.update import UpdateCost, update_seconds
+from hone.cost.pipeline.simulate import seconds_of_many
+from hone.cost.train.figures import bytes_by_rank, play_options, updated, with_more
+from hone.cost.train.pipeline import Pipelined, dims_of_layers
+from hone.cost.train.search import Cuts, search
+from hone.cost.train.training import Training
+from hone.cost.train.update import UpdateCost, masked, update_seconds
 from hone.measure.machine import Machine
-from hone.parallel.pipeline.simulate import seconds_of_many
-from hone.train.estimates.figures import bytes_by_rank, play_options, updated, with_more
-from hone.train.estimates.sizes import Work
-from hone.train.mask import masked
-from hone.train.pipeline.cost import Pipelined, dims_of_layers
-from hone.train.pipeline.search import Cuts, search
 
 MOST_PASSES = 800_000
 """Passes of all cuts that are simulated for a plan: about .2 s of a CPU."""
@@ -25,7 +24,7 @@ MOST_CHECKED = 8
 """The best cuts, whose transfers between data-parallel ranks and whose memory are computed."""
 
 
-def cut(work: Work, machine: Machine, *, zeros: bool = False) -> Work:
+def cut(work: Training, machine: Machine, *, zeros: bool = False) -> Training:
     """`work` with its layers cut into stages such that a step is as short as it can be found; `zeros`: it has a mask.
 
     It begins at the cut that `work` has, is never slower, and needs no more memory than that one where it needs more than there is.
@@ -53,7 +52,7 @@ def cut(work: Work, machine: Machine, *, zeros: bool = False) -> Work:
     return work
 
 
-def _with(work: Work, layers: Sequence[range], zeros: bool) -> Work:
+def _with(work: Training, layers: Sequence[range], zeros: bool) -> Training:
     """`work` with `layers` for each stage."""
     assert work.pipeline is not None
     pipeline = work.pipeline.cut(layers, "the simulated seconds of a step")
@@ -71,7 +70,7 @@ def _passes(value: float) -> Estimate:
     return Estimate(value=float(value), unit="s", formula="")
 
 
-def _most_bytes(work: Work, machine: Machine) -> float:
+def _most_bytes(work: Training, machine: Machine) -> float:
     """Bytes that the training adds on the rank that needs most."""
     assert work.pipeline is not None
     return max(one.value for one in bytes_by_rank(work, work.pipeline, machine.device))
@@ -84,7 +83,7 @@ class _Simulated:
     there, so it is computed once for each such content.
     """
 
-    def __init__(self, work: Work, pipeline: Pipelined, machine: Machine) -> None:
+    def __init__(self, work: Training, pipeline: Pipelined, machine: Machine) -> None:
         self.work, self.pipeline, self.machine = work, pipeline, machine
         self.options = play_options(work, machine)
         kinds, each = [], []

@@ -1,0 +1,1 @@
+"""What data work costs: from a sample to the whole."""

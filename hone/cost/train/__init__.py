@@ -1,0 +1,1 @@
+"""What a training costs: seconds of a step and its transfers, bytes of memory and disk, of any layout of ranks."""

@@ -1,1 +1,0 @@
-"""What a training is, in numbers that its estimates are computed from."""
