@@ -1,4 +1,4 @@
-"""Writes the tables of docs/compression.md and hone/compress/quoted.json from the ledger: the text around the tables is written by hand."""
+"""Writes the tables of docs/compression.md and hone/plan/quoted.json from the ledger: the text around the tables is written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.load_in_vllm import FORMATS, LEDGER
 from hone.compress import PRUNERS
-from hone.compress.fitting import QUOTED, options
+from hone.plan.fitting import QUOTED, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compression.md"
@@ -105,15 +105,30 @@ def page(text: str) -> str:
 
 
 def quoted() -> str:
-    """The divergences that `--fit` quotes of the reference model, as the JSON of hone/compress/quoted.json."""
+    """The divergences that `--fit` quotes of the reference model, each with its provenance, as the JSON of hone/plan/quoted.json."""
     methods = sorted({option.method for calibrated in (True, False) for option in options(calibrated)} - {""})
     found = {row["method"]: row for row in rows()}
+    (name,) = {found[method]["model"] for method in methods}
+    sizes = {round(8 * found[method]["model_bytes"] / found[method]["bits_per_weight"]) for method in methods}
     said = {
-        "model": f"hone's {found[methods[0]]['model']}",
+        "model": {"name": f"hone's {name}", "num_params": sizes.pop()},
         "ledger": "benchmarks/ledger/quality.jsonl, docs/compression.md",
-        "kl": {method: round(found[method]["kl"], 5) for method in methods},
+        "kl": {method: _quote(found[method]) for method in methods},
     }
+    assert not sizes, "the rows are of models of different sizes"
     return json.dumps(said, indent=1) + "\n"
+
+
+def _quote(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's divergence and where it comes from; `half_width` of its 95 % interval over seeds, None where the ledger has none."""
+    return {
+        "value": round(row["kl"], 5),
+        "half_width": row.get("kl_ci95"),
+        "n": row["n"],
+        "tokens": row["tokens"],
+        "date": row["time"][:10],
+        "commit": row["commit"],
+    }
 
 
 if __name__ == "__main__":

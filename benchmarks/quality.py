@@ -130,6 +130,7 @@ def _measured(
         "ratio": mean / dense.perplexity,
         "technique": method.get("technique"),
         "kl": statistics.mean(scores.mean_kl for scores, _ in found),
+        "kl_ci95": interval([scores.mean_kl for scores, _ in found]),
         "top1": statistics.mean(scores.top1_agreement for scores, _ in found),
         "bits_per_weight": found[0][1]["bits_per_weight"],
         "model_bytes": found[0][1]["model_bytes"],

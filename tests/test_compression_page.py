@@ -10,8 +10,8 @@ import yaml
 from benchmarks import sparse_products
 from benchmarks.compression_page import PAGE, page, quoted
 from hone.compress import STEPS
-from hone.compress.fitting import QUOTED
 from hone.compress.stage import Compress
+from hone.plan.fitting import QUOTED
 
 METHODS = Path(__file__).parent.parent / "benchmarks" / "quality.yaml"
 

@@ -29,7 +29,11 @@ TOP = {"recipe", "cli"}
 REGISTRIES = {
     "hone.base.artifact": {"HUB_FOLDER", "NO_FOLDER"},  # what a parent's path may be besides a folder of hone's
     "hone.base.plan": {"FACTS"},  # who says what a finished artifact is
-    "hone.base.stage": {"STAGES", "MACHINE"},  # who makes an artifact, and who describes the machine
+    "hone.base.stage": {
+        "STAGES",
+        "GOALS",
+        "MACHINE",
+    },  # who makes an artifact, who finds the spec of a goal, who describes the machine
     "hone.base.table": {"TABLES"},  # where the slots are
 }
 """Names of base that name modules of higher floors: base holds the lists in which rooms meet, and resolves a row on use."""

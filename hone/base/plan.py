@@ -147,6 +147,7 @@ class Plan(BaseModel):
         default_factory=dict,
         description="Ways out for each estimate that exceeds the machine; `Stage.with_ways` tries others.",
     )
+    chosen: Any = Field(None, description="The spec that was found for a goal; None: the stage's own.")
     notes: tuple[str, ...] = Field((), description="What the plan chose by itself and why, a line each.")
 
     def shortages(self, capacity: Mapping[str, float]) -> list[Shortage]:

@@ -26,6 +26,9 @@ STAGES: dict[str, str] = {
 }
 """The class of each kind of stage, imported on use by recipes and the CLI."""
 
+GOALS: dict[str, str] = {"compress": "hone.plan.fitting:fitted"}
+"""The function (stage, facts, machine) -> Plan that finds the spec of a stage that states a goal, imported on use."""
+
 MACHINE = "hone.measure.machine:machine_of"
 """The function that describes the machine of a run, imported on use."""
 
@@ -59,13 +62,22 @@ class Stage(Spec):
         """
         raise NotImplementedError(f"{type(self).__name__}.plan")
 
+    @property
+    def has_goal(self) -> bool:
+        """Whether it says what its output must be like (a size, a latency) in place of how it is made."""
+        return False
+
+    def priced(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
+        """`plan`; where the spec states a goal, that of the spec which `GOALS` finds for it, which is in the plan as `chosen`."""
+        return resolve(GOALS[self.stage])(self, facts, machine) if self.has_goal else self.plan(facts, machine)
+
     def remedies(self) -> Iterable[Sequence[tuple[str, str]]]:
         """Changes that may need less memory, the mildest field first: for each field (name, value) pairs, the mildest first."""
         return ()
 
     def full_plan(self, facts: Mapping[str, Facts], machine: Machine) -> Plan:
         """`plan` with the memory of the whole process; see `with_ways`."""
-        planned = self.plan(facts, machine)
+        planned = self.priced(facts, machine)
         growth = planned.estimates.get(MEMORY)
         if growth is not None:
             before = machine.process_bytes if self.uses_torch else machine.resident_bytes
@@ -87,7 +99,7 @@ class Stage(Spec):
             best = None
             for name, value in values:
                 try:
-                    needed = self.override({name: value}).plan(facts, machine).estimates[MEMORY].value
+                    needed = self.override({name: value}).priced(facts, machine).estimates[MEMORY].value
                 except HoneError:
                     continue
                 if needed < _HELPS * (before.value if best is None else best[0]):

@@ -10,7 +10,6 @@ import torch
 
 from hone.base.errors import SpecError
 from hone.base.plan import MEMORY, Facts, Plan, check_order, need
-from hone.compress import fitting
 from hone.compress.allocations.base import Budget
 from hone.compress.allocations.planning import assigned
 from hone.compress.plans.calibrated import CALIBRATE, Calibrated, calibrated_of
@@ -54,21 +53,15 @@ class CompressPlan(Plan):
     compute_dtype: str
     calibrated: Calibrated | None
     budget: Budget | None
-    chosen: Any = None
-    """The spec with the steps that `fit` or `target_latency` chose; None when the steps were given."""
 
 
 def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
     """See `hone.compress.stage.Compress.plan`."""
+    assert spec.steps, "a goal is planned by Stage.priced, which finds the steps"
     model = need(facts, "model", CheckpointFacts)
     data = need(facts, "data", DataFacts) if "data" in facts else None
-    _check_model(spec, model)
+    check_model(spec, model)
     calibrated = calibrated_of(spec, model, data)
-    if not spec.steps:
-        chosen, plan, why = fitting.choose(
-            spec, model, machine, lambda spec: spec.plan(facts, machine), calibrated is not None
-        )
-        return plan.model_copy(update={"chosen": chosen, "notes": why})
     _check_inputs(spec, calibrated is not None)
     whole, model = model, _rewritten(spec, model, calibrated is not None)
     cache, storage = spec.cache, storing(spec.steps)
@@ -130,7 +123,7 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
     )
 
 
-def _check_model(spec: CompressSpec, model: CheckpointFacts) -> None:
+def check_model(spec: CompressSpec, model: CheckpointFacts) -> None:
     """Raises SpecError for a model that is not compressed, or not by these steps."""
     if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
         raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")

@@ -28,6 +28,11 @@ class Compress(CompressSpec):
     roles: ClassVar[dict[str, bool]] = {"model": True, "data": False}
     every_rank: ClassVar[bool] = True
 
+    @property
+    def has_goal(self) -> bool:
+        """Whether `fit` or `target_latency` is given in place of steps."""
+        return not self.steps
+
     def remedies(self) -> Iterable[Sequence[tuple[str, str]]]:
         """Smaller batches, fewer sequences, and a narrower dtype."""
         return planning.remedies(self)
@@ -39,7 +44,7 @@ class Compress(CompressSpec):
     def plan(self, facts: Mapping[str, Facts], machine: Machine) -> CompressPlan:
         """Exact size of the compressed model; seconds and memory from its shapes. Raises SpecError where steps do not support it.
 
-        With `fit` or `target_latency`, the plan of the steps that they choose. Raises FitError when none are enough.
+        Of given steps; those that `fit` or `target_latency` ask for are found by `priced` (`hone.plan.fitting`).
         """
         return planning.planned(self, facts, machine)
 

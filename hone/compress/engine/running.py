@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 
 from hone.base.artifact import Artifact, Draft
-from hone.base.durable import write_jsonl
+from hone.base.durable import write_atomic, write_jsonl
+from hone.base.errors import DriftError
 from hone.base.run import Run
-from hone.compress import calibration, capture, fitting, gradients, shards, stream
+from hone.compress import calibration, capture, gradients, shards, stream
 from hone.compress import check as checks
 from hone.compress.engine import ends
 from hone.compress.engine.head import untied
@@ -35,7 +37,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     """See `hone.compress.stage.Compress.run`."""
     mesh = run.mesh
     if plan.chosen is not None:
-        mesh.from_leader(lambda: fitting.keep(plan.chosen, draft.state))
+        mesh.from_leader(lambda: _keep(plan.chosen, draft.state))
     for line in plan.notes:
         run.say(line)
     if plan.chosen is not None:
@@ -102,6 +104,20 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
             f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
         )
+
+
+def _keep(chosen: CompressSpec, state: Path) -> None:
+    """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: it depends on this
+    machine's measured speed and on its free memory, which may have changed since."""
+    path, text = state / "chosen.json", json.dumps(chosen.model_dump(mode="json"))
+    if path.exists() and path.read_text(encoding="utf8") != text:
+        before = ", ".join(str(step) for step in json.loads(path.read_text(encoding="utf8"))["steps"])
+        raise DriftError(
+            f"the interrupted run had chosen {before}, and this machine's measured speed or free memory chooses others "
+            "now",
+            fix="resume with both as they were, or start again with --redo",
+        )
+    write_atomic(path, text.encode())
 
 
 def _warn_of(samples: calibration.Calibration, spec: CompressSpec, plan: CompressPlan, run: Run) -> None:

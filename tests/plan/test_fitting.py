@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from hone.base.errors import DriftError, FitError, SpecError
-from hone.compress import fitting
+from hone.compress.engine.running import _keep
 from hone.compress.stage import Compress
 from hone.measure.machine import Machine, describe
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
+from hone.plan import fitting
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +54,16 @@ def test_each_budget_takes_the_best_option_that_fits(roomy: Path, compress, cali
 
 def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
     fields = {"fit": budget(roomy, 0.45), "calibration_text": str(calibration_text), "seq_len": 32}
-    plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
-    assert [line.split("  ")[0].split(" (b")[0] for line in plan.notes] == [
+    plan = Compress.read(fields).priced({"model": CheckpointFacts.of(roomy)}, describe())
+    assert [line.split("  ")[0].split(" (b")[0] for line in plan.notes[:-1]] == [
         "as it is", "int8, a scale per row", "int4 and int8 gptq, by sensitivity", "int4 gptq, groups of 128",
-        "int2 to int4 gptq, by sensitivity", "int3 gptq, groups of 128", "* quoted, for the order alone: hone's reference-29m",
+        "int2 to int4 gptq, by sensitivity", "int3 gptq, groups of 128",
     ]  # fmt: skip
     assert "larger than" in plan.notes[0] and "larger than" in plan.notes[1] and plan.notes[2].endswith("chosen")
     assert plan.notes[3].endswith("not needed: a better one fits")
     assert plan.chosen.steps[0].kind == "gptq" and plan.chosen.fit is None
     assert "KL 0.0174*" in plan.notes[3] and "KL" not in plan.notes[2] and "kl_to_dense" not in plan.estimates
+    assert "quoted from a 29 M model (hone's reference-29m), 65,520 tokens, mean of 3 calibration seeds, 2026-" in plan.notes[-1]
     assert "quality.jsonl" in plan.notes[-1] and str(roomy) in plan.notes[-1] and "is measured" in plan.notes[-1]
 
 
@@ -70,13 +72,13 @@ def test_without_memory_for_the_whole_model_all_matrices_get_the_same_bits(
 ) -> None:
     monkeypatch.setattr(Machine, "free_memory_bytes", property(lambda _: 1.0))
     fields = {"fit": budget(roomy, 0.27), "calibration_text": str(calibration_text), "seq_len": 32}
-    plan = Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
+    plan = Compress.read(fields).priced({"model": CheckpointFacts.of(roomy)}, describe())
     assert plan.chosen.steps[0].bits == 3 and plan.chosen.allocation is None
     assert any("of memory: it measures the whole model" in line for line in plan.notes)
 
 
 def test_without_calibration_weights_are_rounded(roomy: Path) -> None:
-    plan = Compress.read({"fit": budget(roomy, 0.45)}).plan({"model": CheckpointFacts.of(roomy)}, describe())
+    plan = Compress.read({"fit": budget(roomy, 0.45)}).priced({"model": CheckpointFacts.of(roomy)}, describe())
     (step,) = plan.chosen.steps
     assert (step.kind, step.bits, step.scale) == ("rtn", 4, "search") and plan.chosen.allocation is None
 
@@ -92,21 +94,21 @@ def test_latency_is_that_of_the_serving_plan(roomy: Path, monkeypatch: pytest.Mo
         return one._replace(latency_s=times.get(name, 1.0) / 1e3, wrong=one.wrong or late)
 
     monkeypatch.setattr(fitting, "_tried", timed)
-    plan = Compress.read({"target_latency": "7ms"}).plan(facts, machine)
+    plan = Compress.read({"target_latency": "7ms"}).priced(facts, machine)
     assert plan.chosen.steps[0].bits == 8
-    plan = Compress.read({"target_latency": "4ms"}).plan(facts, machine)
+    plan = Compress.read({"target_latency": "4ms"}).priced(facts, machine)
     assert plan.chosen.steps[0].bits == 4
 
 
 def test_a_run_that_resumes_takes_the_steps_it_had_chosen(roomy: Path, tmp_path: Path) -> None:
     plans = [
-        Compress.read({"fit": budget(roomy, share)}).plan({"model": CheckpointFacts.of(roomy)}, describe())
+        Compress.read({"fit": budget(roomy, share)}).priced({"model": CheckpointFacts.of(roomy)}, describe())
         for share in (0.75, 0.45)
     ]
-    fitting.keep(plans[0].chosen, tmp_path)
-    fitting.keep(plans[0].chosen, tmp_path)
+    _keep(plans[0].chosen, tmp_path)
+    _keep(plans[0].chosen, tmp_path)
     with pytest.raises(DriftError, match=r"had chosen .*rtn.*8"):
-        fitting.keep(plans[1].chosen, tmp_path)
+        _keep(plans[1].chosen, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +125,4 @@ def test_a_run_that_resumes_takes_the_steps_it_had_chosen(roomy: Path, tmp_path:
 )
 def test_misuse_and_impossible_budgets_are_named(fields: dict, error: type, words: str, roomy: Path) -> None:
     with pytest.raises(error, match=words):
-        Compress.read(fields).plan({"model": CheckpointFacts.of(roomy)}, describe())
+        Compress.read(fields).priced({"model": CheckpointFacts.of(roomy)}, describe())

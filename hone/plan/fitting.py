@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hone.base.durable import write_atomic
-from hone.base.errors import DriftError, FitError, SpecError
-from hone.base.figure import human_bytes
-from hone.base.plan import MEMORY, Plan
+from hone.base.errors import FitError, SpecError
+from hone.base.figure import Estimate, human_bytes
+from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.compress.allocations.base import read_bytes, read_seconds
+from hone.compress.planning import check_model
+from hone.compress.plans.calibrated import calibrated_of
 from hone.compress.spec import CompressSpec
 from hone.compress.written import engines
 from hone.cost.serve import serving
+from hone.feed.facts import DataFacts
+from hone.model.facts import CheckpointFacts
 from hone.serve import planning
 from hone.serve import spec as engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hone.measure.machine import Machine
-    from hone.model.facts import CheckpointFacts
 
 CONTEXT = 512
 """Tokens before the one whose latency is predicted; one sequence decodes alone."""
-
-P = TypeVar("P", bound=Plan)
 
 QUOTED = Path(__file__).with_name("quoted.json")
 """Divergences of hone's reference model by method, which `python -m benchmarks.compression_page` copies from the ledger."""
@@ -75,34 +74,43 @@ class Tried(NamedTuple):
     model_bytes: float
     latency_s: float
     wrong: str
-    kl: float | None = None
-    """Quoted, in nats a token; see `quoted`."""
+    kl: Estimate | None = None
+    """Quoted, in nats a token; see `quoted_kl`."""
 
     def line(self, chosen: bool) -> str:
         """A row of the table that says why."""
         mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
-        quality = "" if self.kl is None else f"KL {self.kl:.4f}*"
+        quality = "" if self.kl is None else f"KL {self.kl.value:.4f}*"
         size, latency = human_bytes(self.model_bytes), f"{1e3 * self.latency_s:.2f} ms/token"
         latency = latency if self.latency_s == self.latency_s else "-"  # not planned
         return f"{self.name:36} {size:>10} {latency:>16} {quality:>10}  {mark}"
 
 
 def quoted() -> dict[str, Any]:
-    """The `model` whose divergences are quoted, the `ledger` they come from, and `kl` by method."""
+    """The `model` whose divergences are quoted with its size, the `ledger` they come from, and `kl` by method: value, n, date, commit."""
     return json.loads(QUOTED.read_text(encoding="utf8"))
 
 
-def choose(
-    spec: CompressSpec,
-    model: CheckpointFacts,
-    machine: Machine,
-    plan: Callable[[CompressSpec], P],
-    calibrated: bool,
-) -> tuple[CompressSpec, P, tuple[str, ...]]:
-    """(Compress spec with steps, its plan, lines that say why): the first option within `spec.fit` and `spec.target_latency`.
+def quoted_kl(method: str, known: Mapping[str, Any]) -> Estimate | None:
+    """The divergence that the ledger has of `method` on another model, which its formula names; None where it has none."""
+    row = known["kl"].get(method)
+    if row is None:
+        return None
+    model = known["model"]
+    seeds = f", mean of {row['n']} calibration seeds" if row["n"] > 1 else ""
+    formula = f"quoted from a {model['num_params'] / 1e6:.0f} M model ({model['name']}), {row['tokens']:,} tokens{seeds}, {row['date']}"
+    return Estimate(value=row["value"], unit="nats/token", formula=formula)
 
-    `plan` plans a spec with steps. Raises SpecError when the model fits as it is, FitError when no option does.
+
+def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> Plan:
+    """The plan of the first option within `spec.fit` and `spec.target_latency`, with the spec of its steps as `chosen`, and why as notes.
+
+    Raises SpecError when the model fits as it is, FitError when no option does.
     """
+    model = need(facts, "model", CheckpointFacts)
+    data = need(facts, "data", DataFacts) if "data" in facts else None
+    check_model(spec, model)
+    calibrated = calibrated_of(spec, model, data) is not None
     most = read_bytes(spec.fit) if spec.fit is not None else float("inf")
     longest = read_seconds(spec.target_latency) if spec.target_latency is not None else float("inf")
     dense = _tried("as it is", model, model.weights_bytes, machine, most, longest)
@@ -119,7 +127,7 @@ def choose(
             continue
         candidate = _candidate(spec, model, option)
         try:
-            planned = plan(candidate)
+            planned = candidate.plan(facts, machine)
         except engines.Refused as refused:
             tried.append(Tried(option.name, most, float("nan"), refused.what))
             continue
@@ -128,7 +136,7 @@ def choose(
             continue
         size = planned.estimates["model_bytes"].value
         one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(
-            kl=known["kl"].get(option.method)
+            kl=quoted_kl(option.method, known)
         )
         memory = planned.estimates[MEMORY].value
         if option.allocated and memory > machine.free_memory_bytes:
@@ -144,13 +152,15 @@ def choose(
             + ("" if calibrated else ", or give calibration inputs (data or calibration_text) for fewer bits"),
         )
     candidate, planned, place = found
-    said = f"* quoted, for the order alone: {known['model']} ({known['ledger']}). {model.where} may lose more or less; "
+    told = sorted({one.kl.formula for one in tried if one.kl is not None})
+    said = f"* for the order alone, {'; '.join(told)} ({known['ledger']}). {model.where} may lose more or less; "
     said += (
         "its own divergence is measured at the end (kl_to_dense)"
         if calibrated
         else "hone eval with --from.reference measures it"
     )
-    return candidate, planned, (*(one.line(index == place) for index, one in enumerate(tried)), said)
+    why = (*(one.line(index == place) for index, one in enumerate(tried)), *([said] if told else []))
+    return planned.model_copy(update={"chosen": candidate, "notes": why})
 
 
 def _candidate(spec: CompressSpec, model: CheckpointFacts, option: Option) -> CompressSpec:
@@ -161,20 +171,6 @@ def _candidate(spec: CompressSpec, model: CheckpointFacts, option: Option) -> Co
     if option.allocated:
         fields["allocation"] = {"kind": "kl", "bits": option.allocated, "probe_bits": 4, "model_bytes": spec.fit}
     return type(spec).read(spec.model_dump(mode="json") | fields)
-
-
-def keep(chosen: CompressSpec, state: Path) -> None:
-    """Keeps the chosen spec in `state`. Raises DriftError when a run that resumes would take another one: it depends on this
-    machine's measured speed and on its free memory, which may have changed since."""
-    path, text = state / "chosen.json", json.dumps(chosen.model_dump(mode="json"))
-    if path.exists() and path.read_text(encoding="utf8") != text:
-        before = ", ".join(str(step) for step in json.loads(path.read_text(encoding="utf8"))["steps"])
-        raise DriftError(
-            f"the interrupted run had chosen {before}, and this machine's measured speed or free memory chooses others "
-            "now",
-            fix="resume with both as they were, or start again with --redo",
-        )
-    write_atomic(path, text.encode())
 
 
 def _tried(name: str, facts: Any, size: float, machine: Machine, most: float, longest: float) -> Tried:
