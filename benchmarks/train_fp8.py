@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.kernels import fp8_blocks
 from benchmarks.train import SHAPES, random_batch
-from hone.cost.roofline import data_sheets
+from hone.cost.catalogue.read import catalogue
 from hone.cost.train.figures import growth_bytes
 from hone.cost.train.training import Training
 from hone.model.decoder import build
@@ -55,11 +55,10 @@ def say(text: str) -> None:
 def peaks() -> tuple[float, float, float]:
     """(bf16 FLOP/s, fp8 FLOP/s, bytes/s) of this GPU's data sheet."""
     name = torch.cuda.get_device_name()
-    for row in data_sheets():
-        if row["match"] in name:
-            rates = row["flops_per_s"]
-            return rates["bfloat16"], rates["float8"], row["bytes_per_s"]
-    raise SystemExit(f"{name} is not in hone/cost/data_sheets.json")
+    row = catalogue().of_processor(name)
+    if row is None or row.bytes_per_s is None:
+        raise SystemExit(f"{name} is not in hone/cost/catalogue/accelerators.json")
+    return row.flops_per_s["bfloat16"], row.flops_per_s["float8"], row.bytes_per_s
 
 
 def seconds(work: Callable[[], Any], *, budget_s: float = 0.12) -> float:

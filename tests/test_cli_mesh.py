@@ -12,7 +12,7 @@ from hone.cli.dispatch import main
 from hone.cli.mesh import planned_run
 from hone.cli.options import circumstances
 from hone.cost.pipeline.simulate import simulate
-from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers
+from hone.cost.ranks import LINK_BYTES_PER_S, NETWORK_BYTES_PER_S, Transfers, link_bytes_per_s
 from hone.cost.train import pipeline as cost
 from hone.measure.machine import machine_of
 from tests.train.conftest import write_data
@@ -68,9 +68,28 @@ def test_ranks_of_this_machine_and_errors(tmp_path, capsys):
     assert "4 ranks on" in capsys.readouterr().out
     assert main(["train", str(data), f"--out={tmp_path}/x", "--mesh=4", *small]) == 2
     assert "add --plan" in capsys.readouterr().err
-    for wrong in ("0", "many", "8xB9000", "8x", "x8", "-3"):
+    for wrong in ("0", "many", "8x", "x8", "-3"):
         with pytest.raises(SpecError, match="is no number of ranks"):
             planned_run(wrong, circumstances({}))
+    with pytest.raises(SpecError, match="no accelerator 'B9000'"):
+        planned_run("8xB9000", circumstances({}))
+    with pytest.raises(SpecError, match="TPU v5p is no GPU"):
+        planned_run("8xv5p", circumstances({}))
+
+
+def test_links_are_those_of_the_gpu():
+    """An A100 has two thirds of an H100's NVLink and half of its port to other machines; 72 of a GB200's rack are neighbours."""
+    rates = {
+        name: [
+            link_bytes_per_s("cuda", span, machine_of(planned_run(f"8x{name}", circumstances({}))).processor)
+            for span in (8, 72)
+        ]
+        for name in ("A100", "H200", "B200", "GB200")
+    }
+    assert rates["H200"] == pytest.approx([LINK_BYTES_PER_S["cuda"], NETWORK_BYTES_PER_S])
+    assert rates["A100"] == pytest.approx([2 / 3 * 300e9, 20e9])
+    assert rates["B200"] == pytest.approx([600e9, 40e9]) and rates["GB200"] == pytest.approx([600e9, 600e9])
+    assert link_bytes_per_s("cuda", 8, "NVIDIA X1") == LINK_BYTES_PER_S["cuda"]
 
 
 def test_ranks_that_are_not_there_need_no_data_for_their_batches(tmp_path, capsys):

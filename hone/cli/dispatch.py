@@ -34,6 +34,8 @@ VERBS = {
     "techniques": "hone.cli.look:techniques",
     "env": "hone.cli.look:env",
     "calibrate": "hone.cli.look:calibrate",
+    "hardware": "hone.cli.hardware.verb:hardware",
+    "cost": "hone.cli.cost.verb:cost",
     "completion": "hone.cli.completion.verb:completion",
 }
 """The function of each verb, `(words, options) -> exit code`, imported on use."""

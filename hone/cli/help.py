@@ -25,6 +25,9 @@ using a model
   chat MODEL        talk with a model in the terminal, or with that of a running server (--url)
   generate MODEL PROMPT   continue a text
   export MODEL      one file for another program: GGUF for llama.cpp
+planning
+  hardware [NAME ...]   accelerators, links, prices, grids; with names: compared
+  cost WORD         a calculator: formulas with their numbers
 looking
   show THING        print a recipe, an artifact or a model folder
   redecide DATA     what other filters would keep of a data stage's input

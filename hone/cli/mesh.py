@@ -17,23 +17,23 @@ def planned_run(text: str, run: Any) -> Any:
     """
     from hone.base.errors import SpecError
     from hone.base.ranks import Mesh
-    from hone.cost.roofline import data_sheets
+    from hone.cost.catalogue.read import catalogue
     from hone.measure.machine import Gpu, machine_of
 
     count, times, name = text.replace("\u00d7", "x").partition("x")
-    known = [row["match"] for row in data_sheets()]
-    if not count.isdigit() or int(count) < 1 or (times and name not in known):
-        gpus = ", ".join(known)
-        raise SpecError(
-            f"--mesh={text} is no number of ranks",
-            fix=f"write --mesh=16, or --mesh=1024xH200; GPUs with a data sheet: {gpus}",
-        )
+    known = [one for one in catalogue().accelerators if one.kind == "gpu" and one.memory_bytes is not None]
+    short = [one.short for one in known]
+    if not count.isdigit() or int(count) < 1 or (times and not name):
+        raise SpecError(f"--mesh={text} is no number of ranks", fix="write --mesh=16, or --mesh=1024xH200")
     mesh = Mesh(0, 0, int(count))
     machine = machine_of(run)
     if not times:
         return replace(run, mesh=mesh, machine=_described(machine))
-    sheet = next(row for row in data_sheets() if row["match"] == name)
-    gpu = Gpu(name=sheet["name"], memory_bytes=int(sheet["memory_bytes"]), capability="", num_multiprocessors=0)
+    sheet = catalogue().accelerator(name)
+    if sheet not in known:
+        said = "no GPU" if sheet.kind != "gpu" else "of unknown memory"
+        raise SpecError(f"--mesh={text}: {sheet.name} is {said}", fix=f"plans are made for {', '.join(short)}")
+    gpu = Gpu(name=sheet.name, memory_bytes=int(sheet.memory_bytes or 0), capability="", num_multiprocessors=0)
     there = machine.model_copy(update={"gpus": (gpu,), "device": "cuda", "calibration": None})
     return replace(run, mesh=mesh, device="cuda", machine=_described(there))
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-FLAGS = ("redo", "quiet", "help", "version", "plan")
+FLAGS = ("redo", "quiet", "help", "version", "plan", "json")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
 """Options that do not change the result."""
@@ -84,6 +84,7 @@ def specs_of(verb: str) -> list[Any]:
     others = {
         "serve": "hone.serve.http:ServeConfig",
         "generate": "hone.serve.request:SamplingParams",
+        "hardware": "hone.cli.hardware.spec:HardwareSpec",
     }
     if verb == "export":
         table = resolve("hone.exports:EXPORTS")

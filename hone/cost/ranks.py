@@ -13,18 +13,23 @@ from dataclasses import dataclass
 
 from hone.base.figure import Estimate
 from hone.cost.cache import BYTES
+from hone.cost.catalogue.read import catalogue
 from hone.cost.dims import ModelDims
 from hone.measure.calibration import CollectiveTime
 from hone.measure.machine import Machine
 
 LINK_BYTES_PER_S = {"cuda": 3e11, "cpu": 1e9}
-"""Bytes/s that a rank receives: two thirds of an H100's or H200's NVLink (450 GB/s each way), and gloo over a machine's own sockets."""
+"""Bytes/s that a rank receives: two thirds of an H100's or H200's NVLink (450 GB/s each way), also assumed of GPUs that the catalogue
+does not have, and gloo over a machine's own sockets."""
 
 NETWORK_BYTES_PER_S = 4e10
 """Bytes/s that a GPU receives from another machine: four fifths of an adapter of 400 Gbit/s for each GPU, as DGX machines have."""
 
 HOST_GPUS = 8
 """GPUs of a machine; ranks further apart exchange over the network."""
+
+OF_LINK, OF_PORT = 2 / 3, 4 / 5
+"""What is assumed to be reached of a link between devices and of a port to other machines, of their rates in the catalogue."""
 
 MESSAGE_S = {"cuda": 5e-6, "cpu": 1.5e-4}
 """Seconds of a message beside its bytes."""
@@ -33,11 +38,26 @@ ONE_SHOT_BYTES = 512 << 10
 """Largest message that each rank reads from all others at once (`hone.parallel.one_shot.MAX_BYTES`); larger ones go around a ring."""
 
 
-def link_bytes_per_s(device: str, span: int) -> float:
-    """Bytes/s that a rank receives in a group of ranks that takes `span` neighbours from its first to its last."""
-    if device.startswith("cuda") and span > HOST_GPUS:
-        return NETWORK_BYTES_PER_S
-    return LINK_BYTES_PER_S["cuda" if device.startswith("cuda") else "cpu"]
+def link_bytes_per_s(device: str, span: int, processor: str = "") -> float:
+    """Bytes/s that a rank receives in a group of ranks that takes `span` neighbours from its first to its last.
+
+    Of a GPU that the catalogue has, named `processor`, by its own links; of others as of H100.
+    """
+    if not device.startswith("cuda"):
+        return LINK_BYTES_PER_S["cpu"]
+    near, far, together = _links(processor)
+    return far if span > together else near
+
+
+def _links(processor: str) -> tuple[float, float, int]:
+    """(bytes/s between neighbours, bytes/s over the network, GPUs that are neighbours) of the GPU `processor`."""
+    row = catalogue().of_processor(processor) if processor else None
+    if row is None:
+        return LINK_BYTES_PER_S["cuda"], NETWORK_BYTES_PER_S, HOST_GPUS
+    link, port = (catalogue().link(name) for name in (row.link, row.network))
+    near = OF_LINK * link.bytes_per_s if link is not None and link.bytes_per_s is not None else None
+    far = OF_PORT * port.bytes_per_s if port is not None and port.bytes_per_s is not None else NETWORK_BYTES_PER_S
+    return near if near is not None else far, far, row.num_linked or 1
 
 
 BESIDE = 0.15
@@ -47,21 +67,26 @@ collectives take some 16 to 24 of a GPU's 132 multiprocessors."""
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is divided: among `tensor` ranks of each of `stages` pipeline stages, of devices like `device`."""
+    """How a model is divided: among `tensor` ranks of each of `stages` pipeline stages, of devices like `device`,
+    the GPU `processor`."""
 
     tensor: int = 1
     stages: int = 1
     device: str = "cpu"
+    processor: str = ""
 
     @property
     def _kind(self) -> str:
         return "cuda" if self.device.startswith("cuda") else "cpu"
 
+    def _rate(self, span: int) -> float:
+        return link_bytes_per_s(self.device, span, self.processor)
+
     def all_reduce_s(self, num_bytes: float) -> float:
         """Seconds of the sum of one message over the tensor-parallel ranks."""
         if self.tensor == 1:
             return 0.0
-        rate, start, others = LINK_BYTES_PER_S[self._kind], MESSAGE_S[self._kind], self.tensor - 1
+        rate, start, others = self._rate(self.tensor), MESSAGE_S[self._kind], self.tensor - 1
         if num_bytes <= ONE_SHOT_BYTES or self._kind == "cpu":  # gloo: every rank gets all others' tensors
             return start + others * num_bytes / rate
         return 2 * others * start + 2 * others / self.tensor * num_bytes / rate
@@ -71,13 +96,13 @@ class Split:
         if self.tensor == 1:
             return 0.0
         share = (self.tensor - 1) / self.tensor
-        return MESSAGE_S[self._kind] + share * num_bytes / LINK_BYTES_PER_S[self._kind]
+        return MESSAGE_S[self._kind] + share * num_bytes / self._rate(self.tensor)
 
     def step(self, dims: ModelDims, num_tokens: int, num_logits: int, vocab_size: int, dtype: str) -> Estimate:
         """Seconds that a stage (`dims`: its layers) spends on exchanges in a step: two sums a layer, one of embeddings, logits."""
         message = BYTES[dtype] * num_tokens * dims.hidden_size
         sums, logits = 2 * dims.num_layers + 1, BYTES[dtype] * num_logits * vocab_size
-        hop = MESSAGE_S[self._kind] + message / LINK_BYTES_PER_S[self._kind] if self.stages > 1 else 0.0
+        hop = MESSAGE_S[self._kind] + message / self._rate(self.tensor * self.stages) if self.stages > 1 else 0.0
         value = sums * self.all_reduce_s(message) + self.gather_s(logits) + hop
         return Estimate(
             value=value, unit="s", formula=f"exchanges {value * 1e3:.2f} ms (link rates are not calibrated)"
@@ -104,13 +129,13 @@ def messages_and_bytes(op: str, algorithm: str, ranks: int, num_bytes: float) ->
 
 
 class Transfers:
-    """Seconds of the backend's collectives between devices like `device`, by the rows of `table` where it has the rank count.
+    """Seconds of the backend's collectives between devices like `device` (the GPU `processor`), by the rows of `table` where it has the rank count.
 
     Neighbours in a group are `stride` ranks apart.
     """
 
-    def __init__(self, device: str, table: Iterable[CollectiveTime] = (), stride: int = 1) -> None:
-        self._device, self._stride = device, stride
+    def __init__(self, device: str, table: Iterable[CollectiveTime] = (), stride: int = 1, processor: str = "") -> None:
+        self._device, self._stride, self._processor = device, stride, processor
         self._kind = "cuda" if device.startswith("cuda") else "cpu"
         self._table: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for row in table:
@@ -130,12 +155,14 @@ class Transfers:
         """
         if ranks == 1:
             return 0.0
-        far = self._kind == "cuda" and ranks * apart * self._stride > HOST_GPUS
+        together = _links(self._processor)[2]
+        far = self._kind == "cuda" and ranks * apart * self._stride > together
         points = None if far else self._table.get((op, ranks))  # it was measured on one machine
         if not points:
             self.assumed.add(f"{op} on {ranks} ranks")
             _, moved = messages_and_bytes(op, "ring", ranks, num_bytes)
-            return MESSAGE_S[self._kind] + moved / link_bytes_per_s(self._device, ranks * apart * self._stride)
+            rate = link_bytes_per_s(self._device, ranks * apart * self._stride, self._processor)
+            return MESSAGE_S[self._kind] + moved / rate
         sizes = [size for size, _ in points]
         if num_bytes >= sizes[-1]:
             return points[-1][1] * num_bytes / sizes[-1]

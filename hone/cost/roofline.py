@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hone.base.figure import Estimate
+from hone.cost.catalogue.read import catalogue
 from hone.measure.calibration import Calibration, Layout, LinearRate, MatmulRate
 from hone.measure.machine import Machine
 
@@ -216,12 +215,16 @@ def _bound(machine: Machine, flops: float, num_bytes: float, dtype: str) -> Esti
 def speed_of_light(machine: Machine, dtype: str) -> tuple[float, float, str]:
     """(FLOP/s, bytes/s, source) that `machine` cannot exceed."""
     if machine.device.startswith("cuda"):
-        for row in data_sheets():
-            if row["match"] in machine.processor and dtype in row["flops_per_s"]:
-                return row["flops_per_s"][dtype], row["bytes_per_s"], f"the data sheet of {row['name']}"
-        fastest = max(data_sheets(), key=lambda row: row["flops_per_s"].get(dtype, 0.0))
-        peak = fastest["flops_per_s"].get(dtype) or fastest["flops_per_s"]["bfloat16"]
-        return peak, fastest["bytes_per_s"], f"the data sheet of {fastest['name']} ({machine.processor} is not listed)"
+        row = catalogue().of_processor(machine.processor)
+        found = row.rate(dtype) if row is not None else None
+        if row is not None and found is not None and row.bytes_per_s is not None:
+            widened = "" if found[1] == dtype else f" (it has no {dtype}: the rate of {found[1]})"
+            return found[0], row.bytes_per_s, f"the data sheet of {row.name}{widened}"
+        sold = [one for one in catalogue().accelerators if one.kind == "gpu" and not one.announced]
+        rates = {one.name: (one.rate(dtype) or (0.0, ""))[0] for one in sold}
+        fastest = max(sold, key=lambda one: rates[one.name])
+        read = max(one.bytes_per_s or 0.0 for one in sold)
+        return rates[fastest.name], read, f"the data sheet of {fastest.name} ({machine.processor} is not listed)"
     core = _CORE_FLOPS_PER_S.get(dtype, _CORE_TILE_FLOPS_PER_S)
     source = f"{machine.num_cores} CPU cores at {core / 1e9:,.0f} GFLOP/s and {_CORE_BYTES_PER_S / 1e9:.0f} GB/s each"
     return machine.num_cores * core, machine.num_cores * _CORE_BYTES_PER_S, source
@@ -229,5 +232,10 @@ def speed_of_light(machine: Machine, dtype: str) -> tuple[float, float, str]:
 
 @cache
 def data_sheets() -> list[dict[str, Any]]:
-    """Peaks of known GPUs: dense FLOP/s by number format and memory bytes/s, from the vendor's data sheets."""
-    return json.loads((Path(__file__).parent / "data_sheets.json").read_text(encoding="utf8"))
+    """The catalogue's GPUs in short: name, a part of what the driver reports, memory, dense FLOP/s by number format, bytes/s."""
+    fields = ("name", "memory_bytes", "bytes_per_s", "flops_per_s")
+    return [
+        {"match": row.match.partition("|")[0], **{field: getattr(row, field) for field in fields}}
+        for row in catalogue().accelerators
+        if row.kind == "gpu" and row.match and row.memory_bytes is not None and row.bytes_per_s is not None
+    ]

@@ -174,7 +174,7 @@ def serving_of(
         cache_width=_cache_width(tensors, kept),
         captured=spec.drafter is None and not streams,
         read_bytes=_read_bytes(spec, model, dtype),
-        split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device),
+        split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device, machine.processor),
         vocab_size=dims.vocab_size * spec.tensor_parallel_size,
         offload=offload if streams else None,
         compiled=not streams

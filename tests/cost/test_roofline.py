@@ -63,8 +63,10 @@ def test_gpus_come_from_their_data_sheets():
     strange = Gpu(name="NVIDIA X1", memory_bytes=1, capability="9.0", num_multiprocessors=1)
     _, _, source = speed_of_light(machine(device="cuda:0", gpus=(strange,)), "bfloat16")
     assert "X1 is not listed" in source
-    for row in data_sheets():
-        assert row["flops_per_s"]["bfloat16"] > 1e14 and row["bytes_per_s"] > 1e12
+    a100 = Gpu(name="NVIDIA A100-SXM4-80GB", memory_bytes=1, capability="8.0", num_multiprocessors=108)
+    peak, _, source = speed_of_light(machine(device="cuda", gpus=(a100,)), "float8")
+    assert peak == 312e12 and "it has no float8: the rate of bfloat16" in source
+    assert {"H200", "H100", "A100", "B200"} <= {row["match"] for row in data_sheets()}
 
 
 def test_steps_grow_with_their_work():

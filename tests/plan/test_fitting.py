@@ -63,7 +63,10 @@ def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
     assert plan.notes[3].endswith("not needed: a better one fits")
     assert plan.chosen.steps[0].kind == "gptq" and plan.chosen.fit is None
     assert "KL 0.0174*" in plan.notes[3] and "KL" not in plan.notes[2] and "kl_to_dense" not in plan.estimates
-    assert "quoted from a 29 M model (hone's reference-29m), 65,520 tokens, mean of 3 calibration seeds, 2026-" in plan.notes[-1]
+    assert (
+        "quoted from a 29 M model (hone's reference-29m), 65,520 tokens, mean of 3 calibration seeds, 2026-"
+        in plan.notes[-1]
+    )
     assert "quality.jsonl" in plan.notes[-1] and str(roomy) in plan.notes[-1] and "is measured" in plan.notes[-1]
 
 

@@ -44,6 +44,8 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "pull": ("redo", "quiet"),
     "calibrate": ("device", OPTION),
     "watch": OF_WATCH,
+    "hardware": ("json",),
+    "cost": ("json",),
 }
 _CHOICES = {
     "device": ("cpu", "cuda"),
@@ -65,6 +67,7 @@ _ABOUT = {
     "host": "Address to listen on.",
     "port": "Port to listen on.",
     "config": "YAML file of these fields.",
+    "json": "Print for a program.",
     "help": "Print the usage and every field.",
 }
 _WORD = re.compile(r"[\w.:+-]+")

@@ -17,6 +17,7 @@ from hone.cost.activations.segments import saved_values
 from hone.cost.dims import ModelDims
 from hone.cost.files import Disk
 from hone.cost.memory import BYTES, FORWARD_GAPS, forward_bytes
+from hone.cost.ranks import link_bytes_per_s
 from hone.cost.roofline import seconds, speed_of_light
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
 from hone.measure.machine import Machine
@@ -53,9 +54,8 @@ FLOPS_PER_BYTE, FLOPS_PER_OP = 12.0, 1e8
 """Float32 operations in the time that a processor moves a byte, and starts an operation, to compare solves by
 (H200: 67 TFLOP/s, 4.3 TB/s; between its 5 us a start and the 1 us of two CPU cores)."""
 
-LINK_BYTES_PER_S = {"cuda": 1.5e11, "cpu": 5e8}
-"""Bytes/s that a rank receives from others: less than half of NVLink's 450 GB/s, and gloo over a machine's own sockets. Not
-measured here."""
+OF_LINKS = 0.5
+"""What a rank receives while others send to it, of the rate that `hone.cost.ranks` assumes. Not measured here."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def _merged(machine: Machine, work: Compression, matrices: Sequence[MatrixWork])
     others = machine.num_ranks - 1
     sums = 4 * (1 + work.paired) * sum(one.columns**2 for one in matrices) if work.tokens else 0
     weights = (1 + work.stored_width) * sum(one.size for one in matrices)  # as given and as stored
-    rate = LINK_BYTES_PER_S["cuda" if machine.device.startswith("cuda") else "cpu"]
+    rate = OF_LINKS * link_bytes_per_s(machine.device, machine.num_ranks, machine.processor)
     return (others * sums + min(others, 1) * weights) / rate
 
 

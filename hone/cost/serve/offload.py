@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hone.base.figure import Estimate
+from hone.cost.catalogue.read import catalogue
 from hone.measure.machine import Machine
 
 NUM_BUFFERS = 2
 """Buffers on the device: one layer computes while the weights of the next one arrive."""
 
-LINKS = {"GH200": 450e9, "GB200": 450e9}
-"""Bytes/s from host memory to GPUs with NVLink-C2C, each way (data sheets)."""
-
-PCIE_BYTES_PER_S = 64e9
-"""The same of every other GPU: 16 lanes of PCIe 5.0, which no PCIe GPU exceeds today."""
+PCIE_BYTES_PER_S = 63e9
+"""Bytes/s from host memory to a GPU that the catalogue does not have: 16 lanes of PCIe 5.0."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,10 @@ def link_rate(machine: Machine) -> tuple[float, bool]:
     calibration = machine.calibration
     if calibration is not None and calibration.pinned_bytes_per_s is not None:
         return calibration.pinned_bytes_per_s, False
-    known = (rate for name, rate in LINKS.items() if name in machine.processor)
-    return next(known, PCIE_BYTES_PER_S), True
+    row = catalogue().of_processor(machine.processor)
+    link = catalogue().link(row.host_link) if row is not None else None
+    known = None if link is None else link.bytes_per_s
+    return known or PCIE_BYTES_PER_S, True
 
 
 def evenly_spaced(num_layers: int, count: int) -> tuple[int, ...]:

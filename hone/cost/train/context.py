@@ -30,12 +30,12 @@ class Sharing:
         """(bytes of a forward pass, of a backward pass, messages of both) that a rank receives, over all layers."""
         raise NotImplementedError
 
-    def step_s(self, sizes: Sizes, passes: int, recomputed: int, device: str) -> float:
+    def step_s(self, sizes: Sizes, passes: int, recomputed: int, device: str, processor: str = "") -> float:
         """Seconds of the transfers of a step of `passes` micro-batches; `recomputed` layers run forward twice."""
         kind = "cuda" if device.startswith("cuda") else "cpu"
         forward, backward, messages = self.moved(sizes)
         again = 1 + recomputed / max(len(sizes.layers), 1)
-        rate = link_bytes_per_s(device, sizes.num_ranks)
+        rate = link_bytes_per_s(device, sizes.num_ranks, processor)
         return passes * ((forward * again + backward) / rate + messages * MESSAGE_S[kind])
 
 

@@ -166,7 +166,7 @@ def with_more(step: Estimate, work: Training, machine: Machine) -> Estimate:
         return step
     extra = _forward_s(work.teacher, work, machine)
     passes, hidden = work.gradient_accumulation_steps, work.teacher.hidden_size
-    sent = Messages(hidden, work.micro_batch_tokens, work.dtype, machine.device, passes)
+    sent = Messages(hidden, work.micro_batch_tokens, work.dtype, machine.device, passes, processor=machine.processor)
     extra += work.tensor.forward_s(work.teacher.num_layers, sent)
     return step.model_copy(
         update={"value": step.value + extra, "formula": f"{step.formula} + teacher's forward {extra:.3g} s"}
@@ -190,7 +190,8 @@ def _copies_s(work: Training, step_s: float, machine: Machine) -> float:
 
 def collectives(machine: Machine, stride: int = 1) -> Transfers:
     """The collectives between ranks that are `stride` apart, as calibrated."""
-    return Transfers(machine.device, machine.calibration.collectives if machine.calibration else (), stride)
+    table = machine.calibration.collectives if machine.calibration else ()
+    return Transfers(machine.device, table, stride, machine.processor)
 
 
 def inside_s(work: Training, machine: Machine, times: Transfers) -> float:
@@ -216,7 +217,8 @@ def _messages(work: Training, machine: Machine) -> Messages:
     """What the ranks of one layer send each other in a step, of a pipeline in one micro-batch through all stages."""
     passes = work.gradient_accumulation_steps if work.pipeline is None else 1
     sizes = work.model.hidden_size, work.micro_batch_tokens, work.dtype, machine.device
-    return Messages(*sizes, micro_batches=passes, recomputed=len(work.recomputed))
+    more = {"recomputed": len(work.recomputed), "processor": machine.processor}
+    return Messages(*sizes, micro_batches=passes, **more)
 
 
 def played(work: Training, pipeline: Pipelined, machine: Machine) -> Played:
@@ -251,7 +253,7 @@ def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate
     told = ""
     if work.context_degree > 1 and work.context is not None:
         passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)
-        shared = work.context.step_s(work.context_sizes, passes, repeated, device)
+        shared = work.context.step_s(work.context_sizes, passes, repeated, device, machine.processor)
         times.assumed.add(work.context.kind)
         told = f", of which {work.context.kind} {shared:.3g} s"
         moved, waits = moved + shared, waits + (0.0 if work.context.overlaps else shared)

@@ -136,7 +136,7 @@ class Pipelined:
         """Seconds of one activation between two stages."""
         kind = "cuda" if machine.device.startswith("cuda") else "cpu"
         message = BYTES[dtype] * tokens * self.parts[0].hidden_size
-        return MESSAGE_S[kind] + message / link_bytes_per_s(machine.device, machine.num_ranks)
+        return MESSAGE_S[kind] + message / link_bytes_per_s(machine.device, machine.num_ranks, machine.processor)
 
     def step(self, played: Played, machine: Machine, dtype: str) -> Estimate:
         """Seconds of a step: until the last pass ends, and the largest update."""

@@ -22,6 +22,8 @@ class Messages:
     device: str
     micro_batches: int = 1
     recomputed: int = 0
+    processor: str = ""
+    """The GPU of a device 'cuda'."""
 
     @property
     def num_bytes(self) -> float:
@@ -75,7 +77,9 @@ class Tensor:
             times.assumed.update(f"{op} on {self.degree} ranks" for op in ops)
         moved = 2 * (self.degree - 1) / self.degree * sent.num_bytes
         starts = 2 if self.sequence else 1
-        return moved / link_bytes_per_s(sent.device, self.degree) + starts * MESSAGE_S[_kind(sent.device)]
+        return (
+            moved / link_bytes_per_s(sent.device, self.degree, sent.processor) + starts * MESSAGE_S[_kind(sent.device)]
+        )
 
     def hidden_s(self, sent: Messages, products_s: float, times: Transfers | None = None) -> float:
         """Seconds of `step_s` that a step does not wait for; `products_s` are those of all layers forward, of one micro-batch.
@@ -88,7 +92,7 @@ class Tensor:
             return 0.0
         borders = 2 * (2 * 2 * self.dims.num_layers + 2 * sent.recomputed)
         product = products_s / (4 * max(self.dims.num_layers, 1)) / self.degree
-        message = sent.num_bytes / self.degree / link_bytes_per_s(sent.device, self.degree)
+        message = sent.num_bytes / self.degree / link_bytes_per_s(sent.device, self.degree, sent.processor)
         waits = sent.micro_batches * borders * (self.degree - 1) * max(message - product, 0.0)
         return max(self._layers_s(sent, times) - waits, 0.0)
 

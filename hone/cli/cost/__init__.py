@@ -1,0 +1,1 @@
+"""`hone cost WORD`: formulas with their numbers."""

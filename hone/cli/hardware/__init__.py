@@ -1,0 +1,1 @@
+"""`hone hardware`: the catalogue listed and compared."""
