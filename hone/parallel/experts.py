@@ -9,10 +9,15 @@ travel; where they arrive, one permutation lays together what all ranks sent for
     back = exchange.combine(made, sent)       starts to return   (backward: waits)
     back.arrived()                            waits              (backward: starts)
 
-Work between a start and its wait is done beside the transfer, in both directions. Numbers of rows are known on the host, because memory and
-transfers have sizes: a GPU's host waits for them in `sent.arrived()`, while the GPU does what was given to it since `dispatch`, and knows
-them in the backward pass. Sums over tokens stay sums: nothing is divided by n.
-Legend: R rows of this rank, S rows for its experts, D width, E experts, n ranks.
+Work between a start and its wait is done beside the transfer, in both directions. Memory and transfers have sizes, for which there are two ways:
+
+- exact: the host waits in `sent.arrived()` until it knows how many rows there are, while the GPU does what was given to it since `dispatch`; it
+  knows them in the backward pass;
+- in rooms (`hone.parallel.piece_bound`): each rank's piece has the same fixed room, and the device alone knows how many of its rows are real. The
+  host never waits; whoever opens the bound asks afterwards whether the rows did fit.
+
+Sums over tokens stay sums: nothing is divided by n.
+Legend: R rows of this rank, S rows for its experts, D width, E experts, n ranks; in rooms of C rows R = S = n C.
 """
 
 from __future__ import annotations
@@ -26,13 +31,15 @@ from torch import Tensor
 
 from hone.ops import permute, unpermute
 from hone.parallel.axis import Axis, Transfer
+from hone.parallel.piece_bound import Counted, PieceBound
 
 
 class Coming(Protocol):
     """Rows on their way to this rank."""
 
     def arrived(self) -> tuple[Tensor, Tensor]:
-        """(rows [S, D] sorted by this rank's experts, ends int32 [E / n] of each expert's) when they are there."""
+        """(rows [S, D] sorted by this rank's experts, ends int32 [E / n] of each expert's) when they are there. In rooms, rows after the last
+        end are nobody's."""
 
 
 class Returning(Protocol):
@@ -48,8 +55,15 @@ class ExpertExchange(Protocol):
     Every rank calls `dispatch` and `combine` in the same order, and uses what they return to its end.
     """
 
-    def dispatch(self, rows: Tensor, ends: Tensor) -> Coming:
-        """Begins to send `rows` [R, D], sorted by expert, of which each expert's end at `ends` int32 [E]."""
+    bound: PieceBound
+
+    @property
+    def pieces(self) -> tuple[int, int] | None:
+        """(ranks, room of each rank's piece in rows), as `hone.ops.permute` lays rows for `dispatch` in rooms; None: exact sizes."""
+
+    def dispatch(self, rows: Tensor, ends: Tensor, room: int | None = None) -> Coming:
+        """Begins to send `rows` [R, D], sorted by expert, of which each expert's end at `ends` int32 [E]. With `room` the rows of each
+        rank's experts begin at a multiple of it, and `ends` are those without the gaps."""
 
     def combine(self, made: Tensor, sent: Any) -> Returning:
         """Starts to send back `made` [S, D] of the rows that arrived from `sent`, which `dispatch` returned."""
@@ -61,7 +75,7 @@ class Sizes(NamedTuple):
     given: list[int]
     taken: list[int]
     most: int
-    """The most rows that any rank gives to all together."""
+    """The most rows that any rank gives to another one, or more."""
 
     @property
     def back(self) -> Sizes:
@@ -88,14 +102,21 @@ class RowExchange:
 
     def __init__(self, axis: Axis, carrier: Carrier) -> None:
         self.axis, self.carrier, self.beside = axis, carrier, _Beside()
+        self.bound = PieceBound()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowExchange:
         """A copy of a module that holds it meets the same ranks."""
         return self
 
-    def dispatch(self, rows: Tensor, ends: Tensor) -> _Coming:
+    @property
+    def pieces(self) -> tuple[int, int] | None:
+        """As `ExpertExchange.pieces`."""
+        room = self.bound.room
+        return None if room is None else (self.axis.size, room)
+
+    def dispatch(self, rows: Tensor, ends: Tensor, room: int | None = None) -> _Coming:
         """As `ExpertExchange.dispatch`."""
-        return _Coming(self, rows, ends)
+        return _Coming(self, rows, ends, room)
 
     def combine(self, made: Tensor, sent: _Coming) -> _Returning:
         """As `ExpertExchange.combine`."""
@@ -155,55 +176,68 @@ class _Beside:
 class _Counts:
     """How many rows each rank has for each expert, on its way to all of them."""
 
-    def __init__(self, of: RowExchange, ends: Tensor) -> None:
+    def __init__(self, of: RowExchange, ends: Tensor, room: int | None) -> None:
         self._axis, ends = of.axis, ends.detach().long()
         self._own = ends.diff(prepend=ends.new_zeros(1))
         self.every = self._own.new_empty(of.axis.size, len(self._own))
-        """int64 [n, E], where `sizes` has returned."""
-        self._host, self._event = self.every, None
+        """int64 [n, E], for work that is given after `ready`."""
+        host, self._event = self.every, None
         with of.beside.after(of.beside.mark(ends)):
             _done(of.axis.all_gather(self.every.view(-1), self._own))
             if ends.is_cuda:
-                self._host = torch.empty(self.every.shape, dtype=torch.int64, pin_memory=True)
-                self._host.copy_(self.every, non_blocking=True)
+                host = torch.empty(self.every.shape, dtype=torch.int64, pin_memory=True)
+                host.copy_(self.every, non_blocking=True)
                 self._event = torch.cuda.current_stream(ends.device).record_event()
+        self._counted = Counted(host, self._event, room)
+        if of.bound.open:
+            of.bound.counted(self._counted)
 
     def sizes(self) -> Sizes:
         """What this rank gives and takes; on a GPU the host waits here until it knows."""
-        if self._event is not None:
-            self._event.synchronize()
-        index, size = self._axis.index, self._axis.size
-        rows = self._host.view(size, size, -1).sum(2).tolist()
+        rows, index = self._counted.rows(), self._axis.index
         return Sizes(rows[index], [one[index] for one in rows], max(map(sum, rows)))
+
+    def ready(self) -> Tensor:
+        """int64 [n, E / n]: how many rows of each rank are for each of this rank's experts, for the work that is given from now on."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.every.device).wait_event(self._event)
+        size = self._axis.size
+        return self.every.view(size, size, -1)[:, self._axis.index]
 
 
 class _Coming:
     """As `Coming`."""
 
-    def __init__(self, of: RowExchange, rows: Tensor, ends: Tensor) -> None:
-        self._index, self._counts = of.axis.index, _Counts(of, ends)
+    def __init__(self, of: RowExchange, rows: Tensor, ends: Tensor, room: int | None) -> None:
+        self._counts, self._room = _Counts(of, ends, room), room
         self.place: Tensor | None = None
         """Where each row that came lies among the rows of this rank's experts, int32 [S, 1]; None: they have not arrived."""
         self._moving = _Moving(of)
         self._token = _Begun.apply(rows, self._moving)
-        if not rows.is_cuda:
-            self._start()
+        if room is not None:
+            self._start(Sizes([room] * of.axis.size, [room] * of.axis.size, room))
+        elif not rows.is_cuda:
+            self._start(self._counts.sizes())
 
-    def _start(self) -> None:
-        self.sizes = self._counts.sizes()
-        self._moving.start(self.sizes)
+    def _start(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._moving.start(sizes)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """As `Coming.arrived`."""
-        if self._token.is_cuda:
-            self._start()
+        if self._token.is_cuda and self._room is None:
+            self._start(self._counts.sizes())
         rows = _Arrived.apply(self._token, self._moving)
-        every = self._counts.every
-        own = every.view(len(every), len(every), -1)[:, self._index]
-        experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
-        experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
-        rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
-        return rows, ends
+        own = self._counts.ready()
+        if self._room is None:
+            experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
+            experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
+            rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
+            return rows, ends
+        at = torch.arange(self._room, device=rows.device).expand(len(own), -1).contiguous()
+        experts = torch.searchsorted(own.cumsum(1), at, right=True)  # those after the real rows are nobody's
+        rows, ends, self.place = permute(rows, experts.view(-1, 1), own.shape[1] + 1)
+        return rows, ends[:-1]
 
 
 class _Returning:

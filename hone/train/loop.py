@@ -22,6 +22,7 @@ from hone.model.context import Context
 from hone.model.decoder import Decoder
 from hone.train.activation_checkpointing import ActivationCheckpointing, KeepAll, Segment
 from hone.train.checkpoint import Checkpoints, SavedTensors
+from hone.train.expert_parallel.passes import RoomyPasses
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.fp8.linears import Fp8Linears
@@ -99,11 +100,9 @@ class Trainer:
             moves=self.ranks.moves,
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
-        self.fp8 = None
-        if precision in FP8_RECIPES:
-            holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
-            self.fp8 = Fp8Linears(model, precision, holds=holds)
-        self.routing = Routing(model, compiles=compile)
+        holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
+        self.fp8 = Fp8Linears(model, precision, holds=holds) if precision in FP8_RECIPES else None
+        self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False
@@ -134,6 +133,7 @@ class Trainer:
         sums, counts = self._passes(batch)
         means = self._means(sums, counts)
         told = Told(means)
+        self.routing.summed = means[len(means) - self.routing.size :] if self.routing.size else None
         # A step whose numbers are not finite ends the training, unless it may be skipped: the update need not wait for them.
         ahead = not (self.scaler.enabled or self.spikes.spec or self.update.on_host)
         if ahead:
@@ -203,14 +203,14 @@ class Trainer:
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
-            shares = self.scaler.scale / counts.targets, self.scaler.scale / counts.positions
-            given = parts, self.segments, self._objective, [shares] * len(parts), self._begin
-            found, routed = self.ranks.pipeline.train(self.model, *given)
+            shares = [(self.scaler.scale / counts.targets, self.scaler.scale / counts.positions)] * len(parts)
+            how = parts, self.segments, self._objective, shares, self._begin
+            found, routed = self.ranks.pipeline.train(self.model, *how)
             self.update.weights.before_backward(last=True)
             self.update.weights.after_backward()
             return Sums(*found, self.update.weights.squared_norm(), self.routing.counts(*routed)), counts
         for place, part in enumerate(parts, 1):
-            loss, extra, context = self._loss(part, place)
+            loss, extra, context = self.rooms.forward(lambda part=part, place=place: self._loss(part, place))
             routing = self.routing.counts(context.routing, before=routing)
             objective = loss * (self.scaler.scale / counts.targets)
             if extra is not None:
@@ -218,6 +218,7 @@ class Trainer:
                 extras = extra.detach() if extras is None else extras + extra.detach()
             self.update.weights.before_backward(last=place == len(parts))
             objective.backward()
+            self.rooms.ended()
             self.update.weights.after_backward()
             total += loss.detach()
         return Sums(total, extras, self.update.weights.squared_norm(), routing), counts
@@ -296,15 +297,11 @@ class Trainer:
         if self.ranks.summing is not None:
             own = self.ranks.summing.state().items()
             tensors |= {f"sum-{self.ranks.mesh.rank}.{name}": tensor for name, tensor in own}
-        numbers = {
-            "done": self.done,
-            "tokens": self.tokens,
-            "scaler": self.scaler.state(),
-            "spikes": self.spikes.state(),
-            **({"rewound": self.rewound} if self.rewound else {}),
-            **({"router_bias": bias} if (bias := self.routing.state(self.ranks.mesh)) else {}),
-            **more,
-        }
+        states = {"scaler": self.scaler.state(), "spikes": self.spikes.state()}
+        numbers = {"done": self.done, "tokens": self.tokens, **states}
+        numbers |= {"rewound": self.rewound} if self.rewound else {}
+        numbers |= {"router_bias": bias} if (bias := self.routing.state(self.ranks.mesh)) else {}
+        numbers |= more
         checkpoints.save(self.done, tensors, numbers, self.update.pieces(), self.update.stored_cuts())
 
     def restore(self, stored: SavedTensors, numbers: dict[str, Any]) -> None:

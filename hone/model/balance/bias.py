@@ -24,6 +24,6 @@ class Bias(Balance):
     rate: float = Field(1e-3, ge=0, description="What the bias moves by in a step.")
 
     def moved(self, bias: Tensor, loads: Tensor) -> Tensor:
-        """`bias` [E] after a step in which the experts were asked for by `loads` [E] tokens."""
+        """`bias` [..., E] after a step in which the experts were asked for by `loads` [..., E] tokens."""
         wide = loads.to(bias.device, torch.float32)
-        return bias + self.rate * (wide.mean() - wide).sign()
+        return bias + self.rate * (wide.mean(-1, keepdim=True) - wide).sign()

@@ -17,7 +17,7 @@ from hone.model.block import Block, Placement
 from hone.model.context import Context
 from hone.model.feed_forwards.base import FeedForward
 from hone.model.feed_forwards.moe_fused import fused
-from hone.model.linear import Dense
+from hone.model.linear import Dense, Experts
 from hone.model.linear_spec import Computed, Input, LinearSpec, Norm, Output, Parameter, ParameterSpec, Piece, Product
 from hone.model.routers import ROUTERS
 from hone.model.routers.base import Seen
@@ -151,11 +151,13 @@ class MoELayer(Block):
         y = fused(self, tokens, x, context) if self.exchange is None else None
         if y is None:
             routes = self._routes(tokens, x, context)
-            rows, ends = routes.dispatch(tokens)
             if self.exchange is None:
-                made = self.experts_of(rows, ends)
+                made = self.experts_of(*routes.dispatch(tokens))
             else:  # what every token visits is computed while rows travel
-                sent = self.exchange.dispatch(rows, ends)
+                pieces = self._pieces(routes)
+                rows, ends = routes.dispatch(tokens) if pieces is None else routes.dispatch(tokens, pieces)  # type: ignore[call-arg]
+                sent = self.exchange.dispatch(rows, ends, None if pieces is None else pieces[1])
+                del rows
                 if spec.num_shared_experts:
                     shared = self._gated(self.shared_gate_up(tokens))
                 returning = self.exchange.combine(self.experts_of(*sent.arrived()), sent)
@@ -165,6 +167,13 @@ class MoELayer(Block):
         if spec.num_shared_experts:
             y = y + (self._shared_down(self._gated(self.shared_gate_up(tokens)), tokens) if shared is None else shared)
         return y.view_as(x)
+
+    def _pieces(self, routes: Routes) -> tuple[int, int] | None:
+        """The rooms in which rows travel without that the host knows how many there are; None: it must know."""
+        if self.exchange is None or not isinstance(routes, ByToken) or routes.leaves_out or not routes.ids.numel():
+            return None
+        plain = all(type(one) is Experts and one.bias is None for one in (self.gate_up, self.down))
+        return self.exchange.pieces if plain else None
 
     def experts_of(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What experts make of their rows [R, D], sorted by expert; ends int32 [E]."""

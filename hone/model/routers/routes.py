@@ -29,16 +29,19 @@ class ByToken:
     asked: Tensor | None = None
     """`ids` before a capacity left some out; None: all are served."""
 
-    def dispatch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, x: Tensor, pieces: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """With `pieces`, where no visit is left out, rows lie in rooms, as `permute` has them."""
         if not self.leaves_out:
-            rows, ends, self._place = permute(x, self.ids, self.num_experts)
+            rows, ends, self._place = permute(x, self.ids, self.num_experts, pieces=pieces)
+            self._in_pieces = pieces is not None
             return rows, ends
+        assert pieces is None, "rows without visits are cut off by their number"
         rows, ends, self._place = permute(x, self.ids, self.num_experts + 1)
         return rows[: int(ends[-2])], ends[:-1]
 
     def combine(self, made: Tensor) -> Tensor:
         if not self.leaves_out:
-            return unpermute(made, self._place, self.weights)
+            return unpermute(made, self._place, self.weights, in_pieces=self._in_pieces)
         made = F.pad(made, (0, 0, 0, self.ids.numel() - len(made)))
         return unpermute(made, self._place, self.weights * (self.ids < self.num_experts))
 

@@ -20,8 +20,9 @@ from hone.ops.moe import reference
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
-    ends int32 [E]: the end of each expert's rows (from `permute`), non-decreasing; ends[-1] is T, which a GPU does not
-    check. x and weight have one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    ends int32 [E]: the end of each expert's rows (from `permute`), non-decreasing, at most T, which a GPU does not check. Rows after
+    ends[-1] are nobody's: their results mean nothing, and they have no part in a gradient; x must be finite there.
+    x and weight have one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         x.dim() != 2
@@ -54,39 +55,57 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
 
 
 def permute(
-    x: Tensor, expert_ids: Tensor, num_experts: int, *, backend: str | None = None
+    x: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    *,
+    pieces: tuple[int, int] | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
 
     expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
-    ends[e] is the end of expert e's rows; place[t, j] is the row of token t for its j-th expert. Raises SpecError for
-    shapes that do not fit, and in plain torch for ids out of range (a kernel does not check).
+    ends[e] is the end of expert e's rows; place[t, j] is the row of token t for its j-th expert. With `pieces` (n, C) the experts are
+    those of n ranks, E / n each, and the rows of a rank's begin at a multiple of C: rows are [n * C, D], of which those that nobody
+    asked for are copies of token 0, `place` has the gaps, and `ends` does not. Where a rank's experts have more than C rows, some
+    are overwritten: whoever gives C must look at `ends`. Raises SpecError for shapes that do not fit, and in plain torch for ids
+    out of range (a kernel does not check).
     """
     if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
         raise SpecError(
             f"x {tuple(x.shape)} must be [T, D] and expert_ids {expert_ids.dtype} {tuple(expert_ids.shape)} integer [T, k]",
             fix="flatten batch and sequence to T rows in both, and give the indices of topk, not its values",
         )
+    if pieces is not None and (num_experts % pieces[0] or pieces[1] < 1 or not len(x)):
+        raise SpecError(
+            f"pieces {pieces} do not fit {num_experts} experts and {len(x)} tokens",
+            fix="give as many pieces as divide the experts, and room for one row or more",
+        )
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
         place, order, ends = _order_op(expert_ids, num_experts)
+        if pieces is not None:
+            place, order = reference.spread(expert_ids, place, ends, *pieces)
         return _take_rows_op(x, order, place), ends, place
     if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
         raise SpecError(
             f"expert_ids are {int(expert_ids.min())} ... {int(expert_ids.max())}, but experts 0 ... {num_experts - 1}",
             fix="give the router's number of outputs as num_experts, or ids below it",
         )
-    return reference.permute(x, expert_ids, num_experts)
+    return reference.permute(x, expert_ids, num_experts, pieces)
 
 
-def unpermute(y: Tensor, place: Tensor, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def unpermute(
+    y: Tensor, place: Tensor, weights: Tensor | None = None, *, in_pieces: bool = False, backend: str | None = None
+) -> Tensor:
     """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
 
-    place integer [T, k] from `permute`; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    place integer [T, k] from `permute`; `in_pieces`: y has the rows of its `pieces`, [n * C, D]. Sums are float32 inside. Raises
+    SpecError for shapes that do not fit.
     """
     if (
         y.dim() != 2
         or place.dim() != 2
-        or place.numel() != len(y)
+        or (place.numel() != len(y) and not in_pieces)
         or (weights is not None and weights.shape != place.shape)
     ):
         given = None if weights is None else tuple(weights.shape)
@@ -194,7 +213,7 @@ def _combine_backward_op(upstream: Tensor, y: Tensor, place: Tensor, weights: Te
     grad_y = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     grad_weights = torch.empty(weights.shape, dtype=torch.float32, device=y.device)
     if y.numel():
-        combine_rows_backward[(len(y),)](
+        combine_rows_backward[(place.numel(),)](
             upstream, y, place, weights, grad_y, grad_weights, upstream.stride(0), y.stride(0), y.shape[1],
             place.shape[1], BLOCK=min(2048, power_of_2(y.shape[1])), num_warps=4,
         )  # fmt: skip

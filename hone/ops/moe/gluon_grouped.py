@@ -41,13 +41,29 @@ _Memory = gl._core.shared_memory_descriptor
 
 
 @triton.jit
-def list_tiles(ends, tiles, num_experts, most, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """tiles int32 [most + 1, 3]: (expert, first row, end of the expert's rows) of each tile of rows; the last one: how many there are."""
+def list_tiles(
+    ends,
+    tiles,
+    num_rows,
+    num_experts,
+    most,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """tiles int32 [most + 1, 3]: (expert, first row, end of the expert's rows) of each tile of rows; the last one: how many there are.
+
+    Of an expert after which nobody's rows come, the end is moved up to a whole STEP of rows: sums over rows read so far, and multiply
+    what they read there by 0, for which it must have been written.
+    """
     experts = tl.arange(0, EXPERTS)
     known = experts < num_experts
     end = tl.load(ends + experts, mask=known, other=0)
     begin = tl.load(ends + experts - 1, mask=known & (experts > 0), other=0)
     counts = tl.where(known, (end - begin + TILE - 1) // TILE, 0)
+    whole = tl.minimum(begin + (end - begin + STEP - 1) // STEP * STEP, num_rows)
+    end = tl.where(known & (end == tl.max(end, 0)), whole, end)
     until = tl.cumsum(counts, 0)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (until[None, :] > at[:, None]) & (until[None, :] - counts[None, :] <= at[:, None])
@@ -268,8 +284,9 @@ def by_rows(
     experts, most = len(weight), triton.cdiv(num_rows, ROWS) + len(weight)
     tiles = torch.empty(most + 1, 3, dtype=torch.int32, device=x.device)
     list_tiles[(triton.cdiv(most, 64),)](
-        ends, tiles, experts, most, EXPERTS=triton.next_power_of_2(experts), BLOCK=64, TILE=ROWS, num_warps=4
-    )
+        ends, tiles, num_rows, experts, most,
+        EXPERTS=triton.next_power_of_2(experts), BLOCK=64, TILE=ROWS, STEP=STEP, num_warps=4,
+    )  # fmt: skip
     step = STEP * 2 // x.element_size()
     box = (1, step, width) if turned else (1, width, step)
     rows_product[(locate(x.device).num_sms,)](

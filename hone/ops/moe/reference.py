@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,24 +12,49 @@ from hone.ops.moe.weights import ExpertWeights
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`hone.ops.grouped_linear`: one product per expert."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([rows @ own.T for rows, own in zip(x.split(sizes), weight.unbind())])
+    """`hone.ops.grouped_linear`: one product per expert. Rows that are nobody's are 0."""
+    *sizes, rest = _sizes(ends, len(x))
+    made = torch.cat([rows @ own.T for rows, own in zip(x.split([*sizes, rest]), weight.unbind())])
+    return F.pad(made, (0, 0, 0, rest)) if rest else made
 
 
 def grouped_sums(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """The sum over each expert's rows of dy [T, N] times x [T, K]: [E, N, K], the gradient of `grouped_linear` by its weight."""
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.stack([one.T @ rows for one, rows in zip(dy.split(sizes), x.split(sizes), strict=True)])
+    sizes = _sizes(ends, len(x))
+    return torch.stack([one.T @ rows for one, rows in zip(dy.split(sizes), x.split(sizes), strict=True)][: len(ends)])
 
 
-def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sizes(ends: Tensor, num_rows: int) -> list[int]:
+    """Rows of each expert, and after them those that are nobody's."""
+    until = [0, *ends.tolist(), num_rows]
+    return [end - begin for begin, end in pairwise(until)]
+
+
+def permute(
+    x: Tensor, expert_ids: Tensor, num_experts: int, pieces: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`hone.ops.permute`: a stable sort."""
     flat, top_k = expert_ids.flatten(), expert_ids.shape[1]
     order = flat.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     ends = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
-    return x[order // top_k], ends, place.view(-1, top_k).to(torch.int32)
+    place = place.view(-1, top_k).to(torch.int32)
+    if pieces is not None:
+        place, order = spread(expert_ids, place, ends, *pieces)
+    return x[order // top_k], ends, place
+
+
+def spread(expert_ids: Tensor, place: Tensor, ends: Tensor, num_pieces: int, room: int) -> tuple[Tensor, Tensor]:
+    """(place [T, k], order int32 [n * C]) with gaps, of `place` and `ends` without: the rows of piece i, of E / n neighbouring experts, begin
+    at i * C. Waits for no device. A place that nobody asked for has entry 0; of rows beyond a piece's room the last place has one."""
+    each = len(ends) // num_pieces
+    start = F.pad(ends[each - 1 :: each][:-1], (1, 0))
+    piece = expert_ids.div(each, rounding_mode="floor").long()
+    inside = (place - start[piece]).clamp(max=room - 1)
+    place = (inside + piece * room).to(torch.int32)
+    entries = torch.arange(place.numel(), dtype=torch.int32, device=place.device)
+    order = torch.zeros(num_pieces * room, dtype=torch.int32, device=place.device)
+    return place, order.scatter_(0, place.flatten().long(), entries)
 
 
 def unpermute(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:

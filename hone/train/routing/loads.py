@@ -73,6 +73,8 @@ class Routing:
         self._experts = {index: spec.num_experts for index, spec in specs if spec.kind == "moe"}
         self.size = sum(count + 3 for count in self._experts.values())
         """Numbers that a step's counts are."""
+        self.summed: Tensor | None = None
+        """The step's counts summed over passes and ranks, float64 [size] on the device; None: not yet."""
 
     def begin(self, context: Context, done: int, number: int) -> None:
         """Before micro-batch `number`, of those of all data-parallel ranks, of the step after `done` steps: sets what its random
@@ -104,12 +106,23 @@ class Routing:
 
     @torch.no_grad()
     def stepped(self, loads: Loads | None) -> None:
-        """After a step that changed the weights: moves the biases of layers whose balance has one."""
-        for index, one in self._layers.items() if loads is not None else ():
+        """After a step that changed the weights: moves the biases of layers whose balance has one.
+
+        From `summed`, on the device: what the host knows it would have to copy there, and such a copy waits for all that the GPU was told to do.
+        """
+        if loads is None or self.summed is None:
+            return
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        sizes = [part for count in self._experts.values() for part in (count, 3)]
+        counted = dict(zip(self._experts, self.summed.split(sizes)[::2], strict=True))
+        for index, one in self._layers.items():
             for rule in one.spec.balance:
                 if rule.moves_bias:
-                    counted = torch.tensor(loads.layers[index].experts, dtype=torch.float64)  # type: ignore[union-attr]
-                    one.router_bias.copy_(rule.moved(one.router_bias, counted))
+                    alike.setdefault((rule, len(one.router_bias)), []).append((one.router_bias, counted[index]))
+        for (rule, _), pairs in alike.items():
+            biases, visits = (torch.stack(each) for each in zip(*pairs, strict=True))
+            torch._foreach_copy_([bias for bias, _ in pairs], list(rule.moved(biases, visits)))
+        self.summed = None
 
     def state(self, mesh: Mesh | None = None) -> dict[str, list[float]]:
         """The biases by layer, for a checkpoint: a float32 number is exact as a decimal. With `mesh`, whose ranks all call it, those of

@@ -35,3 +35,34 @@ def test_few_tokens(width: int) -> None:
     ends = torch.tensor([3, 3, 20, 21, 40], dtype=torch.int32)  # none, one, and more than a tile holds
     x, weight = torch.randn(40, width), torch.randn(5, 20, width)
     agree(lambda backend: [grouped_linear(x, weight, ends, backend=backend)])
+
+
+def test_pieces_of_ranks_lie_in_rooms_of_their_own() -> None:
+    x, weights = torch.randn(30, 24, requires_grad=True), torch.rand(30, 3, requires_grad=True)
+    ids = torch.randint(0, 6, (30, 3))
+
+    def run(backend: str) -> list[torch.Tensor]:
+        rows, ends, place = permute(x, ids, 6, pieces=(2, 70), backend=backend)
+        out = unpermute(rows * 2, place, weights, in_pieces=True, backend=backend)
+        return [rows, ends, place, *graded(out, x, weights)]
+
+    agree(run)
+
+
+@pytest.mark.parametrize("sizes", [(130, 0, 3, 0), (128, 64, 0, 0), (1, 1, 200, 70)])
+def test_tiles_of_rows_end_with_a_whole_step_before_rows_that_are_nobodys(sizes: tuple[int, ...]) -> None:
+    from hone.ops.moe.gluon_grouped import ROWS, STEP, list_tiles
+
+    ends = torch.tensor(sizes).cumsum(0).int()
+    for num_rows in (int(ends[-1]), int(ends[-1]) + 300):
+        most = -(-num_rows // ROWS) + len(sizes)
+        tiles = torch.full((most + 1, 3), -1, dtype=torch.int32)
+        list_tiles[(-(-most // 64),)](
+            ends, tiles, num_rows, len(sizes), most, EXPERTS=4, BLOCK=64, TILE=ROWS, STEP=STEP
+        )
+        wanted, begin = [], 0
+        for expert, end in enumerate(ends.tolist()):
+            until = end if end < int(ends[-1]) else min(begin + -(-(end - begin) // STEP) * STEP, num_rows)
+            wanted += [[expert, first, until] for first in range(begin, end, ROWS)]
+            begin = end
+        assert tiles[: len(wanted)].tolist() == wanted and int(tiles[-1, 0]) == len(wanted)

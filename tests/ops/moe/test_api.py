@@ -84,3 +84,44 @@ def test_where_it_runs() -> None:
     assert backend(rows=10**5, width=2047) == backend(dtype=torch.float32) == backend(Where()) == "reference"
     assert choose("permute", H200, dtype=torch.bfloat16).backend == "triton"
     assert choose("permute", H200, dtype=F64).backend == choose("permute", Where(), dtype=F64).backend == "reference"
+
+
+def test_pieces_of_ranks_lie_in_rooms_of_their_own() -> None:
+    x, ids = torch.randn(9, 4, requires_grad=True), torch.randint(0, 6, (9, 2))
+    weights = torch.rand(9, 2)
+    plain, ends, place = permute(x, ids, 6)
+    rows, same, spread = permute(x, ids, 6, pieces=(3, 20))
+    assert torch.equal(ends, same) and rows.shape == (60, 4)
+    begin = 0
+    for piece, end in enumerate(ends[1::2].tolist()):
+        assert torch.equal(rows[piece * 20 : piece * 20 + end - begin], plain[begin:end])
+        assert torch.equal(rows[piece * 20 + end - begin : piece * 20 + 20], x[:1].expand(20 - end + begin, -1))
+        begin = end
+    back = unpermute(rows * 2, spread, weights, in_pieces=True)
+    torch.testing.assert_close(back, unpermute(plain * 2, place, weights))
+    flow = torch.randn(9, 4)
+    found, wanted = (
+        torch.autograd.grad(one, x, flow, retain_graph=True)[0] for one in (back, unpermute(plain * 2, place, weights))
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_does_not_fit_into_a_room_stays_inside_of_it() -> None:
+    x, ids = torch.arange(8.0)[:, None], torch.zeros(8, 1, dtype=torch.int64)
+    ids[6:] = 3
+    rows, ends, place = permute(x, ids, 4, pieces=(2, 4))
+    assert ends.tolist() == [6, 6, 6, 8] and place.flatten().tolist() == [0, 1, 2, 3, 3, 3, 4, 5]
+    assert rows[4:6].flatten().tolist() == [6.0, 7.0]
+
+
+def test_rows_that_are_nobodys_have_no_part_in_a_product() -> None:
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
+    flow = torch.randn(8, 6)
+    made = grouped_linear(x, weight, ends)
+    assert made.shape == (8, 6)
+    torch.testing.assert_close(made[:5], grouped_linear(x[:5], weight, ends))
+    found = torch.autograd.grad(made, (x, weight), flow)
+    wanted = torch.autograd.grad(grouped_linear(x[:5], weight, ends), (x, weight), flow[:5])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)

@@ -142,3 +142,30 @@ def test_layers_of_experts(kind: str, tokens: int, experts: int, top_k: int) -> 
         )
     )
     assert error(found, exact) < 6e-3
+
+
+@pytest.mark.parametrize("sizes", [(100, 0, 130, 0), (128, 64, 3, 0), (1, 63, 64, 65)])
+def test_rows_that_are_nobodys_have_no_part_in_a_training(sizes: tuple[int, ...]) -> None:
+    """Rows after the last expert's are finite in x alone: what comes of them is not, and must not be in a gradient."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    ends, real = torch.tensor(sizes, device="cuda").cumsum(0).int(), sum(sizes)
+    x = torch.randn(real + 300, 64, device="cuda", dtype=torch.bfloat16)
+    up = torch.randn(len(sizes), 128, 64, device="cuda", dtype=torch.bfloat16) / 8
+    down = torch.randn(len(sizes), 64, 128, device="cuda", dtype=torch.bfloat16) / 8
+    flow = torch.randn(real + 300, 64, device="cuda", dtype=torch.bfloat16)
+    flow[real:] = float("nan")
+
+    def layer(backend: str, rows: int) -> Callable[..., Tensor]:
+        return lambda a, b, c: grouped_linear(torch.tanh(grouped_linear(a[:rows], b, ends, backend=backend)), c, ends, backend=backend)  # fmt: skip
+
+    leaves = [one.clone().requires_grad_() for one in (x, up, down)]
+    poison()
+    made = layer("gluon", real + 300)(*leaves)
+    found = torch.autograd.grad(made, leaves, flow)
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    exact = layer("reference", real)(*wide)
+    wanted = torch.autograd.grad(exact, wide, flow[:real].double())
+    assert error(made[:real], exact) < 1e-2
+    for one, truth in zip((found[0][:real], *found[1:]), (wanted[0][:real], *wanted[1:]), strict=True):
+        assert torch.isfinite(one).all() and error(one, truth) < 2e-2

@@ -34,8 +34,8 @@ def held(folder: str) -> list[Any]:
         seen: list[int] = []
         dispatch = moe.exchange.dispatch
 
-        def watched(rows: torch.Tensor, ends: torch.Tensor) -> Any:
-            sent = dispatch(rows, ends)
+        def watched(rows: torch.Tensor, ends: torch.Tensor, room: int | None = None) -> Any:
+            sent = dispatch(rows, ends, room)
             away = 1 - grid.ep.index
             seen.extend((sent.sizes.given[away], sent.sizes.taken[away]))
             return sent
@@ -71,4 +71,29 @@ def crowded(precisions: list[str]) -> list[Any]:
             y.square().sum().backward()
             experts = [*moe.gate_up.parameters(), *moe.down.parameters()]
             found.append([one.tolist() for one in (y, x.grad, *(one.grad for one in experts))] + [rows])
+    return found
+
+
+def in_rooms(folder: str, settings: list[dict[str, Any]]) -> list[Any]:
+    """Trains with each of `settings` with exact sizes, in rooms, and in rooms that are too small in the second step: the losses and norms of the
+    steps, the room and the passes made again after them, and the rows that experts computed with."""
+    torch.set_num_threads(1)
+    mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
+    for setting in settings:
+        for way in ("exact", "rooms", "small"):
+            with mesh.together():
+                one = trainer(data, mesh, setting)
+                moe = next(
+                    layer.feed_forward for layer in one.model.layers if getattr(layer.feed_forward, "routed", False)
+                )
+                bound, rows, steps = moe.exchange.bound, [], []
+                if way == "exact":
+                    bound.begin = lambda: None
+                moe.gate_up.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
+                for at in range(4):
+                    if way == "small" and at == 1:
+                        bound.rows = 1
+                    step = one.step(batch(data, one.ranks, at, uneven=setting.get("uneven", False)))
+                    steps.append([step.loss, step.grad_norm])
+                found.append([steps, bound.rows, bound.overflows, rows])
     return found
