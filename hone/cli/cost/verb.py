@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-WORDS: dict[str, str] = {}
-"""The function of each word, `(words, options) -> exit code`, imported on use. Its module's first line says what it computes."""
+import json
+from typing import TYPE_CHECKING, Any
+
+from hone.cli.options import fields, list_fields
+
+if TYPE_CHECKING:
+    from hone.cost.calculators.sheet import Sheet
+
+WORDS: dict[str, str] = {
+    "flops": "hone.cost.calculators.flops:Flops",
+    "train": "hone.cost.calculators.train:TrainMemory",
+    "zero": "hone.cost.calculators.zero:Zero",
+    "comm": "hone.cost.calculators.comm:Communication",
+    "bubble": "hone.cost.calculators.bubble:Bubble",
+    "serve": "hone.cost.calculators.serve:ServeMemory",
+    "kv": "hone.cost.calculators.kv:KV",
+    "waste": "hone.cost.calculators.waste:Waste",
+    "speculate": "hone.cost.calculators.speculate:Speculate",
+    "bits": "hone.cost.calculators.bits:Bits",
+    "models": "hone.cli.cost.verb:models",
+}
+"""What each word runs, imported on use: a `Calculator`, or a function `(words, options) -> exit code` whose first word is 'cost WORD'.
+
+Its module's first line says after `hone cost WORD`: what it computes.
+"""
 
 
 def cost(words: list[str], options: dict[str, str]) -> int:
@@ -14,15 +37,75 @@ def cost(words: list[str], options: dict[str, str]) -> int:
     if len(words) < 2:
         if unknown := [name for name in options if name != "help"]:
             raise SpecError(f"hone cost has no option --{unknown[0]} without a word", fix="hone cost --help lists them")
-        print(f"usage: hone cost WORD [--option=value ...]\n\n{_lines()}")
-        print("\nhone cost WORD --help lists a word's options; --json prints the result for a program.")
+        print(f"usage: hone cost WORD [--field=value ...]\n\n{_lines()}")
+        print("\nhone cost WORD --help lists the fields of a word; --json prints the result for a program.")
         return 0
     word = words[1]
     if word not in WORDS:
         raise SpecError(
             f"hone cost has no word '{word}'", fix=f"{did_you_mean(word, WORDS, 'hone cost {}')}hone cost lists them"
         )
-    return resolve(WORDS[word])(words[1:], options)
+    found, rest = resolve(WORDS[word]), [f"cost {word}", *words[2:]]
+    return _calculate(found, rest, options) if isinstance(found, type) else found(rest, options)
+
+
+def models(words: list[str], options: dict[str, str]) -> int:
+    """Lists the known models."""
+    from hone.cli.options import at_most, only
+    from hone.cost.calculators.model import shapes
+
+    only(words, options, ("json", "help"))
+    at_most(words, 0, "no argument")
+    if "json" in options:
+        print(json.dumps(shapes(), indent=1))
+        return 0
+    for name, one in shapes().items():
+        experts = f", {one['experts_per_token']} of {one['experts']} experts" if "experts" in one else ""
+        print(
+            f"{name:14} {one['layers']} layers, hidden {one['hidden_size']}, {one['heads']} heads ({one['kv_heads']} of keys) of "
+            f"{one['head_dim']}, feed-forward {one['intermediate_size']}{experts}, vocabulary {one['vocab_size']} ({one['source']})"
+        )
+    return 0
+
+
+def _calculate(cls: Any, words: list[str], options: dict[str, str]) -> int:
+    """Prints the sheet of the calculator `cls` for the fields in `options`."""
+    from hone.cli.options import at_most
+
+    at_most(words, 0, "options alone")
+    if "help" in options:
+        print(f"usage: hone {words[0]} [--field=value ...] [--json]\n\n{cls.__doc__}\n\nfields:\n{list_fields(cls)}")
+        return 0
+    sheet = cls.from_overrides(fields(options, "json")).sheet()
+    if "json" in options:
+        print(json.dumps(sheet.as_dict(), indent=1))
+    else:
+        _print(sheet)
+    return 0
+
+
+def _print(sheet: Sheet) -> None:
+    """Prints every line: its name and value, its formula and its numbers in it, its paper."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    papers = [*dict.fromkeys(line.source for line in sheet.lines if line.source)]
+    for line in sheet.lines:
+        formula = line.written if line.written == line.substituted else f"{line.written} = {line.substituted}"
+        cited = f"  [{papers.index(line.source) + 1}]" if line.source else ""
+        table.add_row(line.name, line.shown, f"= {formula}{cited}")
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 100)
+    console.print(sheet.title)
+    console.print(table)
+    for one in sheet.verdicts:
+        console.print(one, soft_wrap=True)
+    for place, one in enumerate(papers, 1):
+        console.print(f"[{place}] {one}", soft_wrap=True)
 
 
 def _lines() -> str:
@@ -36,5 +119,6 @@ def _lines() -> str:
         spec = find_spec(row.partition(":")[0])
         text = Path(spec.origin).read_text(encoding="utf8") if spec is not None and spec.origin else ""
         about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        found.append(f"  {word:10} {about.partition('`: ')[2] or about}")
+        about = about.partition(f"`hone cost {word}`: ")[2] or ("the known models" if word == "models" else about)
+        found.append(f"  {word:10} {about}")
     return "\n".join(found)
