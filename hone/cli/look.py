@@ -17,8 +17,9 @@ _ABOUT = {
     "schema": "[STAGE]\n\nPrints the JSON schema of one stage, or of all and of a recipe.",
     "techniques": "[SLOT | NAME]\n\nLists every technique, those of one slot, or the fields of one technique.",
     "env": "\n\nPrints versions, machine and settings that decide how hone runs here: a block for bug reports.",
-    "calibrate": "[--device=cuda]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and stores them for estimates. Under "
-    "torchrun also the seconds of collectives between the ranks.",
+    "calibrate": "[--device=cuda] [--report[=FOLDER]] [--quick]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and "
+    "stores them for estimates. Under torchrun also the\nseconds of collectives between the ranks. With --report also the whole memory hierarchy, "
+    "links and disk (under a minute),\nas a table here, a page, Markdown and JSON in FOLDER (default: machine); --quick: fewer and shorter turns.",
 }
 
 
@@ -146,12 +147,14 @@ def env(words: list[str], options: dict[str, str]) -> int:
 
 def calibrate(words: list[str], options: dict[str, str]) -> int:
     """Measures this machine's rates and prints them."""
+    from hone.cli.machine import probe
     from hone.measure.calibrate import calibrate_all
 
     if _explained(words, options):
         return 0
-    only(words, options, ("device",))
+    only(words, options, ("device", "report", "quick"))
     at_most(words, 0, "no argument")
+    probe.check(options)
     run = circumstances(options)
     with run.mesh.together():
         run = replace(run, device=run.mesh.place(run.device))  # each rank its own GPU
@@ -162,6 +165,9 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
         if run.mesh.world_size > 1 and measured is not None:
             measured = _with_collectives(run, measured)
     if run.mesh.leads and measured is not None:
+        if "report" in options:
+            probe.report(options, run, measured)
+            return 0
         for row in measured.table():
             print("  ".join(str(cell) for cell in row))
     return 0

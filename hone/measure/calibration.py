@@ -293,10 +293,14 @@ def locked(identity: dict[str, str]) -> Iterator[None]:
         yield
 
 
+def cache_folder() -> Path:
+    """The user's cache folder of hone. Raises RuntimeError for a user without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone"
+
+
 def _path(identity: dict[str, str]) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps({**identity, "method": _METHOD}, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / "hone" / f"calibration-{digest}.json"
+    return cache_folder() / f"calibration-{digest}.json"
 
 
 def _binary(num_bytes: int) -> str:

@@ -16,6 +16,7 @@ from hone.base.run import Run
 from hone.measure.amx import cpu_isa_limit
 from hone.measure.calibration import Calibration, read_calibration
 from hone.measure.memory import resident_bytes
+from hone.measure.topology.limits import lines_of, memory_limit, processor_quota
 
 TORCH_BYTES = 350 << 20
 """Without a calibration, resident memory of a process that has imported torch (2.13 for CPUs) and started its threads."""
@@ -165,7 +166,7 @@ def _torch_version() -> str | None:
 
 
 def _cpu_name() -> str:
-    for line in _lines("/proc/cpuinfo"):
+    for line in lines_of(Path("/proc/cpuinfo")):
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "Hardware") and value.strip():
             return value.strip()
@@ -182,49 +183,19 @@ def _physical_cores(allowed: set[int]) -> int:
     """Cores behind the allowed logical processors: siblings of one core count once."""
     cores = set()
     for number in allowed:
-        siblings = _lines(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        siblings = lines_of(Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"))
         cores.add(siblings[0] if siblings else str(number))
     return len(cores)
 
 
 def _quota(threads: int) -> int:
-    """`threads`, or fewer when a cgroup (v2 or v1) grants less processor time."""
-    quota, period = "max", "100000"
-    for line in _lines(_cgroup("cpu.max", "")):
-        quota, _, period = line.partition(" ")
-    v1 = _lines(_cgroup("cpu.cfs_quota_us", "cpu"))
-    if v1 and int(v1[0]) > 0:
-        quota, period = v1[0], (_lines(_cgroup("cpu.cfs_period_us", "cpu")) or ["100000"])[0]
-    if quota == "max":
-        return threads
-    return max(1, min(threads, int(quota) // int(period)))
+    """`threads`, or fewer when a cgroup grants less processor time."""
+    return max(1, min(threads, int(processor_quota() or threads)))
 
 
 def _ram_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in (_cgroup("memory.max", ""), _cgroup("memory.limit_in_bytes", "memory")):
-        for line in _lines(path):
-            if line.isdigit():
-                total = min(total, int(line))
-    return total
-
-
-def _cgroup(name: str, controller: str) -> str:
-    """Path of control file `name` of this process's own cgroup, or of the root when its own is not visible."""
-    root = Path("/sys/fs/cgroup") / controller
-    for line in _lines("/proc/self/cgroup"):
-        _, names, path = line.split(":", 2)
-        own = root / path.lstrip("/") / name
-        if controller in names.split(",") and own.exists():
-            return str(own)
-    return str(root / name)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf8").splitlines()
-    except OSError:
-        return []
+    return min(total, memory_limit() or total)
 
 
 def _gpus(device: str) -> tuple[Gpu, ...]:

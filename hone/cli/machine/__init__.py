@@ -1,0 +1,1 @@
+"""The probe of a machine on the command line: `hone calibrate --report`."""
