@@ -49,12 +49,12 @@ def _rates(work: Any, num_bytes: int) -> Sample:
     return Sample.of(found[1:])
 
 
-def read_by_all(cpus: Sequence[int], num_bytes: int) -> Sample:
+def read_by_all(cpus: Sequence[int], num_bytes: int, *, quick: bool = False) -> Sample:
     """Bytes per second that threads on `cpus` read, each of a buffer of its own of `num_bytes`."""
     from hone.measure.probe import kernels
 
     size = max(4096, num_bytes // 64 * 64)
-    times = max(4, _TURN_BYTES // size)
+    times = max(2, (_QUICK_BYTES if quick else _TURN_BYTES) // size)
 
     def prepare(_: int) -> Any:
         buffer = Buffer(-(-size // _HUGE) * _HUGE, huge=True)

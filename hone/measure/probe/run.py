@@ -107,7 +107,7 @@ def _host(topology: Topology, memory_bytes: int, course: _Course) -> None:
     if course.part("bandwidth of the host's caches and memory"):
         sizes = [point.num_bytes for point in points if not point.huge_pages][:: 2 if quick else 1]
         found["bandwidth"] = tuple(bandwidth.read_by_size(sizes, quick=quick))
-        levels = [_with_bandwidth(topology, level, largest) for level in levels]
+        levels = [_with_bandwidth(topology, level, largest, quick) for level in levels]
     course.levels += levels
     if course.part("bandwidth by threads"):
         array_bytes = bandwidth.stream_bytes(topology, memory_bytes)
@@ -124,7 +124,7 @@ def _host(topology: Topology, memory_bytes: int, course: _Course) -> None:
         course.notes += notes
 
 
-def _with_bandwidth(topology: Topology, level: Level, largest: int) -> Level:
+def _with_bandwidth(topology: Topology, level: Level, largest: int, quick: bool) -> Level:
     """`level` with the rate at which all threads read it, each a buffer that its part of the level holds."""
     from hone.measure.probe.bandwidth import read_by_all
     from hone.measure.probe.threads import in_order
@@ -137,7 +137,7 @@ def _with_bandwidth(topology: Topology, level: Level, largest: int) -> Level:
         assert level.size_bytes is not None, "a cache has a size"
         held = min(level.size_bytes, level.knee_bytes or level.size_bytes)
         size = held // 2 // max(1, sharers[level.name])
-    return level.model_copy(update={"bytes_per_s": read_by_all(cpus, size)})
+    return level.model_copy(update={"bytes_per_s": read_by_all(cpus, size, quick=quick)})
 
 
 def _disk(course: _Course) -> None:
@@ -160,7 +160,24 @@ def _disk(course: _Course) -> None:
 
 
 def _gpus(topology: Topology, course: _Course) -> None:
-    pass
+    """Every CUDA device that torch sees, then the copies between them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        course.notes.append("no GPU was measured: torch sees none")
+        return
+    from hone.measure.probe.gpu import probe_gpu
+    from hone.measure.probe.peers import peer_pairs
+
+    count, found = torch.cuda.device_count(), []
+    for index in range(count):
+        if course.part(f"GPU {index}"):
+            probe, notes = probe_gpu(index, topology, quick=course.quick)
+            found.append(probe)
+            course.notes += notes
+    course.found["gpus"] = tuple(found)
+    if count > 1 and course.part("copies between GPUs"):
+        course.found["peers"] = tuple(peer_pairs(count, quick=course.quick))
 
 
 def _conditions(topology: Topology) -> list[str]:
