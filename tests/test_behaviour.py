@@ -15,6 +15,7 @@ MIXER_TESTS = (
     "shared_kv", "sliding_window", "transformer_xl",
 )  # fmt: skip
 TESTS: dict[str, tuple[str, ...]] = {
+    "clock": ("measure/clocks/policies/test_policies.py",),
     "linear": (
         "model/test_linear.py",
         "model/quantized/test_quantized.py",

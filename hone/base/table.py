@@ -15,6 +15,7 @@ from hone.base.lazy import resolve
 from hone.base.spec import Spec, describe_fields
 
 TABLES: tuple[str, ...] = (
+    "hone.measure.clocks:CLOCKS",
     "hone.model.linear:LINEARS",
     "hone.model.mixers:MIXERS",
     "hone.model.feed_forwards:FEED_FORWARDS",

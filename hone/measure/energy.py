@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from hone.measure.clocks.nvml import Gpu, open_gpu
 
 _POWERCAP = Path("/sys/class/powercap")
 _LOOK_S = 60.0  # a range of 262 kJ lasts 15 minutes at 300 W
-_NVML = "libnvidia-ml.so.1"
+RATE_HZ = 20.0
+"""Readings a second of the power of a device that counts no energy; 10 is the least that follows a kernel's changes."""
+SHORT_S = 1.0
+"""Seconds below which a window's joules are said to be uncertain: counters move every 10 to 100 ms, and power sensors average."""
 
 
 class Meter:
     """Energy of one device since `start`. Without a readable counter `joules()` is None; `note` names the counter or the reason."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self._counters: list[RaplCounter | NvmlCounter] = []
+        self._counters: list[RaplCounter | NvmlCounter | PowerCounter] = []
         if device.startswith("cuda"):
-            counter, self.note = nvml_counter(device)
+            counter, self.note = gpu_counter(device)
             self._counters = [counter] if counter is not None else []
         else:
             counters, self.note = rapl_counters(_POWERCAP)
@@ -28,10 +34,12 @@ class Meter:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Starts counting. A RAPL counter wraps around after minutes, so a thread reads it periodically."""
+        """Starts counting. A RAPL counter wraps around after minutes and power is added up, so a thread reads them periodically."""
         self._seen = [counter.read() for counter in self._counters]
-        if any(isinstance(counter, RaplCounter) for counter in self._counters):
-            threading.Thread(target=self._look, name="hone-energy", daemon=True).start()
+        every = _LOOK_S if any(isinstance(counter, RaplCounter) for counter in self._counters) else None
+        every = 1 / RATE_HZ if any(isinstance(counter, PowerCounter) for counter in self._counters) else every
+        if every is not None:
+            threading.Thread(target=self._look, args=(every,), name="hone-energy", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the thread, if there is one."""
@@ -48,8 +56,8 @@ class Meter:
             self._seen = now
             return self._joules
 
-    def _look(self) -> None:
-        while not self._stopped.wait(_LOOK_S):
+    def _look(self, every: float) -> None:
+        while not self._stopped.wait(every):
             self.joules()
 
 
@@ -97,37 +105,53 @@ def rapl_counters(root: Path) -> tuple[list[RaplCounter], str]:
 class NvmlCounter:
     """Total energy of one GPU since the driver was loaded, in millijoules (Volta and later)."""
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self._library, self._handle = library, handle
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self.read()
 
     def read(self) -> int:
-        value = ctypes.c_ulonglong()
-        code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(value))
-        if code != 0:
-            raise OSError(f"NVML error {code}")
-        return value.value
+        return self._gpu.energy_mj()
 
     def joules_between(self, before: int, after: int) -> float:
         return (after - before) / 1e3
 
 
-def nvml_counter(device: str) -> tuple[NvmlCounter | None, str]:
-    """The energy counter of CUDA device `device` and a note: its name, or why there is none.
+class PowerCounter:
+    """Microjoules of a GPU without a counter of energy: its power now, read `RATE_HZ` times a second and added up by a thread."""
 
-    The GPU is found by UUID, because NVML counts all GPUs and CUDA only the visible ones.
-    """
-    import torch
+    def __init__(self, gpu: Gpu, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gpu, self._clock, self._lock = gpu, clock, threading.Lock()
+        self._total_j, self._at, self._power = 0.0, clock(), gpu.power_w()
 
+    def read(self) -> int:
+        """The sum so far, with the trapezoid since the last reading."""
+        with self._lock:
+            now, power = self._clock(), self._gpu.power_w()
+            self._total_j += (now - self._at) * (power + self._power) / 2
+            self._at, self._power = now, power
+            return round(self._total_j * 1e6)
+
+    def joules_between(self, before: int, after: int) -> float:
+        return (after - before) / 1e6
+
+
+def gpu_counter(device: str) -> tuple[NvmlCounter | PowerCounter | None, str]:
+    """The energy counter of CUDA device `device` and a note: its name, or why there is none."""
+    gpu, note = open_gpu(device)
+    if gpu is None:
+        return None, f"no energy: {note}"
+    return counter_of(gpu, note)
+
+
+def counter_of(
+    gpu: Gpu, note: str, clock: Callable[[], float] = time.monotonic
+) -> tuple[NvmlCounter | PowerCounter | None, str]:
+    """The counter of `gpu`, its power added up where it has none, and `note` with how; None, with the reason, without both."""
     try:
-        library = ctypes.CDLL(_NVML)
-        if library.nvmlInit_v2() != 0:
-            return None, "no energy: NVML does not start"
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.device(device)).uuid}"
-        handle = ctypes.c_void_p()
-        code = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
-        if code != 0:
-            return None, f"no energy: NVML does not know {uuid} (error {code})"
-        return NvmlCounter(library, handle), f"NVML: {device}"
-    except (OSError, AttributeError) as error:
+        return NvmlCounter(gpu), note
+    except OSError:
+        pass
+    try:
+        return PowerCounter(gpu, clock), f"{note}, power read {RATE_HZ:g} times a second"
+    except OSError as error:
         return None, f"no energy: {error}"
