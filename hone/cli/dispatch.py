@@ -36,6 +36,7 @@ VERBS = {
     "calibrate": "hone.cli.look:calibrate",
     "hardware": "hone.cli.hardware.verb:hardware",
     "cost": "hone.cli.cost.verb:cost",
+    "schedule": "hone.cli.schedule.verb:schedule",
     "completion": "hone.cli.completion.verb:completion",
 }
 """The function of each verb, `(words, options) -> exit code`, imported on use."""

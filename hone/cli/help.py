@@ -28,6 +28,7 @@ using a model
 planning
   hardware [NAME ...]   accelerators, links, prices, grids; with names: compared
   cost WORD         a calculator: formulas with their numbers
+  schedule JOBS     hours and sites of little carbon for jobs with deadlines
 looking
   show THING        print a recipe, an artifact or a model folder
   redecide DATA     what other filters would keep of a data stage's input

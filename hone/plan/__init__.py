@@ -1,1 +1,1 @@
-"""Plans across rooms: what a goal (a size, a latency) needs of the stages below, found by their own estimates."""
+"""Search over what the rooms below can do, with their costs."""

@@ -1,0 +1,1 @@
+"""`hone schedule`: when and where jobs run."""

@@ -1,0 +1,1 @@
+"""When and where jobs run: hours and sites of little carbon or price, before their deadlines."""
