@@ -17,6 +17,7 @@ one stage (hone VERB --help lists its fields; --plan prints its estimates, --pla
   compress MODEL    quantize, prune
   eval MODEL        perplexity, bits per byte, distance to a reference
   bench MODEL       a measured serving run: tokens/s, latency, memory
+  simulate MODEL [TRACE]   a serving run under a predicted clock, on any machine
 object stores (s3://, gs://, ...)
   push FOLDER URL   copy an artifact to a URL; one with hone.json is whole
   pull URL FOLDER   copy an artifact from a URL, checking every file

@@ -85,6 +85,7 @@ def specs_of(verb: str) -> list[Any]:
         "serve": "hone.serve.http:ServeConfig",
         "generate": "hone.serve.request:SamplingParams",
         "hardware": "hone.cli.hardware.spec:HardwareSpec",
+        "simulate": "hone.plan.simulate.spec:SimulationSpec",
     }
     if verb == "export":
         table = resolve("hone.exports:EXPORTS")

@@ -19,6 +19,7 @@ from hone.cli.launch import OPTION
 from hone.cli.line import OF_PLAN, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
+from hone.cli.simulate.verb import OF_SIMULATE
 from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
 from hone.exports import EXPORTS
@@ -40,6 +41,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "generate": OF_GENERATE,
     "chat": OF_CHAT,
     "export": OF_EXPORT,
+    "simulate": OF_SIMULATE,
     "push": ("redo", "quiet"),
     "pull": ("redo", "quiet"),
     "calibrate": ("device", OPTION),
@@ -64,6 +66,7 @@ _ABOUT = {
     "executor": "Where the tasks of a data stage run.",
     "workers": "Processes of the executor.",
     OPTION: "Ranks to start on this host.",
+    "machine": "GPU of a data sheet, or a file.",
     "host": "Address to listen on.",
     "port": "Port to listen on.",
     "config": "YAML file of these fields.",

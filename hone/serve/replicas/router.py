@@ -18,7 +18,7 @@ class Router:
     """Remembers the last `max_keys` pages by the replica that was given them last; `load` is a replica's sequences in progress.
 
     A replica has too much to do when its load is above that of the least loaded by more than `abs_threshold` and by more
-    than the factor `rel_threshold`.
+    than the factor `rel_threshold`. There are places for `replicas`, and all take prompts until some are retired.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Router:
         rel_threshold: float,
     ) -> None:
         self._replicas = replicas
+        self._active = list(range(replicas))
         self._load = load
         self._block_size = block_size
         self._max_keys = max_keys
@@ -41,15 +42,16 @@ class Router:
     def place(self, prompt: Sequence[int], salt: str = "") -> tuple[int, list[bytes]]:
         """The replica for `prompt`, and the keys of the pages that it will hold."""
         keys = chain_keys(prompt, self._block_size, salt)
-        loads = [self._load(replica) for replica in range(self._replicas)]
-        least = min(loads)
+        loads = {replica: self._load(replica) for replica in self._active}
+        assert loads, "some replica takes requests"
+        least = min(loads.values())
         held = self._held(keys)
-        most = max(held)
-        best = [replica for replica in range(self._replicas) if held[replica] == most]
+        most = max(held[replica] for replica in loads)
+        best = [replica for replica in loads if held[replica] == most]
         if most:
             best = [replica for replica in best if not self._is_too_busy(loads[replica], least)]
         if not most or not best:
-            best = [replica for replica in range(self._replicas) if loads[replica] == least]
+            best = [replica for replica in loads if loads[replica] == least]
         else:
             lowest = min(loads[replica] for replica in best)
             best = [replica for replica in best if loads[replica] == lowest]
@@ -63,6 +65,19 @@ class Router:
             self._holders[key] = self._holders.pop(key, 0) | 1 << replica
         while len(self._holders) > self._max_keys:
             self._holders.popitem(last=False)
+
+    def retire(self, replica: int) -> None:
+        """`replica` gets no prompt any more, and what it held counts as gone."""
+        self._active = [one for one in self._active if one != replica]
+        for key in [key for key, holders in self._holders.items() if holders >> replica & 1]:
+            self._holders[key] &= ~(1 << replica)
+            if not self._holders[key]:
+                del self._holders[key]
+
+    def admit(self, replica: int) -> None:
+        """`replica`, one of those there may be, takes prompts from now on."""
+        assert 0 <= replica < self._replicas, f"there are places for {self._replicas} replicas"
+        self._active = sorted({*self._active, replica})
 
     def _held(self, keys: list[bytes]) -> list[int]:
         """Of each replica, how many of the first pages it holds without a gap."""
