@@ -8,6 +8,7 @@ usage: hone VERB [ARGUMENT] [--field=value ...]
 
 a whole recipe
   plan RECIPE       time, memory and disk of every stage, and whether it fits, before anything is made
+  plan GOAL         the best ways to train, compress and serve within limits: a search with a front and a recipe for each row
   run RECIPE        make every missing stage of a recipe, then its report
   report LINE       write the report of a line's artifacts again
   watch FOLDER ...  a page in the browser of trainings that run or are finished

@@ -19,16 +19,21 @@ OF_PLAN = ("work", "device", "redo")
 
 def plan(words: list[str], options: dict[str, str]) -> int:
     """Prints the estimates of every stage of a recipe; returns 2 when something does not fit."""
+    from hone.cli.goals.verb import USAGE, search
     from hone.cli.tables import show_plan
+    from hone.plan.search.goal import is_goal
     from hone.recipe import Recipe
 
     if "help" in options:
         print(
             "usage: hone plan RECIPE [--STAGE.FIELD=VALUE ...] [--work=FOLDER] [--redo=STAGE|drifted|all] [--device=cuda]\n\n"
             "Prints the estimates of every missing stage: seconds, memory, disk, energy where a model of it exists; and\n"
-            "what does not fit, with ways out. Makes nothing. The exit code is 2 when something does not fit."
+            "what does not fit, with ways out. Makes nothing. The exit code is 2 when something does not fit.\n\n"
+            + USAGE
         )
         return 0
+    if is_goal(Path(need(words, "RECIPE"))):
+        return search(words, options)
     recipe = Recipe.load(need(words, "RECIPE")).override(fields(options, *OF_PLAN))
     work, redo = options.get("work", "work"), _redo(options)
     run = circumstances({name: value for name, value in options.items() if name in OF_PLAN})

@@ -1,1 +1,1 @@
-"""Search over what the rooms below can do, with their costs."""
+"""Plans across stages: what to build and how to run it, chosen from all that the rooms below can do."""

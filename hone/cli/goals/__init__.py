@@ -1,0 +1,1 @@
+"""`hone plan GOAL`: a search from the command line."""

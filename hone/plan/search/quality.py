@@ -1,0 +1,82 @@
+"""Quality before anything is made: a scaling law's loss with the spread of its published fits; of compressions what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from hone.base.artifact import Artifact
+from hone.base.errors import SpecError
+
+FITS = {
+    "Hoffmann et al. 2022, table A3": (1.69, 406.4, 0.34, 410.7, 0.28),
+    "Hoffmann et al. 2022, unrounded exponents": (1.69, 406.4, 0.3392, 410.7, 0.2849),
+    "Besiroglu et al. 2024, arXiv:2404.10102": (1.8172, 482.01, 0.3478, 2085.43, 0.3658),
+}
+"""E, A, alpha, B, beta of L = E + A / N^alpha + B / D^beta (arXiv:2203.15556). They differ by more than their authors' intervals, so
+their spread is shown with every loss."""
+
+MEASURES = ("kl_to_dense", "kl_to_reference", "loss_increase")
+"""Figures of an artifact that say how many nats a token a compression costs, the first that is there."""
+
+
+class Known(NamedTuple):
+    """A quality in nats a token, with half of its interval; `how`: where it is from."""
+
+    value: float
+    half: float
+    how: str
+
+
+def trained_loss(num_params: float, tokens: float) -> Known:
+    """The loss of `num_params` active parameters after `tokens`: the mean of `FITS`, and half of what lies between them.
+
+    Modelled: of web text in the vocabulary of those papers, with a schedule that ends at `tokens`.
+    """
+    found = [e + a / num_params**alpha + b / tokens**beta for e, a, alpha, b, beta in FITS.values()]
+    return Known(statistics.mean(found), (max(found) - min(found)) / 2, "scaling law, three published fits")
+
+
+def measured_losses(folders: Iterable[str]) -> dict[str, Known]:
+    """What compressions cost in nats a token, by their steps (`key_of`), from the artifacts in `folders`.
+
+    A compression's own `kl_to_dense`, or an evaluation's divergence from its reference with the steps of its model. Raises SpecError for an
+    artifact that says neither.
+    """
+    found: dict[str, Known] = {}
+    for folder in folders:
+        made = Artifact.read(folder)
+        figure = next((made.figures[name] for name in MEASURES if name in made.figures), None)
+        steps = _steps(made)
+        if figure is None or figure.value is None or steps is None:
+            raise SpecError(
+                f"{folder} does not say what a compression costs: it has none of the figures {', '.join(MEASURES)}, or is of no "
+                "compression",
+                fix="give a folder of `hone compress` with calibration inputs, or of `hone eval --from.reference=DENSE`",
+            )
+        found[key_of(steps)] = Known(figure.value, figure.ci95 or 0.0, f"measured in {folder}")
+    return found
+
+
+def _steps(made: Artifact) -> list[Any] | None:
+    """The steps of a compression, or of the compression that an evaluation's model came from."""
+    if made.kind == "compress":
+        return list(made.manifest["spec"]["steps"])
+    for parent in made.manifest.get("parents", ()):
+        if parent.get("role") == "model":
+            try:
+                return _steps(Artifact.read(parent["path"]))
+            except (KeyError, OSError):
+                return None
+    return None
+
+
+SAYS = ("kind", "bits", "group_size", "sparsity", "scheme", "uneven", "scale")
+"""Fields of a step by which a measured compression is recognized."""
+
+
+def key_of(steps: Iterable[Mapping[str, Any]]) -> str:
+    """Equal for the same steps: their fields that decide the format, in order."""
+    return json.dumps([{name: step[name] for name in SAYS if name in step} for step in steps], sort_keys=True)
