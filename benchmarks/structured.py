@@ -35,7 +35,7 @@ from hone.model.hf import Checkpoint, load
 from hone.model.tokenizer import load_tokenizer
 from hone.train import OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.loop import Trainer, fit
-from hone.train.precision import compute_dtype
+from hone.train.precision import TORCH_NAMES
 
 
 def main() -> None:
@@ -141,7 +141,9 @@ def _heal(objective: dict[str, Any], pruned: Path, folder: Path, arguments: argp
     model = load(pruned, arguments.device, torch.float32)
     precision = "bf16" if arguments.device.startswith("cuda") else "fp32"
     teacher = (
-        load(arguments.model, arguments.device, compute_dtype(precision)) if objective["kind"] == "distill" else None
+        load(arguments.model, arguments.device, getattr(torch, TORCH_NAMES[precision]))
+        if objective["kind"] == "distill"
+        else None
     )
     trainer = Trainer(
         model,

@@ -40,7 +40,7 @@ from hone.train import DATA_PARALLEL
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
-from hone.train.precision import TORCH_NAMES, compute_dtype
+from hone.train.precision import TORCH_NAMES
 from hone.train.schedules.cosine import Cosine
 
 VARIANTS: dict[str, Any] = {"zero3, weights stay": {"kind": "zero3", "reshard_after_forward": "never"}}
@@ -109,7 +109,7 @@ def _made(
     whole = build(config, device=device)
     if name == THREADS:
         return _threads(whole, device, arguments, batch) if mesh.leads else lambda: None
-    dtype = compute_dtype(arguments.precision)
+    dtype = getattr(torch, TORCH_NAMES[arguments.precision])
     step = torch_step("ddp" if name == PEERS["ddp"] else "fsdp2", whole, device, dtype, compile=arguments.compile)
     return lambda: step(batch)
 
@@ -136,7 +136,7 @@ def _threads(model: Decoder, device: str, arguments: argparse.Namespace, batch: 
     On GPUs it is torch's class. On a CPU that has one device and does nothing, so its four parts are here, each thread with its own backward
     pass: autograd has one thread a device.
     """
-    dtype, count = compute_dtype(arguments.precision), arguments.ranks
+    dtype, count = getattr(torch, TORCH_NAMES[arguments.precision]), arguments.ranks
     master = Loss(model).to(dtype)
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, fused=device.startswith("cuda"), foreach=None)
     tokens, targets = (torch.from_numpy(array).to(device).repeat(count, 1) for array in (batch.tokens, batch.targets))

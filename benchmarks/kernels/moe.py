@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
-from hone.ops.moe.gluon_grouped import by_rows, by_weights
+from hone.ops.moe.gluon_grouped import by_rows
+from hone.ops.moe.gluon_grouped_sums import by_weights
 from hone.ops.moe.weights import FP8, ExpertWeights
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}

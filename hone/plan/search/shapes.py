@@ -11,7 +11,7 @@ from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
 from hone.cost.dims import ModelDims
-from hone.cost.tensor import part_of
+from hone.cost.train.tensor import part_of
 from hone.plan.search.goal import Goal, Sizes
 
 if TYPE_CHECKING:

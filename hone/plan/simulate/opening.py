@@ -57,7 +57,7 @@ def open_simulation(
 
     Raises SpecError for what a simulation cannot follow, FitError for a model that does not fit.
     """
-    from hone.cost.offload import ExpertCopies
+    from hone.cost.serve.offload import ExpertCopies
     from hone.serve.planning import HELD_24, budget_on, expert_copies, of_a_rank, pages_bytes, serving_of, sparse_saving
     from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, work_bytes
 

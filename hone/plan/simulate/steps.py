@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from hone.cost.serving import Serving, StepKind
+from hone.cost.serve.serving import Serving, StepKind
 from hone.serve.sequence import ScheduledSeq
 
 

@@ -21,9 +21,9 @@ from hone.cost.calculators.speculate import Speculate
 from hone.cost.calculators.train import TrainMemory
 from hone.cost.calculators.waste import Waste
 from hone.cost.calculators.zero import Zero
+from hone.cost.pipeline.simulate import Costs, peak, simulate
 from hone.cost.ranks import Transfers
 from hone.parallel.pipeline.schedules import SCHEDULES
-from hone.parallel.pipeline.simulate import Costs, peak, simulate
 
 PARAMS = {
     "gpt3-175b": 174.6e9, "megatron-22b": 22e9, "megatron-530b": 529.6e9, "megatron-1t": 1008e9, "llama-2-7b": 6.738e9,

@@ -101,7 +101,7 @@ def test_equal_layers_are_counted_as_the_whole_config_counts_them():
     (candidate,) = candidates_of(goal)
     whole = Shape.read(candidate.shape).config(320)
     assert candidate.dims == whole.dims()
-    from hone.cost.tensor import part_of
+    from hone.cost.train.tensor import part_of
 
     assert candidate.part(2) == part_of(whole.local(2).dims(), 2)
 

@@ -14,10 +14,10 @@ from hone.cost.activations.segments import layer_bytes
 from hone.cost.cache import BYTES
 from hone.cost.dims import ModelDims
 from hone.cost.ranks import MESSAGE_S, Transfers, link_bytes_per_s
-from hone.cost.replicas import Divided
 from hone.cost.steps import code_bytes, coded_params, held_cast_seconds, pass_seconds, product_seconds
-from hone.cost.tensor import Messages, Tensor
-from hone.cost.update import adamw, update_seconds
+from hone.cost.train.replicas import Divided
+from hone.cost.train.tensor import Messages, Tensor
+from hone.cost.train.update import adamw, update_seconds
 from hone.plan.search.product import Lookup
 from hone.plan.search.shapes import layers_alone
 from hone.plan.search.training.space import Trainings
@@ -62,8 +62,8 @@ class Rates:
 
     def options(self, tensor: int, context: int, micro: int, precision: int, held: bool) -> dict[str, Any]:
         """What `pass_seconds` takes for a pass."""
+        from hone.cost.chunks import loss_chunk
         from hone.train.fp8.fits import fp8_products
-        from hone.train.objectives.chunk import loss_chunk
         from hone.train.precision import FP8_RECIPES
 
         axes, goal, device = self.of.product.axes, self.of.goal, self.of.fleet.machine.device
@@ -103,27 +103,26 @@ class Rates:
         both = forward = 0.0
         if axes["context"][context] > 1:
             ring, sizes = self.ring(tensor, context, experts, micro, precision)
-            both = ring.step_s(sizes, 1, 0, machine.device)
-            forward = ring.step_s(sizes, 1, 1, machine.device) - both
+            both = ring.step_s(sizes, 1, 0, machine.device, machine.processor)
+            forward = ring.step_s(sizes, 1, 1, machine.device, machine.processor) - both
         rows = 0.0
         if axes["experts"][experts] > 1:
             values = BYTES[dtype] * tokens * part.layers[-1].routed_values / 2
             rows = times.seconds("all_to_all", axes["experts"][experts], values)
         kind = "cuda" if self.of.fleet.on_gpu else "cpu"
         to_next = MESSAGE_S[kind] + BYTES[dtype] * tokens * hidden / ranks / link_bytes_per_s(
-            machine.device, self.of.fleet.count
+            machine.device, self.of.fleet.count, machine.processor
         )
         return sums, both, forward, rows, to_next
 
     def ring(self, tensor: int, context: int, experts: int, micro: int, precision: int) -> tuple[Any, Any]:
         """The technique that shares sequences, and the sizes of one layer's pass."""
-        from hone.train.context_parallel.base import Sizes
-        from hone.train.context_parallel.techniques import Ring
+        from hone.cost.train.context import RingSharing, Sizes
 
         shares = self.of.product.axes["context"][context]
         width, goal = BYTES[self.dtype(precision)], self.of.goal
         alone = layers_alone(self.part(tensor, experts), 1)
-        return Ring(kind="ring"), Sizes.of(alone, self.tokens(context, micro), goal.seq_len, shares, width)
+        return RingSharing("ring"), Sizes.of(alone, self.tokens(context, micro), goal.seq_len, shares, width)
 
     @cached_property
     def exchange(self) -> Lookup:
@@ -233,7 +232,7 @@ class Rates:
         axes, candidate = self.of.product.axes, self.of.candidate
         ranks, divides = axes["tensor"][tensor], axes["experts"][experts]
         if divides > 1:
-            from hone.train.expert_parallel.cost import part_of
+            from hone.cost.train.experts import part_of
             from hone.train.routing.layouts import expert_params
 
             return part_of(candidate.dims, expert_params(candidate.config), divides)
