@@ -4,7 +4,9 @@
     python -m benchmarks.expert_exchange --ranks 2 --device cpu --check     # gloo, results and gradients alone
 
 One expert multiplies its rows by a number of its own. Rows say GB/s that a rank sends, there and back, of T tokens of D numbers in bfloat16
-that visit k of E experts; `of_limit` is the share of the rate of a copy from one GPU to the other, measured in the same run.
+that visit k of E experts, with the sort of the rows that came; `of_limit` is the share of the rate of a copy from one GPU to the other,
+measured in the same run. Sizes are exact, for which the host waits, or rows are in rooms of a fixed size, for which it does not
+(`hone.parallel.piece_bound`). `transfers` are those of the rows alone, without counts and sorts.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
 from hone.ops import permute
 from hone.parallel.degrees import Degrees
-from hone.parallel.experts import ExpertExchange
+from hone.parallel.experts import RowExchange, Sizes
 from hone.parallel.grid import Grid
 
-CASES = [(300, 64, 8, 2, 0.0), (4096, 2048, 64, 6, 0.0), (4096, 2048, 64, 6, 2.0), (513, 64, 8, 1, 50.0)]
+CASES = [
+    (300, 64, 8, 2, 0.0),
+    (4096, 2048, 64, 6, 0.0),
+    (16384, 2048, 64, 6, 0.0),
+    (4096, 2048, 64, 6, 2.0),
+    (513, 64, 8, 1, 50.0),
+]
 """Tokens, width, experts, visits a token, and what is added to the scores of the first rank's experts; with 50 the others have no rows."""
 ROUNDS = 12
 
@@ -52,10 +60,15 @@ def _work(arguments: argparse.Namespace) -> None:
                 if mesh.leads:
                     print(f"{backend}: left out, {error}", flush=True)
                 continue
-            for case in CASES if device.startswith("cuda") else CASES[:1] + CASES[3:]:
-                _check(exchange, grid, mesh, device, *case)
+            for case in CASES if device.startswith("cuda") else CASES[:1] + CASES[-1:]:
+                for way in ("exact sizes", "rooms"):
+                    _check(exchange, mesh, device, way, *case)
+                    if not arguments.check:
+                        rows.append(_timed(exchange, grid, mesh, device, f"{backend}, {way}", link, *case))
                 if not arguments.check:
-                    rows.append(_timed(exchange, grid, mesh, device, backend, link, *case))
+                    rows.append(_timed(exchange, grid, mesh, device, f"{backend}, transfers", link, *case))
+    if mesh.leads and link is not None:
+        _table(rows, link)
     if mesh.leads:
         print("results and gradients are right", flush=True)
         arguments.out.write_text(json.dumps([row for row in rows if row]))
@@ -72,22 +85,28 @@ def _drawn(
     return x, scores.topk(k).indices
 
 
-def _check(exchange: ExpertExchange, grid: Grid, mesh: Mesh, device: str, *case: Any) -> None:
+def _check(exchange: RowExchange, mesh: Mesh, device: str, way: str, *case: Any) -> None:
     """Several turns, since rooms are used in turn: results to the bit, gradients to bfloat16's rounding."""
     experts, k = case[2:4]
     x, ids = _drawn(mesh, device, *case)
     own = experts // mesh.world_size
     numbers = torch.arange(1, experts + 1, device=device) / 8
     order = ids.flatten().sort(stable=True)
-    for _ in range(6):
+    exchange.bound.rows = None
+    for turn in range(6):
         given = x.clone().requires_grad_()
-        rows, ends, _ = permute(given, ids, experts)
-        sent = exchange.dispatch(rows, ends)
+        sent, place = _dispatched(exchange, given, ids, experts, roomy=way == "rooms")
+        assert (sent._room is None) == (turn == 0 or way != "rooms")
         came, own_ends = sent.arrived()
         counts = own_ends.diff(prepend=own_ends.new_zeros(1)).long()
-        mine = numbers[mesh.rank * own : (mesh.rank + 1) * own].repeat_interleave(counts, output_size=len(came))
+        counts = torch.cat([counts, (len(came) - counts.sum())[None]])  # nobody's
+        mine = torch.cat([numbers[mesh.rank * own : (mesh.rank + 1) * own], numbers[:1]])
+        mine = mine.repeat_interleave(counts, output_size=len(came))
         back = exchange.combine((came.float() * mine[:, None]).to(came.dtype), sent).arrived()
-        wanted = (rows.detach().float() * numbers[order.values][:, None]).to(rows.dtype)
+        assert not exchange.bound.settle(), "a room was too small"
+        exchange.bound.close()
+        back = back[place.flatten().long()][order.indices]
+        wanted = (x[order.indices // k].float() * numbers[order.values][:, None]).to(x.dtype)
         assert torch.equal(back, wanted), "rows came back changed"
         back.float().square().sum().backward()
         flow = (2 * wanted.float()).bfloat16().float() * numbers[order.values][:, None]
@@ -97,35 +116,72 @@ def _check(exchange: ExpertExchange, grid: Grid, mesh: Mesh, device: str, *case:
         assert gap < 0.02, f"a gradient is {gap:.3g} of the largest one off"
 
 
+def _dispatched(exchange: RowExchange, x: Tensor, ids: Tensor, experts: int, *, roomy: bool) -> tuple[Any, Tensor]:
+    """Rows of `x` on their way, and where each visit's row lies; `roomy`: in rooms, where their size is known."""
+    if roomy:
+        exchange.bound.begin()
+    pieces = exchange.pieces
+    rows, ends, place = permute(x, ids, experts, pieces=pieces)
+    return exchange.dispatch(rows, ends, None if pieces is None else pieces[1]), place
+
+
 def _timed(
-    exchange: ExpertExchange, grid: Grid, mesh: Mesh, device: str, backend: str, link: float | None, *case: Any
+    exchange: RowExchange, grid: Grid, mesh: Mesh, device: str, what: str, link: float | None, *case: Any
 ) -> dict[str, Any]:
     tokens, width, experts, k, skew = case
     x, ids = _drawn(mesh, device, *case)
-    rows, ends, _ = permute(x, ids, experts)
+    own = experts // mesh.world_size
     times = []
+    exchange.bound.rows = None
+    with torch.no_grad():
+        _dispatched(exchange, x, ids, experts, roomy=True)[0].arrived()
+        exchange.bound.settle()  # from here on the room is known
+        exchange.bound.close()
+    counts = [int((ids.flatten() // own == rank).sum()) for rank in range(mesh.world_size)]
+    every = mesh.gather(counts)
+    sizes = Sizes(counts, [one[mesh.rank] for one in every], max(map(sum, every)))
+    if what.endswith("rooms"):
+        exchange.bound.begin()
+    rows, ends, _ = permute(x, ids, experts, pieces=exchange.pieces)
+    room = exchange.bound.room
+
+    def there_and_back() -> None:
+        if what.endswith("transfers"):
+            exchange.carrier.start(exchange.carrier.start(rows, sizes).land(), sizes.back).land()
+            return
+        sent = exchange.dispatch(rows, ends, room)
+        came, _ = sent.arrived()
+        exchange.combine(came, sent).arrived()
+
     for _ in range(ROUNDS):
         dist.barrier(group=grid.ep.group)
         _wait(device)
         begun = time.perf_counter()
         with torch.no_grad():
-            sent = exchange.dispatch(rows, ends)
-            came, _ = sent.arrived()
-            exchange.combine(came, sent).arrived()
+            there_and_back()
         _wait(device)
         times.append(time.perf_counter() - begun)
+    exchange.bound.close()
     seconds = max(mesh.gather(statistics.median(times)))
-    own = experts // mesh.world_size
-    leaving = int((ids.flatten() // own != mesh.rank).sum())
+    leaving = len(ids.flatten()) - counts[mesh.rank]
     rate = 2 * max(mesh.gather(leaving)) * width * x.element_size() / seconds
     if mesh.leads:
-        print(f"{backend}: {case}: {seconds * 1e3:.3f} ms, {rate / 1e9:.1f} GB/s", flush=True)
+        print(f"{what}: {case}: {seconds * 1e3:.3f} ms, {rate / 1e9:.1f} GB/s", flush=True)
     skewed = ", most of them to one rank" if skew else ""
     row = {
-        "figure": f"rows of experts there and back, {tokens} x {width}, {k} of {experts}{skewed}, {mesh.world_size} ranks: {backend}",
+        "figure": f"rows of experts there and back, {tokens} x {width}, {k} of {experts}{skewed}, {mesh.world_size} ranks: {what}",
         "value": rate / 1e9, "unit": "GB/s", "n": ROUNDS, "seconds": seconds,
     }  # fmt: skip
     return row if link is None else {**row, "of_limit": rate / link}
+
+
+def _table(rows: list[dict[str, Any]], link: float) -> None:
+    """Prints the rates beside the link's."""
+    print(f"\na copy to the next GPU while it copies to this one: {link / 1e9:.1f} GB/s", flush=True)
+    print(f"{'ms':>8} {'GB/s':>7} {'of link':>8}  rows of experts there and back", flush=True)
+    for row in rows:
+        said = row["figure"].removeprefix("rows of experts there and back, ")
+        print(f"{row['seconds'] * 1e3:>8.3f} {row['value']:>7.1f} {row['of_limit']:>8.1%}  {said}", flush=True)
 
 
 def _link_rate(mesh: Mesh, grid: Grid) -> float | None:

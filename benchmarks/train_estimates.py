@@ -20,6 +20,15 @@ RUNS: dict[str, list[str]] = {
     "fp8": ["--layers=16", "--compile", "--precision=fp8", "--layouts", "zero2"],
     "small": ["--layers=8", "--compile", "--layouts", "ddp", "zero1", "cp-ring"],
     "tensor": ["--layers=16", "--compile", "--layouts", "tp", "tp-async"],
+    "experts": [
+        "--shape=deepseek-v3-16b",
+        "--layers=9",
+        "--batch=4",
+        "--seq-len=4096",
+        "--layouts",
+        "zero2-ep",
+        "zero2-ep-peer",
+    ],
     "pipeline": ["--layers=8", "--batch=2", "--seq-len=4096", "--micro-batches=4", "--layouts", "pp-1f1b", "pp-zb_v"],
 }
 """Options of benchmarks.train_layouts by name: what fits 80 GiB a GPU."""

@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import numpy as np
 import torch
 
+from benchmarks import gaps
 from benchmarks.ranks import forget, on_ranks, torch_step
 from benchmarks.train import SHAPES, SHEET_PEAK, flops_per_token, random_batch, random_decoder
 from hone.base.ranks import Mesh
@@ -158,7 +160,7 @@ def _trainer(
     model: Decoder, parallelism: Parallelism, mesh: Mesh, device: str, precision: Any, arguments: argparse.Namespace
 ) -> Trainer:
     ranks = parallelism.ranks(mesh, device)
-    return parallelism.trainer()(
+    made = parallelism.trainer()(
         parallelism.decoder(model, ranks, arguments.seq_len),
         steps=10**6,
         schedule=Cosine(warmup=0, floor=1.0),
@@ -169,6 +171,9 @@ def _trainer(
         compile=arguments.compile,
         ranks=ranks,
     )
+    if arguments.exact_sizes:
+        made.rooms.fixed = False
+    return made
 
 
 def _checked(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -230,16 +235,14 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     times = [max(ranks) for ranks in zip(*every, strict=True)]
     seconds, peak = statistics.median(times), max(mesh.gather(torch.cuda.max_memory_allocated()))
     kept = arguments.trace_folder if mesh.leads else None
-    hidden, busy = (
-        _hidden(lambda: step(batches[0]), kept and kept / f"{name}.json.gz") if arguments.trace else (None, 0)
-    )
+    traced = _traced(lambda: step(batches[0]), kept and kept / f"{name}.json.gz") if arguments.trace else None
     if not mesh.leads:
         return []
     rate = arguments.batch * arguments.seq_len / seconds
     causal, full = flops_per_token(config, arguments.seq_len)
     limit = next((value for key, value in SHEET_PEAK.items() if key in torch.cuda.get_device_name(device)), 989e12)
     what = f"{arguments.shape}{f', {config.num_layers} layers' if arguments.layers else ''} on {mesh.world_size} GPUs, {arguments.precision}"
-    what += f", {arguments.batch} x {arguments.seq_len} a GPU{', compiled' * arguments.compile}: {name}"
+    what += f", {arguments.batch} x {arguments.seq_len} a GPU{', compiled' * arguments.compile}{', exact sizes' * arguments.exact_sizes}: {name}"
     note = f"{seconds:.4g} s a step, MFU {full * rate / limit:.1%} with attention in full"
     row = {
         "figure": what,
@@ -260,12 +263,19 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
             "predicted_peak_bytes": grown,
         }
         note += f"; predicted {predicted:.4g} s and {grown / 2**30:.1f} GiB, {peak / 2**30:.1f} measured"
-    if hidden is not None:
-        note += f"; {hidden:.0%} of the communication beside computation, GPU busy {busy:.1%} of the time, of {TRACED - 2} steps between "
-        note += "others"
-        row["hidden"] = hidden
+    if traced is not None:
+        hidden = "none" if traced.hidden is None else f"{traced.hidden:.0%}"
+        note += f"; traced: {hidden} of the communication beside computation, {traced.exposed_s * 1e3:.1f} ms of it exposed, GPU busy "
+        note += f"{traced.busy:.1%} of {TRACED - 2} steps between others"
+        row |= {"hidden": traced.hidden, "exposed_s": traced.exposed_s, "busy": traced.busy}
+        print("\n".join(traced.lines()), flush=True)
     print(f"{name}: {rate:,.0f} tokens/s a GPU, {note}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
     print(f"  seconds of the steps: {' '.join(f'{one:.4f}' for one in times)}", flush=True)
+    if not peer and trainer.rooms.bound is not None:
+        print(
+            f"  rows of experts: rooms of {trainer.rooms.bound.rows}, {trainer.rooms.bound.overflows} passes made again",
+            flush=True,
+        )
     return [{**row, "note": note}]
 
 
@@ -298,8 +308,9 @@ def _sizes(
     )
 
 
-def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, float]:
-    """`steady` of a trace of TRACED steps one after the other."""
+def _traced(step: Callable[[], Any], kept: Path | None) -> gaps.Account | None:
+    """The account of a trace of TRACED steps one after the other: what a step leaves under way, such as gathers of new weights, passes beside the
+    next one, as in a training."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(
@@ -309,55 +320,11 @@ def _hidden(step: Callable[[], Any], kept: Path | None) -> tuple[float | None, f
         for _ in range(TRACED):
             step()
         torch.cuda.synchronize()
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(kept))
-    intervals: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            moves = "nccl" in event.name.lower() or "PtoP" in event.name  # collectives, copies between GPUs
-            intervals[moves].append((event.time_range.start, event.time_range.end))
-    return steady(intervals[True], intervals[False], TRACED)
-
-
-def steady(
-    moving: Sequence[tuple[float, float]], computing: Sequence[tuple[float, float]], count: int
-) -> tuple[float | None, float]:
-    """(share of the seconds of communication beside computing kernels, share of the time in which the GPU computes).
-
-    Of `count` steps one after the other the time of the first and of the last is left out: what a step leaves under way, such as
-    gathers of new weights, passes beside the next one, as in a training, and the last one has no next.
-    """
-    every = [*moving, *computing]
-    if not every:
-        return None, 0.0
-    first, last = min(start for start, _ in every), max(end for _, end in every)
-    period = (last - first) / count
-    window = first + period, last - period
-    moved, computed, both = (_union(_cut(one, *window)) for one in (moving, computing, every))
-    total = _length(moved)
-    beside = total + _length(computed) - _length(both)
-    return (beside / total if total else None), _length(computed) / (window[1] - window[0])
-
-
-def _cut(intervals: Sequence[tuple[float, float]], first: float, last: float) -> list[tuple[float, float]]:
-    """The parts of `intervals` between both times."""
-    cut = ((max(start, first), min(end, last)) for start, end in intervals)
-    return [(start, end) for start, end in cut if start < end]
-
-
-def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+    with tempfile.TemporaryDirectory() as folder:
+        path = kept or Path(folder) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(path))
+        return gaps.account(gaps.read(path), TRACED)
 
 
 def _arguments() -> argparse.Namespace:
@@ -375,6 +342,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--activation-checkpointing", default='"none"', help="as JSON")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--exact-sizes", action="store_true", help="hosts wait for the sizes of experts' rows in every layer"
+    )
     parser.add_argument("--trace", action="store_true", help="a few more steps under torch's profiler")
     parser.add_argument("--trace-folder", type=Path, help="keeps rank 0's trace of them")
     parser.add_argument("--no-ledger", action="store_true")

@@ -42,38 +42,49 @@ _Memory = gl._core.shared_memory_descriptor
 
 @triton.jit
 def list_tiles(
-    ends,
+    starts,  # int32 [E, n], unused where PIECES is 0
+    ends,  # int32 [E], or [E, n]
     tiles,
     num_rows,
     num_experts,
     most,
-    EXPERTS: tl.constexpr,
+    SPANS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """tiles int32 [most + 1, 3]: (expert, first row, end of the expert's rows) of each tile of rows; the last one: how many there are.
 
-    Of an expert after which nobody's rows come, the end is moved up to a whole STEP of rows: sums over rows read so far, and multiply
-    what they read there by 0, for which it must have been written.
+    Rows of an expert are a span that begins where the one before ends, or PIECES n > 0 spans with starts of their own, one in each of n
+    pieces of rows. Of a span after which nobody's rows come, the end is moved up to a whole STEP of rows: sums over rows read so far,
+    and multiply what they read there by 0, for which it must have been written.
     """
-    experts = tl.arange(0, EXPERTS)
-    known = experts < num_experts
-    end = tl.load(ends + experts, mask=known, other=0)
-    begin = tl.load(ends + experts - 1, mask=known & (experts > 0), other=0)
+    each: tl.constexpr = PIECES if PIECES else 1
+    spans = tl.arange(0, SPANS)
+    known = spans < num_experts * each
+    end = tl.load(ends + spans, mask=known, other=0)
+    last = tl.load(ends + (num_experts - 1) * each + spans % each, mask=known, other=0)  # of the piece
+    if PIECES:
+        begin = tl.load(starts + spans, mask=known, other=0)
+        further = spans % each + 1  # where the next piece begins
+        limit = tl.load(starts + further, mask=known & (further < each), other=num_rows)
+    else:
+        begin = tl.load(ends + spans - 1, mask=known & (spans > 0), other=0)
+        limit = num_rows
     counts = tl.where(known, (end - begin + TILE - 1) // TILE, 0)
-    whole = tl.minimum(begin + (end - begin + STEP - 1) // STEP * STEP, num_rows)
-    end = tl.where(known & (end == tl.max(end, 0)), whole, end)
+    whole = tl.minimum(begin + (end - begin + STEP - 1) // STEP * STEP, limit)
+    end = tl.where(known & (end == last), whole, end)
     until = tl.cumsum(counts, 0)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (until[None, :] > at[:, None]) & (until[None, :] - counts[None, :] <= at[:, None])
-    expert = tl.sum(tl.where(mine, experts[None, :], 0), 1)
+    expert = tl.sum(tl.where(mine, spans[None, :] // each, 0), 1)
     first = tl.sum(tl.where(mine, begin[None, :] + (at[:, None] - until[None, :] + counts[None, :]) * TILE, 0), 1)
-    last = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    final = tl.sum(tl.where(mine, end[None, :], 0), 1)
     real = at < most
     tl.store(tiles + at * 3, expert, mask=real)
     tl.store(tiles + at * 3 + 1, first, mask=real)
-    tl.store(tiles + at * 3 + 2, last, mask=real)
+    tl.store(tiles + at * 3 + 2, final, mask=real)
     if tl.program_id(0) == 0:
         tl.store(tiles + most * 3, tl.sum(counts, 0))
 
@@ -270,10 +281,12 @@ def by_rows(
     turned: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """x [T, R] times each row's expert's weight: [T, F] in `dtype`, or that of x; weight is [E, F, R], or [E, R, F] where `turned`.
 
-    With `scales`, float32 [T] and [E, F], both are fp8 codes, and the weight is not turned.
+    With `scales`, float32 [T] and [E, F], both are fp8 codes, and the weight is not turned. With `starts` int32 [E, n] each expert has n
+    spans of rows, which end at `ends` [E, n].
     """
     num_rows, summed = x.shape
     features = weight.shape[2 if turned else 1]
@@ -281,11 +294,12 @@ def by_rows(
     if not out.numel() or not summed:
         return out.zero_()
     width, stages = tile_of(features)
-    experts, most = len(weight), triton.cdiv(num_rows, ROWS) + len(weight)
+    most = triton.cdiv(num_rows, ROWS) + ends.numel()
     tiles = torch.empty(most + 1, 3, dtype=torch.int32, device=x.device)
     list_tiles[(triton.cdiv(most, 64),)](
-        ends, tiles, num_rows, experts, most,
-        EXPERTS=triton.next_power_of_2(experts), BLOCK=64, TILE=ROWS, STEP=STEP, num_warps=4,
+        ends if starts is None else starts, ends, tiles, num_rows, len(weight), most,
+        SPANS=triton.next_power_of_2(ends.numel()), PIECES=0 if starts is None else starts.shape[1],
+        BLOCK=64, TILE=ROWS, STEP=STEP, num_warps=4,
     )  # fmt: skip
     step = STEP * 2 // x.element_size()
     box = (1, step, width) if turned else (1, width, step)

@@ -19,7 +19,7 @@ class Bucket:
 
     `shares_gradients`: the gradient of every backward pass is summed over the group at once, and only this rank's slice is
     kept. Otherwise the whole float32 gradient of a step is, and summed after its last pass. A gradient of one pass travels in `dtype`,
-    in which the pass computed it, and is summed in float32. `frees`: the weights are in
+    in which the pass computed it, and is summed in float32; where this rank alone has the weights, it stays as it is. `frees`: the weights are in
     memory between `gather` and `free` only. `travel` is their way inside the group, `summing` adds up what the groups have.
     """
 
@@ -84,6 +84,10 @@ class Bucket:
         self._adding: Handle | None = None
         self.part: Tensor | None = None
         """This rank's slice of the gradient, float32 [slice_size], summed over all ranks after `finish`."""
+        self._keeps = False
+        """Whether the pass under way leaves the step's gradient, which nobody else adds to."""
+        self.kept: dict[str, Tensor] | None = None
+        """Instead of `part` the whole gradients as that pass left them."""
 
     # The gradient
 
@@ -93,7 +97,9 @@ class Bucket:
         self._passes += 1
         one = self.shares_gradients or (last and self._passes == 1)
         apart = one and self.copies.shard.size > 1 and not self._travel.moves.gradient_bits
-        self._travels = self.weights.dtype if apart else torch.float32
+        alone = self.copies.shard.size == self.copies.replicate.size == 1 and self._elsewhere is None
+        self._keeps = alone and last and self._passes == 1
+        self._travels = self.weights.dtype if apart or self._keeps else torch.float32
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of one weight in one backward pass; the bucket keeps it."""
@@ -114,6 +120,9 @@ class Bucket:
         if self._travels != torch.float32:
             for name in self.parameters.keys() - self._apart.keys():  # other ranks may have one
                 self._apart[name] = torch.zeros(self.flat.shapes[name], dtype=self._travels, device=self.weights.device)
+            if self._keeps:
+                self.kept, self._apart, self._passes = self._apart, {}, 0
+                return
             self._flying = self._travel.reduce_apart(self.flat, self._apart)
             self._apart = {}
             return
@@ -150,14 +159,28 @@ class Bucket:
             self._adding.wait()
             self._adding = None
 
+    def copied(self) -> Tensor | dict[str, Tensor] | None:
+        """A copy of the gradient, as `part` or `kept` has it."""
+        if self.kept is not None:
+            return {name: one.clone() for name, one in self.kept.items()}
+        return None if self.part is None else self.part.clone()
+
+    def put(self, gradient: Tensor | dict[str, Tensor] | None) -> None:
+        """Sets the gradient to what `copied` gave."""
+        self.kept = gradient if isinstance(gradient, dict) else None
+        self.part = None if isinstance(gradient, dict) else gradient
+
     def drop(self) -> None:
         """Forgets the gradient."""
-        self._gradient = self.part = self._flying = self._adding = None
+        self._gradient = self.part = self.kept = self._flying = self._adding = None
         self._apart, self._passes = {}, 0
         self._summed.clear()
 
     def squared_norm(self) -> Tensor:
         """Squared norm of this rank's share of the gradient, float64: the shares of all ranks are the whole gradient."""
+        if self.kept is not None:
+            norms = torch._foreach_norm([self.kept[one.name] for one in self.ranges], 2, torch.float32)
+            return torch.stack(norms).double().square().sum()
         assert self.part is not None, f"{next(iter(self.parameters))} got no gradient"
         others = self.copies.replicate  # they have the same slice: each takes a part of it
         if others.size == 1:  # weight by weight, as one process does

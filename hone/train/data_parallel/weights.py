@@ -239,8 +239,11 @@ class DividedWeights(Weights):
     # Gradients
 
     def grad(self, name: str) -> Tensor:
-        """This rank's piece of the summed gradient of `name`, float32, in the shape of its master."""
+        """This rank's piece of the summed gradient of `name` in the shape of its master, float32; where this rank alone has the weight and a
+        step is one pass, in the dtype of the pass."""
         bucket = self._home[name]
+        if bucket.kept is not None:
+            return bucket.kept[name].view(self.masters[name].shape)
         assert bucket.part is not None, f"{name} got no gradient"
         at = next(piece.at for piece in bucket.ranges if piece.name == name)
         return bucket.part[at : at + self.masters[name].numel()].view(self.masters[name].shape)
@@ -254,8 +257,9 @@ class DividedWeights(Weights):
         return torch.stack(self._norms).sum()
 
     def take_grads(self, names: Sequence[str], factor: float | Tensor | None) -> list[Tensor]:
-        """The pieces of the gradients of `names` times `factor`, float32; valid until `published`."""
-        return scaled([self.grad(name) for name in names], factor)
+        """The pieces of the gradients of `names` times `factor`, float32, or with None as they are; valid until `published`."""
+        grads = [self.grad(name) for name in names]
+        return scaled(grads if factor is None else [one.float() for one in grads], factor)
 
     def rounded(self, name: str) -> Tensor | None:
         """As `Weights.rounded`, of this rank's piece."""
@@ -267,14 +271,14 @@ class DividedWeights(Weights):
         for bucket in self._buckets:
             bucket.drop()
 
-    def copied_grads(self) -> list[Tensor | None]:
+    def copied_grads(self) -> list[Any]:
         """Copies of this rank's gradients, for `put_grads`."""
-        return [None if bucket.part is None else bucket.part.clone() for bucket in self._buckets]
+        return [bucket.copied() for bucket in self._buckets]
 
-    def put_grads(self, grads: Sequence[Tensor | None]) -> None:
+    def put_grads(self, grads: Sequence[Any]) -> None:
         """Sets the gradients to what `copied_grads` copied."""
         for bucket, part in zip(self._buckets, grads, strict=True):
-            bucket.part = part
+            bucket.put(part)
 
     # Weights
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from hone.base.ranks import Mesh
 from hone.model.decoder import Decoder
+from hone.parallel.piece_bound import PieceBound
 
 T = TypeVar("T")
 
@@ -26,12 +27,19 @@ class RoomyPasses:
         every = (getattr(getattr(layer, "feed_forward", None), "exchange", None) for layer in model.layers)
         self._exchange: Any = next((one for one in every if one is not None), None)
         self._mesh = mesh
+        self.fixed = True
+        """Whether rooms are fixed where they may be; else sizes are exact in every pass."""
+
+    @property
+    def bound(self) -> PieceBound | None:
+        """The rooms; None without divided experts."""
+        return None if self._exchange is None else self._exchange.bound
 
     def forward(self, make: Callable[[], T]) -> T:
         """What `make`, a forward pass, returns. Recomputation is in the same rooms, until `ended`."""
-        if self._exchange is None:
+        bound = self.bound
+        if bound is None or not self.fixed:
             return make()
-        bound = self._exchange.bound
         bound.begin()
         try:
             made = make()
@@ -49,5 +57,5 @@ class RoomyPasses:
 
     def ended(self) -> None:
         """After the backward pass."""
-        if self._exchange is not None:
-            self._exchange.bound.close()
+        if self.bound is not None:
+            self.bound.close()

@@ -58,7 +58,7 @@ def test_tiles_of_rows_end_with_a_whole_step_before_rows_that_are_nobodys(sizes:
         most = -(-num_rows // ROWS) + len(sizes)
         tiles = torch.full((most + 1, 3), -1, dtype=torch.int32)
         list_tiles[(-(-most // 64),)](
-            ends, tiles, num_rows, len(sizes), most, EXPERTS=4, BLOCK=64, TILE=ROWS, STEP=STEP
+            ends, ends, tiles, num_rows, len(sizes), most, SPANS=4, PIECES=0, BLOCK=64, TILE=ROWS, STEP=STEP
         )
         wanted, begin = [], 0
         for expert, end in enumerate(ends.tolist()):
@@ -66,3 +66,27 @@ def test_tiles_of_rows_end_with_a_whole_step_before_rows_that_are_nobodys(sizes:
             wanted += [[expert, first, until] for first in range(begin, end, ROWS)]
             begin = end
         assert tiles[: len(wanted)].tolist() == wanted and int(tiles[-1, 0]) == len(wanted)
+
+
+@pytest.mark.parametrize("room", [0, 512])
+def test_tiles_of_rows_in_pieces_are_those_of_each_span(room: int) -> None:
+    """Of exact sizes (0), or in rooms; an expert's spans stand beside each other."""
+    from hone.ops.moe.gluon_grouped import ROWS, STEP, list_tiles
+
+    counts = torch.tensor([[130, 0, 5], [200, 64, 0]])  # of each piece, rows for each of three experts
+    sizes = counts.sum(1)
+    first = torch.arange(2) * room if room else sizes.cumsum(0) - sizes
+    until = counts.cumsum(1) + first[:, None]
+    starts, ends = (one.T.contiguous().int() for one in (until - counts, until))
+    num_rows = 2 * room or int(sizes.sum())
+    most = -(-num_rows // ROWS) + 6
+    tiles = torch.full((most + 1, 3), -1, dtype=torch.int32)
+    list_tiles[(1,)](starts, ends, tiles, num_rows, 3, most, SPANS=8, PIECES=2, BLOCK=64, TILE=ROWS, STEP=STEP)
+    wanted = []
+    for expert, spans in enumerate(zip(starts.tolist(), ends.tolist())):
+        for piece, (begin, end) in enumerate(zip(*spans)):
+            limit = [starts[0, 1].item(), num_rows][piece]
+            last = end == until[piece, -1].item()
+            final = min(begin + -(-(end - begin) // STEP) * STEP, limit) if last else end
+            wanted += [[expert, at, final] for at in range(begin, end, ROWS)]
+    assert tiles[: len(wanted)].tolist() == wanted and int(tiles[-1, 0]) == len(wanted)

@@ -41,9 +41,9 @@ def test_products_of_rows(features: int, factors: str, turned: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factors", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize(("factors", "pieces"), [("bf16", 0), ("bf16", 2), ("fp8e4nv", 0)])
 @pytest.mark.parametrize("columns", [2048, 1408])
-def test_products_of_weights(columns: int, factors: str) -> None:
+def test_products_of_weights(columns: int, factors: str, pieces: int) -> None:
     (width, stages), scaled = tile_of(columns), factors != "bf16"
     record = compile_gluon(
         weights_product,
@@ -51,11 +51,12 @@ def test_products_of_weights(columns: int, factors: str) -> None:
             "dy_desc": descriptor(factors, [64, 2 * STEP] if scaled else [STEP, 64]),
             "x_desc": descriptor(factors, [width, 2 * STEP] if scaled else [STEP, width]),
             "out_desc": descriptor("bf16", [1, 64, width]),
+            "starts": "*i32",
             "ends": "*i32",
         }
         | fp32("dy_scales", "x_scales")
         | integers("num_experts tiles_m tiles_n N K"),
-        {"STAGES": stages, "SCALED": scaled, "REGS": REGISTERS},
+        {"STAGES": stages, "PIECES": pieces, "SCALED": scaled, "REGS": REGISTERS},
         num_warps=4,
         maxnreg=MAX_REGISTERS,
     )

@@ -10,6 +10,7 @@ from hone.base.ranks import Mesh
 from hone.feed.load import PackedTokens
 from hone.model.context import Context
 from hone.model.decoder import build
+from hone.train.data_parallel.bucket import Bucket
 from hone.train.fp8.linears import Fp8Linears
 from hone.train.parallelism import Parallelism
 from hone.train.precision import FP8_RECIPES
@@ -87,8 +88,7 @@ def in_rooms(folder: str, settings: list[dict[str, Any]]) -> list[Any]:
                     layer.feed_forward for layer in one.model.layers if getattr(layer.feed_forward, "routed", False)
                 )
                 bound, rows, steps = moe.exchange.bound, [], []
-                if way == "exact":
-                    bound.begin = lambda: None
+                one.rooms.fixed = way != "exact"
                 moe.gate_up.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
                 for at in range(4):
                     if way == "small" and at == 1:
@@ -96,4 +96,37 @@ def in_rooms(folder: str, settings: list[dict[str, Any]]) -> list[Any]:
                     step = one.step(batch(data, one.ranks, at, uneven=setting.get("uneven", False)))
                     steps.append([step.loss, step.grad_norm])
                 found.append([steps, bound.rows, bound.overflows, rows])
+    return found
+
+
+def kept(folder: str) -> list[Any]:
+    """Trains experts in bf16 whose gradients stay as the pass left them, and are widened and laid into one tensor: losses and norms, their dtypes."""
+    torch.set_num_threads(1)
+    mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
+    begin = Bucket.begin
+    for way in ("kept", "widened"):
+        with mesh.together():
+            setting = {"model": {"num_layers": 1, "feed_forward": [ONE]}, "precision": "bf16"}
+            one = trainer(data, mesh, {**setting, "parallelism": {"expert_parallel_degree": 2}})
+            dtypes: set[str] = set()
+
+            def watched(self: Bucket, last: bool, way: str = way) -> None:
+                begin(self, last)
+                if way == "widened" and self._keeps:
+                    self._keeps, self._travels = False, torch.float32
+
+            take = one.update.weights.take_grads
+
+            def seen(names: Any, factor: Any, take: Any = take, one: Any = one, dtypes: set[str] = dtypes) -> Any:
+                dtypes.update(str(one.update.weights.grad(name).dtype) for name in names if "feed_forward.down" in name)
+                return take(names, factor)
+
+            one.update.weights.take_grads = seen
+            Bucket.begin = watched  # type: ignore[method-assign]
+            try:
+                steps = [one.step(batch(data, one.ranks, at)) for at in range(4)]
+            finally:
+                Bucket.begin = begin  # type: ignore[method-assign]
+            found.append([[[step.loss, step.grad_norm] for step in steps], sorted(dtypes)])
+            one.update.weights.take_grads = take
     return found

@@ -15,7 +15,7 @@ from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
 from tests.train.data_parallel.test_data_parallel import assert_same_weights, handed_over, on_ranks, weights_of
-from tests.train.expert_parallel.expert_ranks import crowded, held
+from tests.train.expert_parallel.expert_ranks import crowded, held, kept
 from tests.train.ranks import made, trained
 
 MOE: dict[str, Any] = {"kind": "moe", "num_experts": 4, "intermediate_size": 32}
@@ -129,6 +129,13 @@ def test_a_rank_holds_and_computes_its_experts_alone(data_folder: Path, tmp_path
     for experts, sent, rows in on_ranks(2, held, str(data_folder)):
         assert experts == [[2, 2 * 32, 48], [2, 48, 32]]
         assert sent == 2 * 48 * 4 * rows > 0
+
+
+def test_gradients_of_experts_that_one_rank_alone_has_stay_as_they_are(data_folder: Path) -> None:
+    """No float32 copy of them is made where a step is one pass; what follows from them is the same."""
+    for (steps, dtypes), (wide, others) in on_ranks(2, kept, str(data_folder)):
+        assert dtypes == ["torch.bfloat16"] and others == ["torch.float32"]
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(wide), rtol=1e-6, atol=1e-6)
 
 
 def test_a_rank_whose_experts_no_token_chooses() -> None:
