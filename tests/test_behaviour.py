@@ -29,6 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "router": ("model/test_routers.py",),
     "balance": ("model/test_balance.py",),
     "growth": ("model/growth/test_growth.py", "model/growth/test_upcycle.py"),
+    "simulated device": ("model/devices/test_devices.py",),
     "adapter": ("model/adapters/test_adapters.py",),
     "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),

@@ -22,6 +22,7 @@ TABLES: tuple[str, ...] = (
     "hone.model.routers:ROUTERS",
     "hone.model.balance:BALANCES",
     "hone.model.growth:GROWTHS",
+    "hone.model.devices:DEVICES",
     "hone.model.adapters:ADAPTERS",
     "hone.readers:EXTRACTORS",
     "hone.data:IDENTIFIERS",

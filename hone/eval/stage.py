@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from hone.base.figure import Estimate
 from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
+from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
 from hone.cost.memory import score_bytes
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
@@ -27,6 +28,8 @@ from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window
+from hone.model.devices import DEVICES
+from hone.model.devices.base import refuse
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import weights_bytes
 
@@ -67,6 +70,9 @@ class Eval(Stage):
     max_tokens: int = Field(0, ge=0, description="Score this many tokens from the front of the split; 0: all.")
     batch_tokens: int = Field(4096, gt=0, description="Tokens computed at once.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the computation.")
+    simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
+        None, description="A device that computes the products of the model's linears, simulated; empty: none."
+    )
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Eval:
@@ -106,6 +112,8 @@ class Eval(Stage):
                     fix=f"use --window={one.config.max_seq_len} or less",
                 )
         scored = self._split_of_text() if self.text is not None else need(facts, "data", DataFacts).split(self.split)
+        if self.simulated_device is not None:
+            refuse(model.config, model.packed, "model")
         estimates = self._estimates([*models.values()], scored, machine, window)
         return EvalPlan(estimates=with_energy(estimates, machine), ways=_WAYS, window=window)
 
@@ -117,6 +125,7 @@ class Eval(Stage):
         """Scores the text and writes eval.json."""
         from hone.eval.score import loaded, score
         from hone.eval.text import read_text, read_texts
+        from hone.model.devices.run import simulate as on_device
 
         folders = {role: parent.folder for role, parent in parents.items()}
         if self.text is not None:
@@ -128,6 +137,7 @@ class Eval(Stage):
         warm_up(run.device)
         with draft.measuring(Window(run.device)):
             model = loaded(folders["model"], run.device, self.dtype)
+            counts = None if self.simulated_device is None else on_device(model, self.simulated_device)
             reference = loaded(folders["reference"], run.device, self.dtype) if "reference" in folders else None
             if int(text.tokens.max()) >= model.config.vocab_size:
                 raise SpecError(
@@ -147,6 +157,9 @@ class Eval(Stage):
                     watch=bar.advance,
                 )
         self._record(draft, scores, text, plan.window, weights_bytes(folders["model"]))
+        for name, count in (counts or {}).items():
+            note = f"of the layers' linears on {self.simulated_device.kind}, simulated"
+            draft.record(f"simulated_{name}_per_token", count / len(text.tokens), "", n=scores.num_scored, note=note)
         bigram, note = None, "there is no train split in the tokens of the model"
         if text.packed:
             bigram, note = bigram_perplexity(folders["data"], self.split, text.tokens, scores.scored)
@@ -173,8 +186,10 @@ class Eval(Stage):
         value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
         each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
         formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({each} + softmax {softmax_s:.3g} s)"
+        simulated = self.simulated_device is not None
+        formula += ", without what the simulation of a device takes" * simulated
         return {
-            "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound),
+            "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound or simulated),
             "memory_growth_bytes": score_bytes(
                 dims,
                 weights_bytes=sum(one.loaded_bytes(self.dtype) for one in models),
@@ -188,6 +203,8 @@ class Eval(Stage):
     def _record(self, draft: Draft, scores: Any, text: Any, window: int, own_bytes: int) -> None:
         """Records the figures, and writes eval.json with the loss of every document."""
         how = f"window {window}, stride {self.stride or window}, join {self.join}, {text.how}"
+        if self.simulated_device is not None:
+            how += f", simulated on {self.simulated_device.kind}"
         count = scores.num_scored
         draft.record("perplexity", scores.perplexity, "", n=count, note=how)
         draft.record("loss", scores.mean_loss, "nats/token", n=count, note=how)

@@ -25,15 +25,15 @@ from hone.train.checkpoint import Checkpoints, SavedTensors
 from hone.train.expert_parallel.passes import RoomyPasses
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
-from hone.train.fp8.linears import Fp8Linears
 from hone.train.live.rank_times import RankTimes
+from hone.train.noise.linears import linears_of
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, share, shrink, to_device
-from hone.train.precision import FP8_RECIPES, TORCH_NAMES, LossScaler, Precision
+from hone.train.precision import TORCH_NAMES, LossScaler, Precision
 from hone.train.ranks import Ranks
 from hone.train.routing.loads import Routing
 from hone.train.schedules.base import Schedule
@@ -101,7 +101,7 @@ class Trainer:
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
         holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
-        self.fp8 = Fp8Linears(model, precision, holds=holds) if precision in FP8_RECIPES else None
+        self.linears = linears_of(model, precision, self.objective.simulated_device, holds=holds)
         self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
         self.done = 0
         self.tokens = 0
@@ -197,8 +197,8 @@ class Trainer:
         """
         batch, counts = self._divided(batch)
         self.times.passes()
-        if self.fp8 is not None:
-            self.fp8.cast(self.update.weights)
+        if self.linears is not None:
+            self.linears.begin(self.update.weights, self.done)
         total, extras, routing = torch.zeros((), device=self.device), None, None
         parts = cut(batch, self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:

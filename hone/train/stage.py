@@ -46,6 +46,7 @@ from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, zeros_of
+from hone.train.noise.fits import check_noise
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.choose import chosen, record_left
 from hone.train.offload.choose import estimates as left
@@ -189,6 +190,7 @@ class Train(Prolonged):
         divided = self.parallelism.divided(machine.num_ranks)
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)
+        check_noise(self, config)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing

@@ -57,7 +57,7 @@ class Fp8Experts(Experts):
 class Fp8Linears:
     """Makes the linears of `model` compute in fp8 by the recipe of `precision`: of a rank's part, with what scales its numbers have.
 
-    With `holds` a weight is cast once a step, by `cast`, and its codes, 2 bytes a weight, stay for all micro-batches.
+    With `holds` a weight is cast once a step, by `begin`, and its codes, 2 bytes a weight, stay for all micro-batches.
     Otherwise each pass casts the weights that it reads. Raises MachineError on a GPU without fp8 products.
     """
 
@@ -89,7 +89,7 @@ class Fp8Linears:
                 self.linears.append(found)
 
     @torch.no_grad()
-    def cast(self, weights: Weights) -> None:
+    def begin(self, weights: Weights, step: int) -> None:
         """To be called before a step's first pass, with the model's `weights`: casts them, if it holds them."""
         if not self.holds:
             return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from hone.base.table import Technique
+from pydantic import Field
+
+from hone.base.table import Choice, Technique
+from hone.model.devices import DEVICES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +23,11 @@ class Objective(Technique):
 
     from_teacher: ClassVar[bool] = False
     """Whether it requires a teacher's hidden states."""
+
+    simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
+        None,
+        description="A device whose rounding and writing noise the layers' linears compute the loss with; empty: none.",
+    )
 
     def count(self, targets: NDArray[np.int64]) -> int:
         """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""

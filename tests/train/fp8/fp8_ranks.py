@@ -28,7 +28,7 @@ def compared(folder: str, settings: list[dict[str, Any]]) -> list[tuple[float, f
                     wanted = cuts[name].take(whole[name][1]).float()
                     away[name] = ((grad.float() - wanted).norm() / wanted.norm()).item()
             names = {linear: name for name, linear in ours.model.named_modules()}
-            coded = [names[linear] for linear in ours.fp8.linears] if ours.fp8 else []
+            coded = [names[linear] for linear in ours.linears.linears] if ours.linears else []
             found.append((part["embed_tokens.weight"][0], whole["embed_tokens.weight"][0], away, coded))
     return found
 

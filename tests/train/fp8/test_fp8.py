@@ -119,7 +119,7 @@ def test_micro_batches_share_one_cast_of_the_weights(data_folder, monkeypatch):
     monkeypatch.setattr(api, "cast", counting)
     monkeypatch.setattr(factors, "cast", counting)
     trainer.step(data.batch(0, 8, SEQ, 0))
-    weights = [linear.weight for linear in trainer.fp8.linears]
+    weights = [linear.weight for linear in trainer.linears.linears]
     assert sum(any(one is weight for weight in weights) for one in counted) == len(weights) == 8
     assert len(counted) == 8 + 4 * 2 * 8  # and two casts of each linear in each micro-batch: x and its gradient
     # Four parts give the gradient of the whole, but that a scale of a column is one of fewer rows, and sums are other.
@@ -143,8 +143,8 @@ def test_readers_of_weights_wait_for_transfers(reader, data_folder):
         bucket.weights.zero_()
     assert [bits_of(bucket.weights) for bucket in buckets] != wanted
     if reader == "cast":
-        trainer.fp8.cast(trainer.update.weights)
-        linear = trainer.fp8.linears[0]
+        trainer.linears.begin(trainer.update.weights, trainer.done)
+        linear = trainer.linears.linears[0]
         assert torch.equal(linear.held.codes, factors.weight_codes(linear.weight, linear.recipe).codes)
     else:
         assert check_replicas(trainer) == ""

@@ -1,0 +1,1 @@
+"""Products of linears on hardware that is simulated: analog memory, optics, spiking neurons."""

@@ -1,0 +1,1 @@
+"""Trainings whose linears compute with the noise of a simulated device."""
