@@ -14,7 +14,7 @@ from hone.compress.allocations.base import Budget
 from hone.compress.allocations.planning import assigned
 from hone.compress.plans.calibrated import CALIBRATE, Calibrated, calibrated_of
 from hone.compress.plans.matrices import check_targets, every_matrix, hadamards_of, rest_dtype, written_by
-from hone.compress.plans.work import estimates_of, work_of
+from hone.compress.plans.to_cost import compression_of
 from hone.compress.sizes import entries, shard_sizes, untied
 from hone.compress.spec import CompressSpec
 from hone.compress.statistics import STATISTICS
@@ -25,6 +25,7 @@ from hone.compress.targets import embedding as embedding_of
 from hone.compress.written import engines
 from hone.compress.written.engines import Written
 from hone.compress.written.result import quantization_config
+from hone.cost.compress.figures import estimate
 from hone.cost.energy import with_energy
 from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
@@ -102,7 +103,7 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
     for step in spec.steps:
         config, more = step.planned(config, targets, dtype)
         adapter_bytes += more
-    work = work_of(spec, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute, embedding)
+    work = compression_of(spec, whole, model, targets, tuple(made), calibrated, dtype.itemsize, compute, embedding)
     work = replace(work, adapter_bytes=adapter_bytes)
     hadamards = hadamards_of(spec, model.config, targets)
     quantization = quantization_config(
@@ -110,8 +111,16 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
     )
     update = {"where": f"compressed {model.where}", "quantization": quantization, "config": config}
     update["weights_bytes"] = sum(made) + work.adapter_bytes
+    sizes = {
+        "num_params": model.config.num_params,
+        "given_params": whole.config.num_params,
+        "vocab_size": model.config.vocab_size,
+    }
+    estimates = estimate(work, machine, **sizes, budget=None if budget is None else budget.model_bytes)
+    for step in spec.layer_steps if spec.quantizer is None else ():
+        estimates.update(step.figures())
     return CompressPlan(
-        estimates=with_energy(estimates_of(spec, whole, model, machine, work, budget), machine),
+        estimates=with_energy(estimates, machine),
         facts=model.model_copy(update=update),
         ways=WAYS,
         targets=targets,

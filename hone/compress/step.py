@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from hone.base.plan import check_order
 from hone.base.table import Technique
 from hone.compress.targets import EMBEDDED, matrix_name
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from pathlib import Path

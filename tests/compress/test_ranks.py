@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hone.base.ranks import Mesh
 from hone.compress.capture import share
 from hone.compress.stage import Compress
-from hone.cost.compress.compression import Work, share_out
+from hone.cost.work import Work, share_out
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from tests.compress.test_resume import contents

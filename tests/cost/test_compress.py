@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks import mask_seconds
 from hone.compress import PRUNERS, QUANTIZERS
-from hone.cost.compress.compression import Compression, MatrixWork, compress_bytes, compress_seconds
+from hone.cost.compress.compression import Compression, MatrixWork
+from hone.cost.compress.memory import compress_bytes
+from hone.cost.compress.seconds import compress_seconds
 from hone.cost.dims import ModelDims
 from tests.cost.h200 import LEDGER, h200
 

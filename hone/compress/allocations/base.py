@@ -17,7 +17,7 @@ from hone.base.durable import write_atomic
 from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 from hone.solvers.knapsack import choose
 
 if TYPE_CHECKING:

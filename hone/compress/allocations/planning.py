@@ -1,4 +1,4 @@
-"""Plans of allocated compressions: the quantizers to plan with, the budget, and the time of measuring.
+"""Plans of allocated compressions: the quantizers to plan with, and the budget.
 
 `before` are the tensors of the model that is compressed by name, `targets` its linears to compress by layer.
 """
@@ -9,41 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from hone.base.figure import Estimate
 from hone.compress.allocations.base import Allocation, Budget, Candidates, candidates
 from hone.compress.quantizers.base import quantizer_of
 from hone.compress.sizes import Entry, matrix_bytes, shard_sizes
 from hone.compress.step import Assigned, Step
 from hone.compress.targets import HEAD, Linear, matrix_name
-from hone.cost.compress.compression import Compression, MatrixWork, compress_seconds
-from hone.measure.machine import Machine
-
-
-def seconds(machine: Machine, work: Compression, allocation: Allocation | None) -> Estimate:
-    """Time of the compression, and before it of measuring what each matrix loses with each candidate of bits."""
-    whole = compress_seconds(machine, work)
-    if allocation is None:
-        return whole
-    layers = tuple(
-        tuple(
-            MatrixWork(one.rows, one.columns, (allocation.work(one.rows, one.columns),), one.share) for one in matrices
-        )
-        for matrices in work.layers
-    )
-    few = min(work.num_sequences, allocation.num_sequences)
-    nothing = (0,) * len(work.shard_bytes)
-    counted = ("range_bytes", "rounding_bytes", "cache_bytes", "check_sequences", "probes", "differentiated")
-    own = {
-        "layers": layers,
-        "head": (),
-        "num_sequences": few,
-        "shard_bytes": nothing,
-        "measured": (),
-        **dict.fromkeys(counted, 0),
-    }
-    first = compress_seconds(machine, replace(work, **own))
-    formula = f"{whole.formula}; before it, sensitivities {first.value:.3g} s"
-    return Estimate(value=whole.value + first.value, unit="s", formula=formula, bound=whole.bound)
 
 
 def assigned(

@@ -12,7 +12,7 @@ from hone.base.ranks import Mesh
 from hone.compress.statistics import RANGES, STATISTICS
 from hone.compress.step import Assigned, CacheStep, Step, storing
 from hone.compress.targets import EMBEDDING, HEAD, Linear, has_head
-from hone.cost.compress.compression import share_out
+from hone.cost.work import share_out
 from hone.model.weights.model import ModelSource
 from hone.model.weights.stacked import Stacked
 

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.compress.step import Entries, Step, Targets
 from hone.compress.targets import HEAD
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     import torch

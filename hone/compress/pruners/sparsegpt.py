@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.compress.pruners.base import Pruner
-from hone.cost.compress.compression import Work, sweep_work
+from hone.cost.compress.sweep import sweep_work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from hone.compress.matrix import Matrix

@@ -19,7 +19,7 @@ from hone.compress.observers.base import Observer
 from hone.compress.observers.min_max import MinMax
 from hone.compress.step import Entries, Step, giving
 from hone.compress.targets import check_modules
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.compress.quantizers.base import Quantizer
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.compress.quantizers.gptq import GPTQ
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.compress.pruners.base import NofM, Sparse
 from hone.compress.quantizers.integer import IntegerQuantizer
-from hone.cost.compress.compression import Work, sweep_work
+from hone.cost.compress.sweep import sweep_work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hone.base.errors import SpecError
 from hone.compress.quantizers.integer import IntegerQuantizer
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from hone.compress.matrix import Matrix

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from hone.base.errors import SpecError
 from hone.compress.quantizers.gptq import GPTQ
 from hone.compress.quantizers.integer import IntegerQuantizer
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from torch import Tensor

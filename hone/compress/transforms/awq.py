@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from hone.compress.transforms.base import Transform
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hone.base.errors import SpecError
 from hone.compress.step import Phase, Step, giving
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from hone.compress.layer import LayerWeights

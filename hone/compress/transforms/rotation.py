@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hone.compress.step import ModelStep, Phase, Step, Targets
 from hone.compress.transforms.base import Transform
 from hone.compress.transforms.turning import Turning
-from hone.cost.compress.compression import Work
+from hone.cost.work import Work
 
 if TYPE_CHECKING:
     from pathlib import Path

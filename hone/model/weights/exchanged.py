@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.base.ranks import Mesh
-from hone.cost.compress.compression import balanced
+from hone.cost.work import balanced
 from hone.model.decoder import DecoderLayer
 from hone.model.weights.model import ModelSource
 from hone.model.weights.source import View, WeightSource

@@ -1,26 +1,21 @@
-"""The work of a compression and the estimates that follow from it: exact sizes, seconds, memory."""
+"""The compression of `hone.cost.compress` that a compress stage is: from its spec and its model's matrices."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from hone.base.figure import Estimate, human_bytes
-from hone.base.plan import DISK, MEMORY
-from hone.compress.allocations.base import Budget
-from hone.compress.allocations.planning import seconds
+from hone.compress.allocations.base import Allocation
 from hone.compress.plans.calibrated import Calibrated
 from hone.compress.plans.matrices import every_matrix, paired, steps_of
 from hone.compress.spec import CompressSpec
 from hone.compress.step import Targets
 from hone.compress.structured import chain
 from hone.compress.targets import Linear
-from hone.cost.compress.compression import Compression, MatrixWork, compress_bytes
-from hone.cost.files import beside_bytes
-from hone.measure.machine import Machine
+from hone.cost.compress.compression import Compression, MatrixWork
 from hone.model.facts import CheckpointFacts
 
 
-def work_of(
+def compression_of(
     spec: CompressSpec,
     whole: CheckpointFacts,
     model: CheckpointFacts,
@@ -57,7 +52,7 @@ def work_of(
         differentiated += min(spec.allocation.differentiated, spec.allocation.num_sequences, num_sequences)
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
-    return Compression(
+    found = Compression(
         model.config.dims(),
         layers[:count],
         shards,
@@ -73,38 +68,28 @@ def work_of(
         probes=probes,
         differentiated=differentiated,
     )
+    return found if spec.allocation is None else replace(found, sensitivities=_sensitivities(spec.allocation, found))
 
 
-def estimates_of(
-    spec: CompressSpec,
-    whole: CheckpointFacts,
-    model: CheckpointFacts,
-    machine: Machine,
-    work: Compression,
-    budget: Budget | None,
-) -> dict[str, Estimate]:
-    """Exact sizes; seconds and memory; figures that follow from the steps' options."""
-    size, params = sum(work.shard_bytes) + work.adapter_bytes, model.config.num_params
-    beside = beside_bytes(model.config.vocab_size)
-    options: dict[str, Any] = {"formula": "headers, codes, scales and unchanged tensors", "tolerance": 0.0}
-    if budget is not None:
-        size = budget.model_bytes
-        options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
-    bits = {"value": 8 * size / params, "unit": "bits", "formula": "8 x bytes / parameters", **options}
-    found = {
-        "model_bytes": Estimate(value=size, unit="B", **options),
-        "bits_per_weight": Estimate(**bits),
-        "time_s": seconds(machine, work, spec.allocation),
-        MEMORY: compress_bytes(machine, work),
-        DISK: Estimate(
-            value=size + work.adapter_bytes + beside,
-            unit="B",
-            formula=f"the weights{', an adapter twice' if work.adapter_bytes else ''}; tokenizer, config, index, rows {human_bytes(beside)}",
-        ),
-    }
-    if params != whole.config.num_params:
-        found["num_params"] = Estimate(value=params, unit="parameters", formula="the new config", tolerance=0.0)
-    if spec.quantizer is None:
-        for step in spec.layer_steps:
-            found.update(step.figures())
-    return found
+def _sensitivities(allocation: Allocation, work: Compression) -> Compression:
+    """Measuring what each matrix of the layers of `work` loses with each candidate of bits: no more than statistics and products."""
+    layers = tuple(
+        tuple(
+            MatrixWork(one.rows, one.columns, (allocation.work(one.rows, one.columns),), one.share) for one in matrices
+        )
+        for matrices in work.layers
+    )
+    return Compression(
+        work.dims,
+        layers,
+        (0,) * len(work.shard_bytes),
+        work.stored_width,
+        work.dtype,
+        num_sequences=min(work.num_sequences, allocation.num_sequences),
+        seq_len=work.seq_len,
+        batch_size=work.batch_size,
+        paired=work.paired,
+        ends_bytes=work.ends_bytes,
+        adapter_bytes=work.adapter_bytes,
+        embedding=work.embedding,
+    )
