@@ -203,6 +203,7 @@ class Parallelism(Spec):
             begins=self._begins(config) if exact else (),
             cut_by="operations" if seconds is None else "their seconds as calibrated",
             copies=self.pipeline_parallel_schedule.copies,
+            shared=degree if self.enable_sequence_parallel else 1,
         )
         return Shared(tensor, pipeline, pipeline.updates[pipeline.largest])
 

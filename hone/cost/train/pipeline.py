@@ -40,6 +40,8 @@ class Pipelined:
     """The layers at which a stage may begin that is cut anew; (): the layers stay divided as they are."""
     cut_by: str = "operations"
     """What divides the layers, in words."""
+    shared: int = 1
+    """Tensor-parallel ranks that share the tokens between layers: each sends its own to the next stage."""
     copies: bool = False
     """Whether an update is made before it is known to be right."""
     _simulated: dict[Costs, Played] = field(default_factory=dict, compare=False, repr=False)
@@ -57,7 +59,7 @@ class Pipelined:
     def cut(self, layers: Sequence[range], cut_by: str) -> Pipelined:
         """The same pipeline with other `layers` for each stage."""
         found = Pipelined.of(self.table, layers, self.dims, self.update)
-        return replace(found, begins=self.begins, cut_by=cut_by, copies=self.copies)
+        return replace(found, begins=self.begins, cut_by=cut_by, copies=self.copies, shared=self.shared)
 
     @property
     def largest(self) -> int:
@@ -135,7 +137,7 @@ class Pipelined:
     def sent_s(self, machine: Machine, tokens: int, dtype: str) -> float:
         """Seconds of one activation between two stages."""
         kind = "cuda" if machine.device.startswith("cuda") else "cpu"
-        message = BYTES[dtype] * tokens * self.parts[0].hidden_size
+        message = BYTES[dtype] * tokens * self.parts[0].hidden_size / self.shared
         return MESSAGE_S[kind] + message / link_bytes_per_s(machine.device, machine.num_ranks, machine.processor)
 
     def step(self, played: Played, machine: Machine, dtype: str) -> Estimate:
