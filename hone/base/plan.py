@@ -40,6 +40,7 @@ class Machine(Protocol):
 
     device: str
     calibration: Any
+    num_ranks: int
 
     @property
     def process_bytes(self) -> float:
@@ -59,6 +60,10 @@ class Machine(Protocol):
     @property
     def elsewhere(self) -> bool:
         """Whether it is not this machine, whose disk says nothing then."""
+        ...
+
+    def on_ranks(self, num_ranks: int) -> Self:
+        """So many ranks, each with the memory of this one; they need not be there."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,9 @@ MACHINE = "hone.measure.machine:machine_of"
 
 NUM_WAYS = 3
 """Ways out that are printed."""
+
+MOST_RANKS = 1 << 14
+"""The most ranks of which a plan says that they would be enough."""
 
 _HELPS = 0.98
 """What a change must leave of the memory to be proposed."""
@@ -86,30 +90,58 @@ class Stage(Spec):
             planned = planned.model_copy(update={"estimates": {**planned.estimates, PEAK: peak}})
         return self.with_ways(planned, facts, machine)
 
+    def on_ranks(self, num_ranks: int) -> Iterable[Mapping[str, str]]:
+        """Changes with which `num_ranks` ranks share what one has in memory, the plainest first; none where ranks share nothing."""
+        return ()
+
     def with_ways(self, planned: Plan, facts: Mapping[str, Facts], machine: Machine) -> Plan:
         """`planned`; where it exceeds the memory, with those of `remedies` as ways out that lower the estimate, and how far.
 
-        What is set already, what cannot be set, and what does not help is not proposed.
+        Each was planned. What is set already, what cannot be set, and what does not help is not proposed. Where no change of one field
+        is enough, the first way says what is: all of them together, or as few ranks as can share the work (`on_ranks`).
         """
         before, free = planned.estimates.get(MEMORY), machine.free_memory_bytes
         if before is None or before.value <= free:
             return planned
-        found = []
-        for values in self.remedies():
-            best = None
-            for name, value in values:
-                try:
-                    needed = self.override({name: value}).priced(facts, machine).estimates[MEMORY].value
-                except HoneError:
-                    continue
-                if needed < _HELPS * (before.value if best is None else best[0]):
-                    best = needed, f"set {name}: {value}, then it needs {human_bytes(needed)}"
-                if needed <= free:
-                    break
-            found += [best] if best is not None else []
+        tried = _Tried(self, facts, machine)
+        found = [
+            one for one in (tried.best(values, before.value, free) for values in self.remedies()) if one is not None
+        ]
         found.sort(key=lambda one: one[0] > free)
-        ways = (*(said for _, said in found), *planned.ways.get(MEMORY, ()))[:NUM_WAYS]
-        return planned.model_copy(update={"ways": {**planned.ways, MEMORY: ways}})
+        ways = [
+            f"{self._changed(changes)}: {human_bytes(needed)} instead of {human_bytes(before.value)}"
+            for needed, changes in found
+        ]
+        first: list[str] = []
+        if not any(needed <= free for needed, _ in found):
+            together = {name: value for _, changes in found for name, value in changes.items()}
+            enough = self._enough(tried, together, before.value, free)
+            first = [f"no single change fits: {enough}"] if tried.num_plans else []
+        ways = [*first, *(*ways, *planned.ways.get(MEMORY, ()))[:NUM_WAYS]]
+        return planned.model_copy(update={"ways": {**planned.ways, MEMORY: tuple(ways)}})
+
+    def _enough(self, tried: _Tried, together: Mapping[str, str], before: float, free: float) -> str:
+        """What makes it fit beside changes of one field, in words."""
+        least = tried.bytes(together) if len(together) > 1 else math.inf
+        if least <= free:
+            return f"{self._changed(together)} together do, with {human_bytes(least)}"
+        lowest = min(least, before)
+        for more, one in (({}, before), (together, lowest)):
+            for power in range(1, MOST_RANKS.bit_length()):
+                num_ranks = 1 << power
+                if num_ranks <= tried.machine.num_ranks or one / num_ranks > free:  # at best each has its part of all
+                    continue
+                for shared in self.on_ranks(num_ranks):
+                    changes = {**more, **shared}
+                    needed = tried.bytes(changes, num_ranks)
+                    if needed <= free:
+                        return f"{num_ranks} ranks do, with {self._changed(changes)} ({human_bytes(needed)} each)"
+                    lowest = min(lowest, needed)
+        return f"the least of all that was tried is {human_bytes(lowest)}, and {human_bytes(max(free, 0))} are free"
+
+    def _changed(self, changes: Mapping[str, str]) -> str:
+        """'gradient_accumulation_steps 8 -> 16, optimizer adamw -> adamw_8bit'."""
+        return ", ".join(f"{name} {_now(self, name)} -> {value}" for name, value in changes.items())
 
     def run(self, plan: Any, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
         """Does the planned work inside `draft.folder`, resumably, and records the figures. Does not change parents.
@@ -226,6 +258,43 @@ class Stage(Spec):
     def files(self) -> dict[str, Path]:
         """Fields that name files whose content is part of the identity, with their files."""
         return {}
+
+
+class _Tried:
+    """The memory that a stage needs with changes of its fields, planned once each."""
+
+    def __init__(self, stage: Stage, facts: Mapping[str, Facts], machine: Machine) -> None:
+        self.stage, self.facts, self.machine = stage, facts, machine
+        self.num_plans = 0
+
+    def bytes(self, changes: Mapping[str, str], num_ranks: int | None = None) -> float:
+        """Bytes that a rank needs with `changes`, on `num_ranks` ranks (None: as many as there are); infinite where it cannot run."""
+        machine = self.machine if num_ranks is None else self.machine.on_ranks(num_ranks)
+        self.num_plans += 1
+        try:
+            return self.stage.override(dict(changes)).priced(self.facts, machine).estimates[MEMORY].value
+        except HoneError:
+            return math.inf
+
+    def best(
+        self, values: Sequence[tuple[str, str]], before: float, free: float
+    ) -> tuple[float, dict[str, str]] | None:
+        """(bytes, change) of the first of `values` that fits, else of the one that needs least; None where none helps."""
+        best = None
+        for name, value in values:
+            needed = self.bytes({name: value})
+            if needed < _HELPS * (before if best is None else best[0]):
+                best = needed, {name: value}
+            if needed <= free:
+                break
+        return best
+
+
+def _now(spec: Any, path: str) -> Any:
+    """The value of a dotted field as it is set: of a technique its name."""
+    for name in path.split("."):
+        spec = getattr(spec, name)
+    return getattr(spec, "kind", spec)
 
 
 def _on(mesh: Mesh, run: Run) -> Run:

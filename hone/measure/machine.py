@@ -68,6 +68,11 @@ class Machine(BaseModel):
         """Processes of the run that share this machine's memory, threads and disk."""
         return self.num_local_ranks or self.num_ranks
 
+    def on_ranks(self, num_ranks: int) -> Machine:
+        """So many ranks, each with the memory of this one, which need not be there: those of a CPU are on machines of their own."""
+        local = self.local_ranks if not self.device.startswith("cuda") else min(num_ranks, max(len(self.gpus), 1))
+        return self.model_copy(update={"num_ranks": num_ranks, "num_local_ranks": local, "planned": True})
+
     @property
     def processor(self) -> str:
         """Name of the processor of `device`: the GPU's for a CUDA device, else the CPU's."""

@@ -210,9 +210,10 @@ class Parallelism(Spec):
     def sequences(self, batch_size: int, micro_batches: int, num_ranks: int) -> int:
         """Sequences of one pass of one rank. Raises SpecError when the batch cannot be divided, or the schedule needs another
         number of micro-batches."""
-        if self.pipeline_parallel_degree > 1:
-            self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches)
         dp = self.degrees(num_ranks).dp
+        if self.pipeline_parallel_degree > 1:
+            each = batch_size // dp if batch_size % dp == 0 else None
+            self.pipeline_parallel_schedule.table(self.pipeline_parallel_degree, micro_batches, each)
         parts = dp * micro_batches
         if batch_size % parts:
             raise SpecError(

@@ -37,7 +37,7 @@ from hone.train.continuation.more import Prolonged
 from hone.train.continuation.plan import TrainPlan
 from hone.train.continuation.start import Start, start_of, trained_as
 from hone.train.expert_parallel.fits import check_training
-from hone.train.faults.memory import WAYS, out_of_memory, remedies
+from hone.train.faults.memory import WAYS, on_ranks, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
 from hone.train.growth.init import Init, growths_of
@@ -76,7 +76,7 @@ class Train(Prolonged):
     """
 
     stage: ClassVar[str] = "train"
-    remedies = remedies
+    remedies, on_ranks = remedies, on_ranks
     roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     every_rank: ClassVar[bool] = True
@@ -379,7 +379,7 @@ class Train(Prolonged):
                     checks=self.checkpoint.check,
                 )
             except (RuntimeError, MemoryError) as error:
-                said = out_of_memory(error, run.device, trainer.done + 1)
+                said = out_of_memory(error, run.device, trainer.done + 1, self)
                 if said is None:
                     raise
                 raise said from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hone.base.errors import SpecError
-from hone.base.figure import Estimate, human_bytes
+from hone.base.figure import human_bytes
 from hone.base.table import Technique
 from hone.cost.activations.segments import UNIT, LayerBytes, Segment, live_layers, recomputed_layers, replayed_layers
 
@@ -32,6 +32,16 @@ class Sizes:
     """Memory of the device."""
     elsewhere: bool = True
     """Whether the host's memory is another than the device's."""
+    finer: Callable[[Segments], Iterable[tuple[int, float]]] = lambda _: ()
+    """Higher `gradient_accumulation_steps` that the batch allows, with the bytes of `growth` of each."""
+
+    def ways(self, least: Segments, budget: float) -> str:
+        """How a training that needs more than `budget` bytes with `least`, the smallest segments, may fit, as an error's fix."""
+        fix = f"set memory_bytes to at least {self.growth(least):.4g}"
+        for count, needed in self.finer(least):
+            if needed <= budget:
+                return f"{fix}, or gradient_accumulation_steps to {count}, with which {human_bytes(needed)} are enough"
+        return fix
 
     @classmethod
     def alike(cls, num_layers: int, free_layers: float) -> Sizes:
@@ -67,22 +77,6 @@ class ActivationCheckpointing(Technique):
             raise ValueError(
                 f"activation_checkpointing {self.kind} does not work with pipeline stages: take full, every_nth or sqrt"
             )
-
-    def estimates(self, num_layers: int) -> dict[str, Estimate]:
-        """For `num_layers` equal layers: the share of recomputed forward work, and how many layers' activations are in memory at once."""
-        segments = self.segments(num_layers, Sizes.alike(num_layers, num_layers))
-        return {
-            "recomputed_share": Estimate(
-                value=len(recomputed_layers(segments)) / num_layers,
-                unit="fraction",
-                formula="recomputed layers, each as often as it is, / layers",
-            ),
-            "live_layers": Estimate(
-                value=live_layers(segments),
-                unit="layers",
-                formula="the larger of: kept after the forward pass; kept before a segment + that segment computed again",
-            ),
-        }
 
     def needed(self, sizes: Sizes | None) -> Sizes:
         """`sizes`. Raises SpecError without them."""

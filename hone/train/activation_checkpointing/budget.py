@@ -58,7 +58,7 @@ class MemoryBudget(ActivationCheckpointing):
         raise FitError(
             f"activation_checkpointing.memory_bytes {self.memory_bytes:.4g} is {human_bytes(self.memory_bytes)}; the least "
             f"this training can do with is {human_bytes(sizes.growth(least[1]))} ({least[0]})",
-            fix=f"set memory_bytes to at least {sizes.growth(least[1]):.4g}, or use smaller micro-batches (gradient_accumulation_steps, up to batch_size)",
+            fix=sizes.ways(least[1], self.memory_bytes),
         )
 
     def _candidates(self, num_layers: int, sizes: Sizes) -> Iterator[tuple[str, Segments]]:

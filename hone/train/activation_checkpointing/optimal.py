@@ -50,7 +50,7 @@ class Optimal(ActivationCheckpointing):
         raise FitError(
             f"activation_checkpointing.memory_bytes {self.memory_bytes:.4g} is {human_bytes(self.memory_bytes)}; the least "
             f"this training can do with is {human_bytes(sizes.growth(least))}",
-            fix=f"set memory_bytes to at least {sizes.growth(least):.4g}, or use smaller micro-batches (gradient_accumulation_steps, up to batch_size)",
+            fix=sizes.ways(least, self.memory_bytes),
         )
 
     def notes(self, num_layers: int, sizes: Sizes) -> tuple[str, ...]:

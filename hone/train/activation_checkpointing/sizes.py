@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -40,6 +41,15 @@ def sizes_of(work: Training, machine: Machine) -> Sizes:
             known[key] = max(seconds(changed) - seconds(whole), 0.0) / work.gradient_accumulation_steps
         return known[key]
 
+    sequences = work.micro_batch_tokens * work.gradient_accumulation_steps // work.seq_len
+    now = work.gradient_accumulation_steps
+
+    def finer(segments: Segments) -> Iterator[tuple[int, float]]:
+        for count in range(now + 1, sequences + 1):
+            if sequences % count == 0 and work.pipeline is None:  # a schedule is of so many micro-batches
+                smaller = replace(work, segments=segments, gradient_accumulation_steps=count)
+                yield count, growth_bytes(smaller, machine.device).value
+
     return Sizes(
         layers=tuple(layer_bytes(one, dims.hidden_size, tokens, width, mask, fp8=work.keeps_codes) for one in layers),
         forward_s=tuple(more(index, one) for index, one in enumerate(layers)),
@@ -48,6 +58,7 @@ def sizes_of(work: Training, machine: Machine) -> Sizes:
         seconds=seconds,
         free_bytes=machine.free_memory_bytes,
         elsewhere=on_gpu,
+        finer=finer,
     )
 
 

@@ -20,6 +20,7 @@ from hone.measure.machine import describe
 from hone.model.hf import load
 from hone.report.collect import collect
 from hone.report.page import render
+from hone.train import PIPELINE_SCHEDULES
 from hone.train.pipeline.stages import divide
 from hone.train.stage import Train
 from tests.ranked import together
@@ -272,6 +273,20 @@ def test_what_cannot_be_divided_is_an_error_that_names_the_way_out(spec, said, d
     facts, two = {"data": facts_of(Artifact.read(data_folder))}, describe("cpu").model_copy(update={"num_ranks": 2})
     with pytest.raises(SpecError, match=said):
         Train.read({**SPEC, "gradient_accumulation_steps": 4, **spec}).plan(facts, two)
+
+
+def test_numbers_that_a_schedule_is_proposed_make_a_table():
+    """Micro-batches that divide the batch, fewer ranks, or 1f1b: each was tried, and none is proposed that would not work."""
+    bidirectional = PIPELINE_SCHEDULES.read("dualpipe")
+    with pytest.raises(SpecError) as caught:
+        bidirectional.table(4, 2, 24)
+    assert caught.value.fix.startswith("set gradient_accumulation_steps to 8; or ") and caught.value.fix.endswith(
+        "1f1b"
+    )
+    bidirectional.table(4, 8)
+    with pytest.raises(SpecError) as caught:
+        bidirectional.table(4, 2, 2)  # single sequences already
+    assert "gradient_accumulation_steps" not in caught.value.fix and "1f1b" in caught.value.fix
 
 
 def test_layers_are_divided_by_measured_seconds(data_folder):
