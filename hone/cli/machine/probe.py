@@ -35,8 +35,11 @@ def folder_of(options: Mapping[str, str]) -> Path:
 
 def report(options: Mapping[str, str], run: Any, calibration: Calibration) -> Path:
     """Probes, prints, stores the probe beside the calibration and writes the report; returns its page."""
+    from hone.base.durable import write_atomic
     from hone.measure.probe.result import keep_probe
     from hone.measure.probe.run import probe_machine
+    from hone.report.machine.reading import CALIBRATION, PROBE
+    from hone.report.machine.write import build
 
     folder = folder_of(options)
     probe = probe_machine(
@@ -44,9 +47,12 @@ def report(options: Mapping[str, str], run: Any, calibration: Calibration) -> Pa
     )
     keep_probe(probe)
     folder.mkdir(parents=True, exist_ok=True)
-    keep_probe(probe, folder / "probe.json")
+    keep_probe(probe, folder / PROBE)
+    write_atomic(folder / CALIBRATION, (calibration.model_dump_json(indent=1) + "\n").encode())
+    page = build(folder)
     show(probe)
-    return folder
+    print(f"report: {page}")
+    return page
 
 
 def show(probe: MachineProbe) -> None:
