@@ -83,6 +83,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "export format": ("exports/gguf/test_export.py",),
     "drafter": ("serve/speculation/test_speculation.py",),
     "eviction": ("serve/eviction/test_eviction.py",),
+    "autoscaler": ("serve/replicas/autoscale/test_policies.py",),
     "KV policy": ("serve/kv_policies/test_kv_policies.py",),
 }
 """Slot to the files that test what its techniques do. Tests that go through a whole table without naming a row do not count."""

@@ -56,6 +56,7 @@ TABLES: tuple[str, ...] = (
     "hone.serve:DRAFTERS",
     "hone.serve:EVICTIONS",
     "hone.serve:KV_POLICIES",
+    "hone.serve:AUTOSCALERS",
 )
 """Every slot's table; `hone techniques` and the contract tests read this list."""
 GROUP = "hone.techniques"

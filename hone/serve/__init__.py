@@ -31,3 +31,14 @@ KV_POLICIES = Table(
         "snapkv": "hone.serve.kv_policies.snapkv:SnapKV",
     },
 )
+
+AUTOSCALERS = Table(
+    "autoscaler",
+    {
+        "doubling": "hone.serve.replicas.autoscale.doubling:Doubling",
+        "target_tracking": "hone.serve.replicas.autoscale.target_tracking:TargetTracking",
+        "panic_window": "hone.serve.replicas.autoscale.panic_window:PanicWindow",
+        "predictive": "hone.serve.replicas.autoscale.predictive:Predictive",
+        "hysteresis": "hone.serve.replicas.autoscale.hysteresis:Hysteresis",
+    },
+)

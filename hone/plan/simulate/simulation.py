@@ -9,13 +9,15 @@ from hone.base.errors import SpecError
 from hone.base.figure import Figure
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
+from hone.plan.simulate.elastic import Elasticity, Scaling
 from hone.plan.simulate.figures import Goal, Power, figures
 from hone.plan.simulate.goodput import Goodput, goodput
 from hone.plan.simulate.opening import Opened, open_simulation
 from hone.plan.simulate.run import Conduct, SimulatedRun, fitting, simulate
-from hone.plan.simulate.spec import SimulationSpec, TrafficSpec
+from hone.plan.simulate.spec import ElasticSpec, SimulationSpec, TrafficSpec
 from hone.plan.simulate.trace_files import read_trace
 from hone.plan.simulate.traces import Trace, at_rate, synthetic
+from hone.serve.replicas.autoscale.policy import Autoscaler
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Simulated:
     trace: Trace
     left_out: int
     goodput: Goodput | None = None
+    scaling: Scaling | None = None
 
 
 def trace_of(spec: TrafficSpec) -> Trace:
@@ -47,6 +50,16 @@ def trace_of(spec: TrafficSpec) -> Trace:
     return found if spec.rate is None else at_rate(found, spec.rate, spec.scale_by, spec.seed)
 
 
+def scaling_of(spec: ElasticSpec) -> Scaling | None:
+    """What follows the policy of `spec`; None without one."""
+    if spec.autoscaler is None:
+        return None
+    assert isinstance(spec.autoscaler, Autoscaler), "the table holds nothing else"
+    return Scaling(
+        Elasticity(spec.autoscaler, spec.interval_s, spec.start_s, spec.warm, spec.warm_start_s, spec.migration)
+    )
+
+
 def power_of(spec: SimulationSpec, machine: Machine) -> Power | None:
     """Watts of a replica: the spec's, else those drawn while the machine was calibrated; None where neither is known."""
     if spec.busy_w is not None:
@@ -63,10 +76,19 @@ def run_simulation(spec: SimulationSpec, model: CheckpointFacts, machine: Machin
     """Simulates `spec` for a model on a machine. Raises SpecError and FitError for what cannot be served."""
     opened = open_simulation(spec.engine, model, machine, host_s=spec.host_s, step_factor=spec.step_factor)
     trace, left_out = _fitting(trace_of(spec.traffic), opened)
+    scaling = scaling_of(spec.elastic)
     conduct = Conduct(replicas=spec.replicas)
-    run = simulate(trace, opened.sizes, opened.steps, conduct)
+    followed = conduct
+    if scaling is not None:
+        followed = Conduct(
+            scaling.begin, came=scaling.came, replicas=spec.replicas, most=max(scaling.most, spec.replicas)
+        )
+    run = simulate(trace, opened.sizes, opened.steps, followed)
     goal = Goal(spec.goal.ttft_s, spec.goal.tpot_s)
     found = figures(run, goal, warmup=spec.goal.warmup, power=power_of(spec, machine), bound=opened.steps.bound)
+    if scaling is not None:
+        more = scaling.figures(run.fleet, run.end_s)
+        found = [one for one in found if one.name not in {other.name for other in more}] + more
     best = None
     if spec.goodput:
         best = goodput(
@@ -90,7 +112,7 @@ def run_simulation(spec: SimulationSpec, model: CheckpointFacts, machine: Machin
                 note=met,
             )
         )
-    return Simulated(run, found, opened, trace, left_out, best)
+    return Simulated(run, found, opened, trace, left_out, best, scaling)
 
 
 def _fitting(trace: Trace, opened: Opened) -> tuple[Trace, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hone.base.spec import Spec
+from hone.base.table import Choice, Technique
+from hone.serve import AUTOSCALERS
 from hone.serve.spec import EngineSpec
 
 
@@ -52,6 +54,22 @@ class GoalSpec(Spec):
     warmup: float = Field(0.1, ge=0, lt=1, description="First part of the requests, which latencies do not count.")
 
 
+class ElasticSpec(Spec):
+    """How the number of replicas follows the load."""
+
+    autoscaler: Annotated[Technique, Choice(AUTOSCALERS)] | None = Field(
+        None, description="Policy; empty: the number of replicas is fixed."
+    )
+    interval_s: float = Field(5.0, gt=0, description="Seconds between two decisions.")
+    start_s: float = Field(120.0, ge=0, description="Seconds of a cold start: machine, image, weights, first step.")
+    warm: int = Field(0, ge=0, description="Loaded replicas that wait, paid for all the time.")
+    warm_start_s: float = Field(5.0, ge=0, description="Seconds until one of them takes requests.")
+    migration: Literal["none", "waiting", "all"] = Field(
+        "none",
+        description="What a draining replica hands over: nothing, requests that wait, or all, whose tokens are computed again.",
+    )
+
+
 class SimulationSpec(Spec):
     """A simulated serving run: the engine's own scheduler under predicted step times."""
 
@@ -59,6 +77,9 @@ class SimulationSpec(Spec):
     goal: GoalSpec = Field(GoalSpec(), description="What is promised.")
     engine: EngineSpec = Field(EngineSpec(), description="The engine, as `hone serve` takes it.")
     replicas: int = Field(1, ge=1, le=1024, description="Engines behind one router.")
+    elastic: ElasticSpec = Field(
+        ElasticSpec(), description="Replicas that come and go; `replicas` are then those at the start."
+    )
     goodput: bool = Field(False, description="Also find the highest rate at which the goal is met.")
     host_s: float = Field(0.0, ge=0, description="Seconds of a step beside what is predicted, as measured on the host.")
     step_factor: float = Field(
