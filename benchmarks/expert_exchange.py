@@ -4,9 +4,9 @@
     python -m benchmarks.expert_exchange --ranks 2 --device cpu --check     # gloo, results and gradients alone
 
 One expert multiplies its rows by a number of its own. Rows say GB/s that a rank sends, there and back, of T tokens of D numbers in bfloat16
-that visit k of E experts, with the sort of the rows that came; `of_limit` is the share of the rate of a copy from one GPU to the other,
+that visit k of E experts, with the counts of rows; `of_limit` is the share of the rate of a copy from one GPU to the other,
 measured in the same run. Sizes are exact, for which the host waits, or rows are in rooms of a fixed size, for which it does not
-(`hone.parallel.piece_bound`). `transfers` are those of the rows alone, without counts and sorts.
+(`hone.parallel.piece_bound`). `transfers` are those of the rows alone, without counts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _check(exchange: RowExchange, mesh: Mesh, device: str, way: str, *case: Any)
         given = x.clone().requires_grad_()
         sent, place = _dispatched(exchange, given, ids, experts, roomy=way == "rooms")
         assert (sent._room is None) == (turn == 0 or way != "rooms")
-        came, own_ends = sent.arrived()
+        came, own_ends, _ = sent.arrived()
         counts = own_ends.diff(prepend=own_ends.new_zeros(1)).long()
         counts = torch.cat([counts, (len(came) - counts.sum())[None]])  # nobody's
         mine = torch.cat([numbers[mesh.rank * own : (mesh.rank + 1) * own], numbers[:1]])
@@ -150,8 +150,7 @@ def _timed(
             exchange.carrier.start(exchange.carrier.start(rows, sizes).land(), sizes.back).land()
             return
         sent = exchange.dispatch(rows, ends, room)
-        came, _ = sent.arrived()
-        exchange.combine(came, sent).arrived()
+        exchange.combine(sent.arrived(in_pieces=True).rows, sent).arrived()
 
     for _ in range(ROUNDS):
         dist.barrier(group=grid.ep.group)

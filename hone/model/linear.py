@@ -130,8 +130,12 @@ class Experts(Dense):
     def _leading(self) -> tuple[int, ...]:
         return (self._experts,)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [T, in], rows sorted by expert, ends int32 [E] where each expert's rows end (`hone.ops.permute`): [T, out]."""
+    def forward(self, x: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
+        """x [T, in], rows sorted by expert, ends int32 [E] where each expert's rows end (`hone.ops.permute`): [T, out]. Without a bias rows
+        may be in pieces, where `starts` and `ends` are int32 [E, n] (`hone.ops.grouped_linear`)."""
+        if starts is not None:
+            assert self.bias is None, "biases are of rows that are sorted by expert"
+            return grouped_linear(x, self.weight, ends, starts=starts)
         y = self.product(x, ends)
         if self.bias is None:
             return y

@@ -2,7 +2,7 @@
 
 Each of the n ranks of an axis holds E / n neighbouring experts of a layer, and reads tokens of its own. What a router dispatches is sorted
 by expert, so what goes to a rank is one piece of it. All ranks first learn how many rows each has for each expert, then the rows
-travel; where they arrive, one permutation lays together what all ranks sent for an expert. Lepikhin et al. 2020, arXiv:2006.16668 (GShard).
+travel; where they arrive, products take them as they lie, or one permutation lays together what all ranks sent for an expert. Lepikhin et al. 2020, arXiv:2006.16668 (GShard).
 
     sent = exchange.dispatch(rows, ends)      begins             (backward: waits for the rows' gradients)
     sent.arrived()                            waits              (backward: starts to send the gradients back)
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops import permute, unpermute
@@ -34,12 +35,22 @@ from hone.parallel.axis import Axis, Transfer
 from hone.parallel.piece_bound import Counted, PieceBound
 
 
+class Rows(NamedTuple):
+    """Rows of this rank's experts, as `hone.ops.grouped_linear` takes them."""
+
+    rows: Tensor
+    """[S, D]"""
+    ends: Tensor
+    """int32 [E / n], or [E / n, n] where they lie in pieces."""
+    starts: Tensor | None = None
+    """int32 [E / n, n] where they lie in the pieces that the ranks sent; None: they are sorted by expert."""
+
+
 class Coming(Protocol):
     """Rows on their way to this rank."""
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
-        """(rows [S, D] sorted by this rank's experts, ends int32 [E / n] of each expert's) when they are there. In rooms, rows after the last
-        end are nobody's."""
+    def arrived(self, *, in_pieces: bool = False) -> Rows:
+        """The rows when they are there, sorted by expert, or `in_pieces` as they came. In rooms, rows after a last end are nobody's."""
 
 
 class Returning(Protocol):
@@ -120,8 +131,7 @@ class RowExchange:
 
     def combine(self, made: Tensor, sent: _Coming) -> _Returning:
         """As `ExpertExchange.combine`."""
-        assert sent.place is not None, "rows are combined after they arrived"
-        return _Returning(self, unpermute(made, sent.place), sent.sizes)
+        return _Returning(self, made if sent.place is None else unpermute(made, sent.place), sent.sizes)
 
 
 class Messages:
@@ -211,7 +221,7 @@ class _Coming:
     def __init__(self, of: RowExchange, rows: Tensor, ends: Tensor, room: int | None) -> None:
         self._counts, self._room = _Counts(of, ends, room), room
         self.place: Tensor | None = None
-        """Where each row that came lies among the rows of this rank's experts, int32 [S, 1]; None: they have not arrived."""
+        """Where each row that came lies among the rows of this rank's experts, int32 [S, 1]; None: where it came."""
         self._moving = _Moving(of)
         self._token = _Begun.apply(rows, self._moving)
         if room is not None:
@@ -223,21 +233,36 @@ class _Coming:
         self.sizes = sizes
         self._moving.start(sizes)
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
+    def arrived(self, *, in_pieces: bool = False) -> Rows:
         """As `Coming.arrived`."""
         if self._token.is_cuda and self._room is None:
             self._start(self._counts.sizes())
         rows = _Arrived.apply(self._token, self._moving)
         own = self._counts.ready()
+        if in_pieces:
+            return Rows(rows, *_spans(own, self._room))
         if self._room is None:
             experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
             experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
             rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
-            return rows, ends
+            return Rows(rows, ends)
         at = torch.arange(self._room, device=rows.device).expand(len(own), -1).contiguous()
         experts = torch.searchsorted(own.cumsum(1), at, right=True)  # those after the real rows are nobody's
         rows, ends, self.place = permute(rows, experts.view(-1, 1), own.shape[1] + 1)
-        return rows, ends[:-1]
+        return Rows(rows, ends[:-1])
+
+
+def _spans(own: Tensor, room: int | None) -> tuple[Tensor, Tensor]:
+    """(ends, starts) int32 [E / n, n] of each expert's rows in each rank's piece, of how many there are, int64 [n, E / n]. Pieces that are
+    larger than their `room` are cut off at its end."""
+    until = own.cumsum(1)
+    if room is None:
+        first = F.pad(until[:, -1].cumsum(0), (1, 0))[:-1]
+        starts, ends = until - own + first[:, None], until + first[:, None]
+    else:
+        first = torch.arange(0, len(own) * room, room, device=own.device)
+        starts, ends = ((one.clamp(max=room) + first[:, None]) for one in (until - own, until))
+    return ends.T.to(torch.int32).contiguous(), starts.T.to(torch.int32).contiguous()
 
 
 class _Returning:

@@ -24,6 +24,7 @@ from hone.model.routers.base import Seen
 from hone.model.routers.routes import ByToken, Routes
 from hone.model.routers.softmax import Softmax
 from hone.ops import clamped_swiglu, swiglu
+from hone.ops.moe.api import takes_pieces
 from hone.parallel.experts import ExpertExchange
 
 
@@ -154,13 +155,14 @@ class MoELayer(Block):
             if self.exchange is None:
                 made = self.experts_of(*routes.dispatch(tokens))
             else:  # what every token visits is computed while rows travel
-                pieces = self._pieces(routes)
+                plain = self._plain(tokens)
+                pieces = self._pieces(routes) if plain else None
                 rows, ends = routes.dispatch(tokens) if pieces is None else routes.dispatch(tokens, pieces)  # type: ignore[call-arg]
                 sent = self.exchange.dispatch(rows, ends, None if pieces is None else pieces[1])
                 del rows
                 if spec.num_shared_experts:
                     shared = self._gated(self.shared_gate_up(tokens))
-                returning = self.exchange.combine(self.experts_of(*sent.arrived()), sent)
+                returning = self.exchange.combine(self.experts_of(*sent.arrived(in_pieces=plain)), sent)
                 shared = None if shared is None else self._shared_down(shared, tokens)
                 made = returning.arrived()
             y = routes.combine(made)
@@ -168,16 +170,23 @@ class MoELayer(Block):
             y = y + (self._shared_down(self._gated(self.shared_gate_up(tokens)), tokens) if shared is None else shared)
         return y.view_as(x)
 
+    def _plain(self, tokens: Tensor) -> bool:
+        """Whether the experts' linears are nothing but products that take rows as they came from other ranks."""
+        linears = self.gate_up, self.down
+        plain = all(type(one) is Experts and one.bias is None and not one._forward_hooks for one in linears)
+        return plain and takes_pieces(tokens, *(one.weight for one in linears))
+
     def _pieces(self, routes: Routes) -> tuple[int, int] | None:
         """The rooms in which rows travel without that the host knows how many there are; None: it must know."""
         if self.exchange is None or not isinstance(routes, ByToken) or routes.leaves_out or not routes.ids.numel():
             return None
-        plain = all(type(one) is Experts and one.bias is None for one in (self.gate_up, self.down))
-        return self.exchange.pieces if plain else None
+        return self.exchange.pieces
 
-    def experts_of(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """What experts make of their rows [R, D], sorted by expert; ends int32 [E]."""
-        return self.down(self._gated(self.gate_up(rows, ends)), ends)
+    def experts_of(self, rows: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
+        """What experts make of their rows [R, D], sorted by expert; ends int32 [E]. With `starts` rows are in pieces (`grouped_linear`)."""
+        if starts is None:
+            return self.down(self._gated(self.gate_up(rows, ends)), ends)
+        return self.down(self._gated(self.gate_up(rows, ends, starts)), ends, starts)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         limit = self.spec.swiglu_limit

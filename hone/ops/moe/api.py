@@ -17,29 +17,35 @@ from hone.ops.linear.shapes import power_of_2
 from hone.ops.moe import reference
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, *, starts: Tensor | None = None, backend: str | None = None
+) -> Tensor:
     """x [T, K], rows sorted by expert, times the transpose of their expert's weight [E, N, K]: [T, N], differentiable.
 
-    ends int32 [E]: the end of each expert's rows (from `permute`), non-decreasing, at most T, which a GPU does not check. Rows after
-    ends[-1] are nobody's: their results mean nothing, and they have no part in a gradient; x must be finite there.
-    x and weight have one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
+    ends int32 [E]: the end of each expert's rows (from `permute`), non-decreasing, at most T, which a GPU does not check. With `starts`
+    int32 [E, n] rows lie in n pieces one after the other, each sorted by expert: ends [E, n] are those of each expert's span in each
+    piece (`takes_pieces` says where). Rows after a piece's last end are nobody's: their results mean nothing, and they have no part in a
+    gradient; x must be finite there. x and weight have one dtype; sums are float32 inside. Raises SpecError for shapes that do not fit.
     """
     if (
         x.dim() != 2
         or weight.dim() != 3
         or x.shape[1] != weight.shape[2]
-        or ends.shape != weight.shape[:1]
+        or (ends.shape != weight.shape[:1] if starts is None else ends.shape != starts.shape or ends.dim() != 2)
+        or len(ends) != len(weight)
         or not len(weight)
     ):
         raise SpecError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)} do not fit",
-            fix="give x [T, K], weight [E, N, K] of at least one expert, and the ends [E] of permute",
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, ends {tuple(ends.shape)}, "
+            f"starts {None if starts is None else tuple(starts.shape)} do not fit",
+            fix="give x [T, K], weight [E, N, K] of at least one expert, and the ends [E] of permute, or starts and ends [E, n]",
         )
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    chosen = backend_of(
-        "grouped_linear", x.device, backend, dtype=x.dtype, num_rows=len(x), num_experts=len(weight),
-        sizes=(weight.shape[1], weight.shape[2]), grad=grad,
-    )  # fmt: skip
+    chosen = _product_of(x, weight, backend, grad=grad or starts is not None)
+    if starts is not None and chosen not in ("gluon", "reference"):
+        raise SpecError(
+            f"backend '{chosen}' takes no rows in pieces", fix="sort all rows by expert, and leave starts out"
+        )
     if chosen == "triton":
         if grad:
             raise SpecError(
@@ -48,10 +54,22 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, backend: str | No
             )
         return _few_tokens_op(x, weight, ends)
     if chosen == "gluon":
-        return _many_tokens_op(_aligned(x), _aligned(weight), ends)
+        return _many_tokens_op(_aligned(x), _aligned(weight), ends, starts)
     if chosen == "torch":
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return reference.grouped_linear(x, weight, ends)
+    return reference.grouped_linear(x, weight, ends, starts)
+
+
+def takes_pieces(x: Tensor, *weights: Tensor) -> bool:
+    """Whether `grouped_linear` of rows like those of x, and of others of its dtype, with `weights` takes rows in pieces."""
+    return all(_product_of(x, one, None, grad=True) in ("gluon", "reference") for one in weights)
+
+
+def _product_of(x: Tensor, weight: Tensor, backend: str | None, *, grad: bool) -> str:
+    return backend_of(
+        "grouped_linear", x.device, backend, dtype=x.dtype, num_rows=len(x), num_experts=len(weight),
+        sizes=(weight.shape[1], weight.shape[2]), grad=grad,
+    )  # fmt: skip
 
 
 def permute(
@@ -246,47 +264,47 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("hone::grouped_linear", mutates_args=())
-def _many_tokens_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _many_tokens_op(x: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     from hone.ops.moe.gluon_grouped import by_rows
 
-    return by_rows(x, weight, ends, turned=False)
+    return by_rows(x, weight, ends, turned=False, starts=starts)
 
 
 @_many_tokens_op.register_fake
-def _many_tokens_fake(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _many_tokens_fake(x: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     return torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("hone::grouped_linear_by_x", mutates_args=())
-def _grad_x_op(upstream: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grad_x_op(upstream: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     from hone.ops.moe.gluon_grouped import by_rows
 
-    return by_rows(upstream, weight, ends, turned=True)
+    return by_rows(upstream, weight, ends, turned=True, starts=starts)
 
 
 @_grad_x_op.register_fake
-def _grad_x_fake(upstream: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grad_x_fake(upstream: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     return torch.empty(len(upstream), weight.shape[2], dtype=upstream.dtype, device=upstream.device)
 
 
 @torch.library.custom_op("hone::grouped_linear_by_weight", mutates_args=())
-def _grad_weight_op(upstream: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _grad_weight_op(upstream: Tensor, x: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     from hone.ops.moe.gluon_grouped_sums import by_weights
 
-    return by_weights(upstream, x, ends)
+    return by_weights(upstream, x, ends, starts=starts)
 
 
 @_grad_weight_op.register_fake
-def _grad_weight_fake(upstream: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def _grad_weight_fake(upstream: Tensor, x: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     return torch.empty(len(ends), upstream.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
 
 
 def _many_tokens_grad(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-    x, weight, ends = ctx.saved_tensors
+    x, weight, ends, starts = ctx.saved_tensors
     upstream = _aligned(upstream)
-    by_x = _grad_x_op(upstream, weight, ends) if ctx.needs_input_grad[0] else None
-    by_weight = _grad_weight_op(upstream, x, ends) if ctx.needs_input_grad[1] else None
-    return by_x, by_weight, None
+    by_x = _grad_x_op(upstream, weight, ends, starts) if ctx.needs_input_grad[0] else None
+    by_weight = _grad_weight_op(upstream, x, ends, starts) if ctx.needs_input_grad[1] else None
+    return by_x, by_weight, None, None
 
 
 _many_tokens_op.register_autograd(

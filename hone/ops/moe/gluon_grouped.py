@@ -65,13 +65,16 @@ def list_tiles(
     known = spans < num_experts * each
     end = tl.load(ends + spans, mask=known, other=0)
     last = tl.load(ends + (num_experts - 1) * each + spans % each, mask=known, other=0)  # of the piece
+    limit = tl.zeros([SPANS], tl.int32) + num_rows
     if PIECES:
         begin = tl.load(starts + spans, mask=known, other=0)
-        further = spans % each + 1  # where the next piece begins
-        limit = tl.load(starts + further, mask=known & (further < each), other=num_rows)
+        for further in tl.static_range(1, each):  # not into the next piece that has rows
+            there = known & (spans % each + further < each)
+            first_row = tl.load(starts + spans % each + further, mask=there, other=0)
+            until_row = tl.load(ends + (num_experts - 1) * each + spans % each + further, mask=there, other=0)
+            limit = tl.where(until_row > first_row, tl.minimum(limit, first_row), limit)
     else:
         begin = tl.load(ends + spans - 1, mask=known & (spans > 0), other=0)
-        limit = num_rows
     counts = tl.where(known, (end - begin + TILE - 1) // TILE, 0)
     whole = tl.minimum(begin + (end - begin + STEP - 1) // STEP * STEP, limit)
     end = tl.where(known & (end == last), whole, end)

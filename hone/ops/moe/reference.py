@@ -11,23 +11,40 @@ from torch import Tensor
 from hone.ops.moe.weights import ExpertWeights
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`hone.ops.grouped_linear`: one product per expert. Rows that are nobody's are 0."""
-    *sizes, rest = _sizes(ends, len(x))
-    made = torch.cat([rows @ own.T for rows, own in zip(x.split([*sizes, rest]), weight.unbind())])
-    return F.pad(made, (0, 0, 0, rest)) if rest else made
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
+    """`hone.ops.grouped_linear`: one product per span. Rows that are nobody's are 0."""
+    experts = weight.unbind()
+    made = [
+        x.new_zeros(end - begin, weight.shape[1]) if expert is None else x[begin:end] @ experts[expert].T
+        for expert, begin, end in _spans(ends, starts, len(x))
+    ]
+    return torch.cat(made)
 
 
-def grouped_sums(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def grouped_sums(dy: Tensor, x: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
     """The sum over each expert's rows of dy [T, N] times x [T, K]: [E, N, K], the gradient of `grouped_linear` by its weight."""
-    sizes = _sizes(ends, len(x))
-    return torch.stack([one.T @ rows for one, rows in zip(dy.split(sizes), x.split(sizes), strict=True)][: len(ends)])
+    made = [dy.new_zeros(dy.shape[1], x.shape[1]) for _ in ends]
+    for expert, begin, end in _spans(ends, starts, len(x)):
+        if expert is not None:
+            made[expert] = made[expert] + dy[begin:end].T @ x[begin:end]
+    return torch.stack(made)
 
 
-def _sizes(ends: Tensor, num_rows: int) -> list[int]:
-    """Rows of each expert, and after them those that are nobody's."""
-    until = [0, *ends.tolist(), num_rows]
-    return [end - begin for begin, end in pairwise(until)]
+def _spans(ends: Tensor, starts: Tensor | None, num_rows: int) -> list[tuple[int | None, int, int]]:
+    """(expert, first row, end) of all rows in order, empty spans too; those of no expert are nobody's."""
+    if starts is None:
+        until = [0, *ends.tolist()]
+        known = [(begin, end, expert) for expert, (begin, end) in enumerate(pairwise(until))]
+    else:
+        each = zip(starts.tolist(), ends.tolist(), strict=True)
+        known = [(*span, expert) for expert, own in enumerate(each) for span in zip(*own, strict=True)]
+    found: list[tuple[int | None, int, int]] = []
+    at = 0
+    for begin, end, expert in sorted(known):
+        found += [(None, at, begin)] if at < begin else []
+        found.append((expert, begin, end))
+        at = end
+    return [*found, (None, at, num_rows)] if at < num_rows else found
 
 
 def permute(

@@ -68,12 +68,15 @@ def test_tiles_of_rows_end_with_a_whole_step_before_rows_that_are_nobodys(sizes:
         assert tiles[: len(wanted)].tolist() == wanted and int(tiles[-1, 0]) == len(wanted)
 
 
-@pytest.mark.parametrize("room", [0, 512])
-def test_tiles_of_rows_in_pieces_are_those_of_each_span(room: int) -> None:
-    """Of exact sizes (0), or in rooms; an expert's spans stand beside each other."""
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("room", [0, 270])
+def test_tiles_of_rows_in_pieces_are_those_of_each_span(room: int, empty: bool) -> None:
+    """Of exact sizes (0), or in rooms; an expert's spans stand beside each other. A step reaches into the next piece where that has no rows."""
     from hone.ops.moe.gluon_grouped import ROWS, STEP, list_tiles
 
-    counts = torch.tensor([[130, 0, 5], [200, 64, 0]])  # of each piece, rows for each of three experts
+    counts = torch.tensor(
+        [[130, 0, 131], [0, 0, 0] if empty else [200, 64, 0]]
+    )  # of each piece, rows for each of three experts
     sizes = counts.sum(1)
     first = torch.arange(2) * room if room else sizes.cumsum(0) - sizes
     until = counts.cumsum(1) + first[:, None]
@@ -85,7 +88,7 @@ def test_tiles_of_rows_in_pieces_are_those_of_each_span(room: int) -> None:
     wanted = []
     for expert, spans in enumerate(zip(starts.tolist(), ends.tolist())):
         for piece, (begin, end) in enumerate(zip(*spans)):
-            limit = [starts[0, 1].item(), num_rows][piece]
+            limit = [num_rows if empty else starts[0, 1].item(), num_rows][piece]
             last = end == until[piece, -1].item()
             final = min(begin + -(-(end - begin) // STEP) * STEP, limit) if last else end
             wanted += [[expert, at, final] for at in range(begin, end, ROWS)]

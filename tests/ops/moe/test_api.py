@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hone.base.errors import SpecError
 from hone.ops import choose, grouped_linear, permute, unpermute
 from hone.ops.dispatch import Where
+from hone.ops.moe.api import takes_pieces
 
 F64 = torch.float64
 H200 = Where("cuda", (9, 0), 132, (3, 6))
@@ -123,5 +124,27 @@ def test_rows_that_are_nobodys_have_no_part_in_a_product() -> None:
     torch.testing.assert_close(made[:5], grouped_linear(x[:5], weight, ends))
     found = torch.autograd.grad(made, (x, weight), flow)
     wanted = torch.autograd.grad(grouped_linear(x[:5], weight, ends), (x, weight), flow[:5])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("room", [0, 9])
+def test_products_of_rows_in_pieces(room: int) -> None:
+    """Two pieces of three experts' rows, one after the other or in rooms, against rows that are sorted by expert."""
+    counts = torch.tensor([[2, 0, 5], [1, 3, 0]])
+    until = counts.cumsum(1)
+    first = torch.arange(2) * room if room else torch.tensor([0, 7])
+    starts, ends = (one.T.contiguous().int() for one in (until - counts + first[:, None], until + first[:, None]))
+    num_rows = 2 * room or 11
+    x, weight = torch.randn(num_rows, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
+    flow = torch.randn(num_rows, 6)
+    assert takes_pieces(x, weight)
+    spans = [slice(*span) for own in zip(starts.tolist(), ends.tolist()) for span in zip(*own)]
+    lie = torch.cat([torch.arange(num_rows)[span] for span in spans])
+    together = counts.sum(0).cumsum(0).int()
+    made, plain = grouped_linear(x, weight, ends, starts=starts), grouped_linear(x[lie], weight, together)
+    torch.testing.assert_close(made[lie], plain)
+    found = torch.autograd.grad(made, (x, weight), flow)
+    wanted = torch.autograd.grad(plain, (x, weight), flow[lie])
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)

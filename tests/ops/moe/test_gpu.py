@@ -169,3 +169,36 @@ def test_rows_that_are_nobodys_have_no_part_in_a_training(sizes: tuple[int, ...]
     assert error(made[:real], exact) < 1e-2
     for one, truth in zip((found[0][:real], *found[1:]), (wanted[0][:real], *wanted[1:]), strict=True):
         assert torch.isfinite(one).all() and error(one, truth) < 2e-2
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("room", [0, 320])
+def test_training_with_rows_in_pieces_is_that_of_sorted_rows(pieces: int, room: int) -> None:
+    """Two products after each other; in rooms what comes of nobody's rows is not finite."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    counts = torch.tensor([[100, 0, 130, 3], [128, 64, 0, 0], [0, 1, 63, 65]][:pieces], device="cuda")
+    until, sizes = counts.cumsum(1), counts.sum(1)
+    first = torch.arange(pieces, device="cuda") * room if room else sizes.cumsum(0) - sizes
+    starts, ends = (one.T.contiguous().int() for one in (until - counts + first[:, None], until + first[:, None]))
+    num_rows = pieces * room or int(sizes.sum())
+    spans = [slice(*span) for own in zip(starts.tolist(), ends.tolist()) for span in zip(*own)]
+    lie = torch.cat([torch.arange(num_rows, device="cuda")[span] for span in spans])
+    together = counts.sum(0).cumsum(0).int()
+    x = torch.randn(num_rows, 64, device="cuda", dtype=torch.bfloat16)
+    up, down = (torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16) / 8 for shape in ((264, 64), (64, 264)))
+    flow = torch.full((num_rows, 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    flow[lie] = torch.randn(len(lie), 64, device="cuda", dtype=torch.bfloat16)
+    leaves = [one.clone().requires_grad_() for one in (x, up, down)]
+    poison()
+    made = grouped_linear(
+        torch.tanh(grouped_linear(leaves[0], leaves[1], ends, starts=starts)), leaves[2], ends, starts=starts
+    )
+    found = torch.autograd.grad(made, leaves, flow)
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    inner = torch.tanh(grouped_linear(wide[0][lie], wide[1], together, backend="reference"))
+    exact = grouped_linear(inner, wide[2], together, backend="reference")
+    wanted = torch.autograd.grad(exact, wide, flow[lie].double())
+    assert error(made[lie], exact) < 1e-2
+    for one, truth in zip((found[0][lie], *found[1:]), (wanted[0][lie], *wanted[1:]), strict=True):
+        assert torch.isfinite(one).all() and error(one, truth) < 2e-2
