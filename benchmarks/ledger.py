@@ -69,3 +69,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def put_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replaces what stands in `page` between the marks `begin` and `end`. Raises SystemExit where it has no such place."""
+    before, mark, rest = page.read_text(encoding="utf8").partition(begin)
+    _, close, after = rest.partition(end)
+    if not (mark and close):
+        raise SystemExit(f"error: {page} has no place for the table\nfix: put the lines {begin!r} and {end!r} into it")
+    page.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf8")

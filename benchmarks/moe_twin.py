@@ -292,10 +292,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 def write_page(path: Path, *, keep: bool = True) -> None:
     """Puts the table into docs/moe.md and, with `keep`, the rows into the ledger."""
     result = json.loads(path.read_text(encoding="utf8"))
-    before, begin, rest = PAGE.read_text(encoding="utf8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    assert begin, f"{PAGE} has no place for the table"
-    PAGE.write_text(f"{before}{begin}{words(result)}\n\n{table(result)}\n\n{END}{after}", encoding="utf8")
+    ledger.put_between(PAGE, BEGIN, END, f"{words(result)}\n\n{table(result)}\n\n")
     if keep:
         print(ledger.append("moe_twin", rows(result), stamp=result["stamp"]))
 

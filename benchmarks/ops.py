@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import ledger
 
-AREAS = ("attention", "sparse", "paged", "linear", "loss", "moe", "pointwise", "sample", "scan")
+AREAS = ("attention", "latent", "sparse", "paged", "linear", "loss", "moe", "pointwise", "sample", "scan")
 """Modules of benchmarks.kernels; each has `rows(ceilings) -> list of ledger rows`."""
 
 
@@ -55,9 +55,7 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def write_page() -> None:
     """Puts the newest figures between the marks of docs/ops.md."""
-    text = PAGE.read_text(encoding="utf8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + page(newest()) + END + rest.split(END, 1)[1], encoding="utf8")
+    ledger.put_between(PAGE, BEGIN, END, page(newest()))
 
 
 def main() -> None:

@@ -278,8 +278,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.page:
-        before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)
-        PAGE.write_text(before + BEGIN + page(measured()) + END + rest.split(END, 1)[1], encoding="utf8")
+        ledger.put_between(PAGE, BEGIN, END, page(measured()))
         return
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device\nfix: run this on a GPU of compute capability 9.0")

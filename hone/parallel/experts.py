@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops import permute, unpermute
+from hone.ops.moe.api import piece_spans
 from hone.parallel.axis import Axis, Transfer
 from hone.parallel.piece_bound import Counted, PieceBound
 
@@ -191,9 +191,15 @@ class _Counts:
         self._own = ends.diff(prepend=ends.new_zeros(1))
         self.every = self._own.new_empty(of.axis.size, len(self._own))
         """int64 [n, E], for work that is given after `ready`."""
+        # Made here, so that it is memory of the current stream.
+        self.spans: tuple[Tensor, Tensor] = tuple(
+            ends.new_empty(2, len(ends) // of.axis.size, of.axis.size, dtype=torch.int32)
+        )  # type: ignore[assignment]
+        """(ends, starts) of `Rows` in pieces, as `every`."""
         host, self._event = self.every, None
         with of.beside.after(of.beside.mark(ends)):
             _done(of.axis.all_gather(self.every.view(-1), self._own))
+            piece_spans(self.every, of.axis.index, room, self.spans)
             if ends.is_cuda:
                 host = torch.empty(self.every.shape, dtype=torch.int64, pin_memory=True)
                 host.copy_(self.every, non_blocking=True)
@@ -240,7 +246,7 @@ class _Coming:
         rows = _Arrived.apply(self._token, self._moving)
         own = self._counts.ready()
         if in_pieces:
-            return Rows(rows, *_spans(own, self._room))
+            return Rows(rows, *self._counts.spans)
         if self._room is None:
             experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
             experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
@@ -250,19 +256,6 @@ class _Coming:
         experts = torch.searchsorted(own.cumsum(1), at, right=True)  # those after the real rows are nobody's
         rows, ends, self.place = permute(rows, experts.view(-1, 1), own.shape[1] + 1)
         return Rows(rows, ends[:-1])
-
-
-def _spans(own: Tensor, room: int | None) -> tuple[Tensor, Tensor]:
-    """(ends, starts) int32 [E / n, n] of each expert's rows in each rank's piece, of how many there are, int64 [n, E / n]. Pieces that are
-    larger than their `room` are cut off at its end."""
-    until = own.cumsum(1)
-    if room is None:
-        first = F.pad(until[:, -1].cumsum(0), (1, 0))[:-1]
-        starts, ends = until - own + first[:, None], until + first[:, None]
-    else:
-        first = torch.arange(0, len(own) * room, room, device=own.device)
-        starts, ends = ((one.clamp(max=room) + first[:, None]) for one in (until - own, until))
-    return ends.T.to(torch.int32).contiguous(), starts.T.to(torch.int32).contiguous()
 
 
 class _Returning:

@@ -161,9 +161,9 @@ class MoELayer(Block):
                 sent = self.exchange.dispatch(rows, ends, None if pieces is None else pieces[1])
                 del rows
                 if spec.num_shared_experts:
-                    shared = self._gated(self.shared_gate_up(tokens))
+                    shared = self.shared_gate_up(tokens)
                 returning = self.exchange.combine(self.experts_of(*sent.arrived(in_pieces=plain)), sent)
-                shared = None if shared is None else self._shared_down(shared, tokens)
+                shared = None if shared is None else self._shared_down(self._gated(shared), tokens)
                 made = returning.arrived()
             y = routes.combine(made)
         if spec.num_shared_experts:

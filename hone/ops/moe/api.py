@@ -102,7 +102,7 @@ def permute(
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
         place, order, ends = _order_op(expert_ids, num_experts)
         if pieces is not None:
-            place, order = reference.spread(expert_ids, place, ends, *pieces)
+            place, order = _spread_op(expert_ids, place, ends, *pieces)
         return _take_rows_op(x, order, place), ends, place
     if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
         raise SpecError(
@@ -174,6 +174,48 @@ def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 def _order_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.empty(expert_ids.shape, dtype=torch.int32, device=expert_ids.device)
     return place, place.new_empty(expert_ids.numel()), place.new_empty(num_experts)
+
+
+@torch.library.custom_op("hone::spread_places", mutates_args=())
+def _spread_op(expert_ids: Tensor, place: Tensor, ends: Tensor, num_pieces: int, room: int) -> tuple[Tensor, Tensor]:
+    """As `reference.spread`."""
+    from hone.ops.moe.triton_kernels import spread_places
+
+    ids = expert_ids.contiguous()
+    to, order = _spread_fake(expert_ids, place, ends, num_pieces, room)
+    block = 512
+    programs = -(-ids.numel() // block) + -(-len(order) // block)
+    spread_places[(programs,)](
+        ids, place, ends, to, order, ids.numel(), len(order), room, len(ends) // num_pieces, BLOCK=block, num_warps=4
+    )
+    return to, order
+
+
+@_spread_op.register_fake
+def _spread_fake(expert_ids: Tensor, place: Tensor, ends: Tensor, num_pieces: int, room: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(place), place.new_empty(num_pieces * room)
+
+
+def piece_spans(
+    counts: Tensor, index: int, room: int | None, into: tuple[Tensor, Tensor], *, backend: str | None = None
+) -> None:
+    """Writes into (ends, starts), int32 [E / n, n], where the rows of each expert of rank `index` lie in each rank's piece, for `grouped_linear`.
+
+    counts int64 [n, E], on one device with them: rows of each rank for each expert. Pieces begin at a multiple of `room`, and what is
+    larger is cut off at its end; None: each begins where the one before ends.
+    """
+    ends, starts = into
+    if backend_of("permute", counts.device, backend, dtype=torch.bfloat16) == "triton":
+        from hone.ops.moe.triton_kernels import piece_spans as kernel
+
+        own, pieces = ends.shape
+        kernel[(1,)](
+            counts, ends, starts, index * own, room or 0, own, pieces,
+            EXPERTS=power_of_2(own), PIECES=power_of_2(pieces), num_warps=4,
+        )  # fmt: skip
+        return
+    for one, made in zip(into, reference.piece_spans(counts, index, room), strict=True):
+        one.copy_(made)
 
 
 @torch.library.custom_op("hone::take_rows", mutates_args=())

@@ -106,3 +106,16 @@ def expert_swiglu(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight
             gate, up = F.linear(own, first).chunk(2, -1)
             made.append(F.linear(F.silu(gate) * up, second))
     return unpermute(torch.cat(made) if made else rows, place, weights)
+
+
+def piece_spans(counts: Tensor, index: int, room: int | None) -> tuple[Tensor, Tensor]:
+    """`hone.ops.moe.api.piece_spans`."""
+    own = counts.view(len(counts), len(counts), -1)[:, index]
+    until = own.cumsum(1)
+    if room is None:
+        first = F.pad(until[:, -1].cumsum(0), (1, 0))[:-1]
+        starts, ends = until - own, until
+    else:
+        first = torch.arange(0, len(own) * room, room, device=own.device)
+        starts, ends = (one.clamp(max=room) for one in (until - own, until))
+    return (ends + first[:, None]).T.to(torch.int32), (starts + first[:, None]).T.to(torch.int32)

@@ -84,6 +84,71 @@ def place_few(ids, place, order, ends, num_ids, num_experts, IDS: tl.constexpr, 
 
 
 @triton.jit
+def spread_places(
+    ids,  # integer [N]: the expert of each entry
+    place,  # int32 [N]: its place without gaps
+    ends,  # int32 [E]
+    to,  # int32 [N]: its place in rooms
+    order,  # int32 [n * C]: the entry at each place, 0 where there is none
+    num_ids,
+    num_places,
+    room,
+    each,
+    BLOCK: tl.constexpr,
+):
+    """Rows of `each` neighbouring experts begin at a multiple of `room`; the last programs fill places that nobody asked for."""
+    blocks = tl.cdiv(num_ids, BLOCK)
+    program = tl.program_id(0)
+    if program < blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        inside = at < num_ids
+        piece = tl.load(ids + at, mask=inside, other=0).to(tl.int32) // each
+        start = tl.load(ends + piece * each - 1, mask=inside & (piece > 0), other=0)
+        found = piece * room + tl.minimum(tl.load(place + at, mask=inside, other=0) - start, room - 1)
+        tl.store(to + at, found, mask=inside)
+        tl.store(order + found, at, mask=inside)
+    else:
+        at = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < num_places
+        piece = at // room
+        start = tl.load(ends + piece * each - 1, mask=inside & (piece > 0), other=0)
+        count = tl.load(ends + piece * each + each - 1, mask=inside, other=0) - start
+        tl.store(order + at, tl.zeros([BLOCK], tl.int32), mask=inside & (at - piece * room >= count))
+
+
+@triton.jit
+def piece_spans(
+    counts,  # int64 [n, E]: rows of each rank for each expert of all
+    ends,  # int32 [E / n, n]
+    starts,  # int32 [E / n, n]
+    first,
+    room,
+    own: tl.constexpr,
+    num_pieces: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """The spans of `own` experts from `first` on in each rank's piece, which begins at a multiple of `room`; 0: where the one before ends."""
+    pieces, experts = tl.arange(0, PIECES), tl.arange(0, EXPERTS)
+    known = (pieces[:, None] < num_pieces) & (experts[None, :] < own)
+    rows = tl.load(counts + pieces[:, None] * (own * num_pieces) + first + experts[None, :], mask=known, other=0).to(
+        tl.int32
+    )
+    until = tl.cumsum(rows, 1)
+    begin = until - rows
+    totals = tl.sum(rows, 1)
+    if room > 0:
+        base = pieces * room
+        until = tl.minimum(until, room)
+        begin = tl.minimum(begin, room)
+    else:
+        base = tl.cumsum(totals, 0) - totals
+    at = experts[None, :] * num_pieces + pieces[:, None]
+    tl.store(ends + at, until + base[:, None], mask=known)
+    tl.store(starts + at, begin + base[:, None], mask=known)
+
+
+@triton.jit
 def gather_rows(x, order, out, x_stride, num_rows, width, top_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = x[order[i] // top_k]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

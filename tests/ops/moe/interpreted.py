@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.ops import grouped_linear, permute, unpermute
-from hone.ops.moe.api import FEW_IDS
+from hone.ops.moe.api import FEW_IDS, piece_spans
 from tests.ops.agree import agree, graded
 
 
@@ -93,3 +93,23 @@ def test_tiles_of_rows_in_pieces_are_those_of_each_span(room: int, empty: bool) 
             final = min(begin + -(-(end - begin) // STEP) * STEP, limit) if last else end
             wanted += [[expert, at, final] for at in range(begin, end, ROWS)]
     assert tiles[: len(wanted)].tolist() == wanted and int(tiles[-1, 0]) == len(wanted)
+
+
+@pytest.mark.parametrize("room", [None, 9])
+def test_spans_of_experts_in_each_ranks_piece(room: int | None) -> None:
+    counts = torch.randint(0, 5, (3, 12))
+    counts[1, 4:8] = 0
+
+    def run(backend: str) -> list[torch.Tensor]:
+        into = torch.empty(2, 4, 3, dtype=torch.int32).unbind()
+        piece_spans(counts, 1, room, into, backend=backend)
+        return list(into)
+
+    agree(run)
+
+
+def test_what_does_not_fit_into_a_room_stays_inside_of_it() -> None:
+    x, ids = torch.arange(8.0)[:, None], torch.tensor([0, 0, 0, 0, 0, 0, 3, 3])[:, None]
+    rows, ends, place = permute(x, ids, 4, pieces=(2, 4), backend="triton")
+    assert ends.tolist() == [6, 6, 6, 8] and place.flatten().tolist() == [0, 1, 2, 3, 3, 3, 4, 5]
+    assert rows[:3].flatten().tolist() == [0, 1, 2] and rows[4:].flatten().tolist() == [6, 7, 0, 0]

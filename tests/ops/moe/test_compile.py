@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hone.ops.moe.gluon_grouped import MAX_REGISTERS, REGISTERS, SPAN, STEP, rows_product, tile_of
+from hone.ops.moe.gluon_grouped import MAX_REGISTERS, REGISTERS, ROWS, SPAN, STEP, list_tiles, rows_product, tile_of
 from hone.ops.moe.gluon_grouped_sums import weights_product
-from tests.ops.compiled import compile_gluon, descriptor, fp32
+from hone.ops.moe.triton_kernels import piece_spans, spread_places
+from tests.ops.compiled import compile_gluon, compile_triton, descriptor, fp32
 
 
 def integers(names: str) -> dict[str, str]:
@@ -62,3 +63,24 @@ def test_products_of_weights(columns: int, factors: str, pieces: int) -> None:
     )
     assert record.clean, record.line()
     assert record.waits() == [1, 0, 1, 0]
+
+
+@pytest.mark.slow
+def test_places_and_spans_of_rows_in_pieces() -> None:
+    places = {"ids": "*i64", "place": "*i32", "ends": "*i32", "to": "*i32", "order": "*i32"}
+    kernels = [
+        (spread_places, places | integers("num_ids num_places room each"), {"BLOCK": 512}),
+        (
+            piece_spans,
+            {"counts": "*i64", "ends": "*i32", "starts": "*i32"} | integers("first room"),
+            {"own": 32, "num_pieces": 2, "EXPERTS": 32, "PIECES": 2},
+        ),
+        (
+            list_tiles,
+            {"starts": "*i32", "ends": "*i32", "tiles": "*i32"} | integers("num_rows num_experts most"),
+            {"SPANS": 64, "PIECES": 2, "BLOCK": 64, "TILE": ROWS, "STEP": STEP},
+        ),
+    ]
+    for kernel, types, constants in kernels:
+        record = compile_triton(kernel, types, constants, num_warps=4)
+        assert record.spill_bytes == 0, record.line()
