@@ -162,17 +162,50 @@ def _redo(options: dict[str, str]) -> tuple[str, ...]:
     return ("all",) if names == ("true",) else names
 
 
+OF_REPORT = ("price_per_hour", "grid", "pue", "target_loss")
+_ABOUT_REPORT = """usage: hone report LINE_FOLDER [--price_per_hour=3.4] [--grid=DE] [--pue=1.2] [--target_loss=2.5]
+
+Reads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json.
+  --price_per_hour=USD   price of an hour of the machine: also prices of runs and tokens
+  --grid=NAME            g CO2e/kWh, or DE, GB, FR (means of 2020), or a kind of plant: also carbon of runs and tokens
+  --pue=1.2              power of the building over that of the machine, for --grid
+  --target_loss=NATS     validation loss: also the time until trainings reached it"""
+
+
+def _rates(options: dict[str, str]) -> Any:
+    """What is stated for the section on money and carbon; None where nothing is. SpecError: a value that is no number."""
+    from hone.base.errors import SpecError
+    from hone.cost.carbon.footprint import grid_g_per_kwh
+    from hone.report.sections.prices import Rates
+
+    if not {*OF_REPORT} & {*options}:
+        return None
+    numbers: dict[str, float] = {}
+    for name in ("price_per_hour", "pue", "target_loss"):
+        if name in options:
+            try:
+                numbers[name] = float(options[name])
+            except ValueError:
+                numbers[name] = 0.0
+            if not 0 < numbers[name] < 1e12 or (name == "pue" and numbers[name] < 1):
+                raise SpecError(
+                    f"--{name}={options[name]} is not a number above {1 if name == 'pue' else 0}",
+                    fix=f"write --{name}=1.2",
+                )
+    grams, source = grid_g_per_kwh(options["grid"]) if "grid" in options else (None, "")
+    return Rates(numbers.get("price_per_hour"), grams, source, numbers.get("pue", 1.0), numbers.get("target_loss"))
+
+
 def report(words: list[str], options: dict[str, str]) -> int:
     """Writes a line's report."""
     from hone.base.partial import PULL, need_local
     from hone.report import build
 
     if "help" in options:
-        about = "Reads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json."
-        print(f"usage: hone report LINE_FOLDER\n\n{about}")
+        print(_ABOUT_REPORT)
         return 0
-    only(words, options)
+    only(words, options, OF_REPORT)
     folder = need(words, "LINE_FOLDER")
     need_local(folder, PULL)
-    print(build(Path(folder)))
+    print(build(Path(folder), rates=_rates(options)))
     return 0

@@ -81,6 +81,8 @@ class Line:
     folder: Path
     rows: list[Row]
     problems: list[tuple[str, str]]
+    rates: Any = None
+    """`Rates` of `hone.report.sections.prices`, where money and carbon are asked for."""
 
     def get(self, id: str) -> Row | None:
         return next((row for row in self.rows if row.id == id), None)

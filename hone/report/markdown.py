@@ -12,6 +12,7 @@ from hone.report.sections.curation import Curation
 from hone.report.sections.data import data_set
 from hone.report.sections.effects import Effects, TrialTables
 from hone.report.sections.mixtures import Mixtures
+from hone.report.sections.prices import Prices
 from hone.report.sections.quality import Quality
 from hone.report.sections.serving import Serving
 
@@ -44,6 +45,7 @@ def render(line: Line) -> str:
         + _quality(line)
         + _speed(line)
         + _serving(line)
+        + _prices(line)
         + _estimates(line)
         + _mixtures(line)
         + _data(line)
@@ -237,6 +239,17 @@ def _serving(line: Line) -> list[str]:
         *_trials(found.trials),
         *table(head, rows, numbers=2 + len(found.paths)),
     ]
+
+
+def _prices(line: Line) -> list[str]:
+    found = Prices.of(line)
+    if found is None:
+        return []
+    rows = []
+    for bill in found.bills:
+        shown = {one.name: one.shown for one in bill.figures}
+        rows.append([code(bill.row.id), *(escape(shown.get(name, "-")) for name in found.names)])
+    return ["## Money and carbon", "", escape(f"At {found.said}."), *table(("artifact", *found.names), rows)]
 
 
 def _estimates(line: Line) -> list[str]:

@@ -13,19 +13,21 @@ from hone.report import arms, charts, compare, markdown, page
 from hone.report.chain import chain
 from hone.report.collect import Line, collect
 from hone.report.findings import findings
+from hone.report.sections.prices import Prices, Rates
 from hone.report.svg import drawing, el
 
 SCHEMA = 1
 """Version of report.json's layout; incremented when a key is renamed, removed or changes its meaning."""
 
 
-def build(line_folder: Path | str, out: Path | str | None = None) -> Path:
+def build(line_folder: Path | str, out: Path | str | None = None, rates: Rates | None = None) -> Path:
     """Reads the artifacts in `line_folder`, writes the report into `out` (default: its subfolder `report`).
 
     Returns the path of index.html. Raises ArtifactError when there is nothing to report. Reads hone.json and
-    the text files beside it, no weights; the same artifacts give byte-identical reports.
+    the text files beside it, no weights; the same artifacts give byte-identical reports. With `rates` it also says what artifacts cost in money and carbon.
     """
     line = collect(line_folder)
+    line.rates = rates
     out = Path(out) if out is not None else Path(line_folder) / "report"
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(
@@ -96,6 +98,11 @@ def rows(line: Line) -> dict[str, Any]:
         "effects": [_trial(trial) for trial in arms.trials(line)],
         "artifacts": artifacts,
     }
+    if (prices := Prices.of(line)) is not None:
+        found["prices"] = {
+            "rates": line.rates._asdict(),
+            "artifacts": {bill.row.id: [one._asdict() for one in bill.figures] for bill in prices.bills},
+        }
     return without_nan(found)
 
 

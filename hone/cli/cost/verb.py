@@ -22,6 +22,9 @@ WORDS: dict[str, str] = {
     "speculate": "hone.cost.calculators.speculate:Speculate",
     "bits": "hone.cost.calculators.bits:Bits",
     "models": "hone.cli.cost.verb:models",
+    "money": "hone.cli.cost.money:money",
+    "carbon": "hone.cost.carbon.footprint:Footprint",
+    "size": "hone.cost.scaling.sizes:Size",
 }
 """What each word runs, imported on use: a `Calculator`, or a function `(words, options) -> exit code` whose first word is 'cost WORD'.
 

@@ -105,7 +105,8 @@ class Optimum:
         parts = [step] * (count - 1) + [job.hours - step * (count - 1)]
         starts = {}
         for site in self.grid.sites(job):
-            for first in range(self.grid.num_slots - count + 1):
+            begin, end = self.grid.span(job)
+            for first in range(max(0, begin), min(end, self.grid.num_slots) - count + 1):
                 cost = slots.cost[site, first : first + count]
                 if np.isfinite(cost).all():
                     chosen = starts[site, first] = self.rows.variable(float(cost @ parts), 1, True)

@@ -66,15 +66,19 @@ class Grid:
         names = [site.name for site in self.spec.sites]
         return [names.index(name) for name in job.sites] if job.sites else [*range(len(names))]
 
-    def slots(self, job: Job, free: np.ndarray) -> Slots:
-        """What `job` may use, where `free` [sites, slots] are devices that are left. SpecError: a restart outlasts a slot."""
+    def slots(self, job: Job, free: np.ndarray, begin: int = 0, end: int | None = None) -> Slots:
+        """What `job` may use of the slots `begin` to `end`, where `free` [sites, all slots] are devices that are left.
+
+        SpecError: a restart or a move outlasts a slot.
+        """
         first, last = self.span(job)
+        end = self.num_slots if end is None else end
         weight, price = self._weights()
-        cost = job.kw * (weight * self.grams + price * self.usd_kwh)
-        cost = cost + price * job.devices * np.array([site.usd_per_device_hour for site in self.spec.sites])[:, None]
-        allowed = np.zeros(cost.shape, bool)
-        allowed[self.sites(job), first:last] = True
-        cost = np.where(allowed & (free >= job.devices), cost, np.inf)
+        mixed = weight * self.grams[:, begin:end] + price * self.usd_kwh[:, begin:end]
+        rent = price * job.devices * np.array([site.usd_per_device_hour for site in self.spec.sites])[:, None]
+        allowed = np.zeros(mixed.shape, bool)
+        allowed[self.sites(job), max(0, first - begin) : max(0, last - begin)] = True
+        cost = np.where(allowed & (free[:, begin:end] >= job.devices), job.kw * mixed + rent, np.inf)
         restart_h = job.restart_minutes / 60
         if job.mode != "interruptible":
             return Slots(cost, self.step_h)
@@ -83,7 +87,7 @@ class Grid:
             return Slots(cost, self.step_h, restart_h)
         move_h = restart_h + job.checkpoint_bytes * 8 / (self.spec.link_gbit_s * 1e9) / 3600
         self._fits_a_slot(job, move_h, "a move of")
-        unit = self.move_kwh(job) * (weight * self.grams + price * self.usd_kwh)
+        unit = self.move_kwh(job) * mixed
         return Slots(cost, self.step_h, restart_h, move_h, (unit[:, None] + unit[None]) / 2)
 
     def _fits_a_slot(self, job: Job, hours: float, what: str) -> None:

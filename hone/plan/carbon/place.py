@@ -38,17 +38,15 @@ def take(free: np.ndarray, job: Job, pieces: Sequence[Piece], sign: int = -1) ->
         free[site, slot] += sign * workers * job.devices
 
 
-def best(grid: Grid, job: Job, free: np.ndarray, rent: np.ndarray | float = 0.0) -> list[Piece] | None:
+def best(grid: Grid, job: Job, free: np.ndarray, rent: np.ndarray | None = None) -> list[Piece] | None:
     """The cheapest pieces of `job` in what is free, where a device also costs `rent` [sites, slots] an hour; None: there are none."""
     first, last = grid.span(job)
-    slots = grid.slots(job, free)
-    slots = replace(slots, cost=slots.cost + job.devices * rent)
-    # The job's own span alone: a year of slots is sorted for nobody.
-    begin, end = max(0, first), max(first, min(last, grid.num_slots))
-    moves = None if slots.move_cost is None else slots.move_cost[:, :, begin:end]
-    narrow = replace(slots, cost=slots.cost[:, begin:end], move_cost=moves)
-    if narrow.cost.shape[1] == 0:
+    begin, end = max(0, first), min(last, grid.num_slots)
+    if begin >= end:
         return None
+    narrow = grid.slots(job, free, begin, end)
+    if isinstance(rent, np.ndarray):
+        narrow = replace(narrow, cost=narrow.cost + job.devices * rent[:, begin:end])
     if job.mode == "whole":
         found = whole(narrow, job.hours)
     elif job.mode == "elastic":
@@ -158,7 +156,10 @@ def _improve(grid: Grid, placed: dict[str, list[Piece]], rent: np.ndarray, bound
         new: dict[str, list[Piece]] = {}
         for name in names:
             found = best(
-                grid, jobs[name], free - kept_free if not new else free, paid * rent if name != names[-1] else 0.0
+                grid,
+                jobs[name],
+                free - kept_free if not new else free,
+                paid * rent if paid and name != names[-1] else None,
             )
             if found is None:
                 break
@@ -242,9 +243,9 @@ def _slack(grid: Grid, job: Job) -> float:
 
 def cost_of(grid: Grid, job: Job, pieces: Sequence[Piece]) -> float:
     """The objective of one job: grams, or dollars with the price of carbon."""
-    slots = grid.slots(job, np.full(grid.grams.shape, np.inf))
-    each = [one._replace(hours=one.hours * one.workers) for one in pieces]
-    return price(slots, each)
+    begin, end = pieces[0].slot, pieces[-1].slot + 1
+    slots = grid.slots(job, np.full((len(grid.grams), 1), np.inf) + np.zeros((1, end)), begin, end)
+    return price(slots, [one._replace(slot=one.slot - begin, hours=one.hours * one.workers) for one in pieces])
 
 
 def total(grid: Grid, placed: Placed) -> float:

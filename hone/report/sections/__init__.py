@@ -12,6 +12,7 @@ from hone.report.sections.effects import Effects
 from hone.report.sections.estimates import Estimates
 from hone.report.sections.experts import Experts
 from hone.report.sections.mixtures import Mixtures
+from hone.report.sections.prices import Prices
 from hone.report.sections.quality import Quality
 from hone.report.sections.samples import Samples
 from hone.report.sections.serving import Serving
@@ -25,6 +26,7 @@ SECTIONS: tuple[type[Section], ...] = (
     Quality,
     Speeds,
     Serving,
+    Prices,
     Estimates,
     Mixtures,
     Data,
