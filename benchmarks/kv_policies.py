@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.ledger import append, table
 from benchmarks.quality import texts
+from hone.base.interval import half_width
 from hone.model import hf
 from hone.model.context import Context
 from hone.model.decoder import Decoder
@@ -114,7 +115,7 @@ def _row(
         "value": value,
         "unit": "",
         "n": len(found),
-        "ci95": 1.96 * statistics.stdev(a - b for a, b in zip(found, full)) / math.sqrt(len(found)),
+        "ci95": half_width([a - b for a, b in zip(found, full)]),
         "ci95_of": "difference of the mean log-probabilities, nats",
         "peer": "full",
         "peer_value": whole,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import shutil
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ import yaml
 
 from benchmarks import ledger
 from hone.base.artifact import Artifact
+from hone.base.interval import half_width
 from hone.base.run import Run
 from hone.compress.quantizers.base import quantizer_of
 from hone.compress.stage import Compress
@@ -35,8 +35,6 @@ from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
 
 METHODS = Path(__file__).with_suffix(".yaml")
-STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776}
-"""Two-sided 95 % quantile of Student's t by degrees of freedom."""
 
 
 def main() -> None:
@@ -150,8 +148,7 @@ def _score(model: Decoder, reference: Decoder | None, tokens: np.ndarray, starts
 
 def interval(values: list[float]) -> float | None:
     """Half the 95 % interval of the mean; None of one value."""
-    count = len(values)
-    return STUDENT[count - 1] * statistics.stdev(values) / math.sqrt(count) if count > 1 else None
+    return half_width(values) if len(values) > 1 else None
 
 
 def texts(path: Path) -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hone.base.errors import ArtifactError
+from hone.base.interval import Interval
 
 How = Literal["measured", "modelled", "quoted"]
 
@@ -39,10 +40,28 @@ class Figure(BaseModel):
     value: float | None
     unit: str
     how: How = "measured"
-    n: int = Field(1, description="Number of measurements behind the value.")
-    ci95: float | None = Field(None, description="Half of the value's 95 % confidence interval, in `unit`.")
+    n: int = Field(
+        1, description="Number of measurements behind the value, tokens included, which depend on each other."
+    )
+    interval: Interval | None = Field(
+        None, description="How far the value may be from the true mean: a half-width, its level, and of how many."
+    )
     estimate: Estimate | None = None
     note: str = Field("", description="Conditions of the measurement, or why the value is absent.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_manifests(cls, row: Any) -> Any:
+        """Manifests had `ci95`, half of a 95 % interval, before they had its level and number of observations."""
+        if not isinstance(row, dict) or "ci95" not in row:
+            return row
+        rest = {name: value for name, value in row.items() if name != "ci95"}
+        return rest if row["ci95"] is None else {**rest, "interval": {"half_width": row["ci95"], "level": 0.95}}
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the interval, in `unit`; None without one."""
+        return None if self.interval is None else self.interval.half_width
 
     @property
     def error(self) -> float | None:

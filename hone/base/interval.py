@@ -8,8 +8,36 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
 LEVEL = 0.95
 """Confidence level: the share of intervals that contain the true value."""
+
+
+class Interval(BaseModel):
+    """The interval of a mean: value ± `half_width` contains the true mean in a share `level` of repetitions of the measurement."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    half_width: float = Field(description="Half of it, in the unit of its figure.")
+    level: float = Field(LEVEL, gt=0, lt=1, description="Confidence level.")
+    n: int | None = Field(
+        None,
+        description="Independent observations behind it (documents, sequences, seeds; not the tokens in them); empty: an earlier hone kept none.",
+    )
+
+    @classmethod
+    def of_mean(cls, values: Sequence[float], level: float = LEVEL) -> Interval | None:
+        """That of the mean of independent `values`, by Student's t; None for fewer than two."""
+        if len(values) < 2:
+            return None
+        return cls(half_width=half_width(values, level), level=level, n=len(values))
+
+    @classmethod
+    def of_ratio(cls, totals: Sequence[float], sizes: Sequence[float], level: float = LEVEL) -> Interval | None:
+        """That of sum(totals) / sum(sizes) of independent groups, see `ratio_half_width`; None for fewer than two."""
+        half = ratio_half_width(totals, sizes, level)
+        return None if half is None else cls(half_width=half, level=level, n=len(totals))
 
 
 class Difference(NamedTuple):

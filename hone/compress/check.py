@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hone.base.durable import write_atomic
+from hone.base.interval import Interval
 from hone.base.ranks import Mesh
 from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
@@ -27,10 +28,10 @@ FILE = "check.json"
 
 
 class Checked(NamedTuple):
-    """Means over the scored tokens: divergence in nats with half its 95 % interval, agreement, perplexities."""
+    """Means over the scored tokens: divergence in nats with its 95 % interval over sequences, agreement, perplexities."""
 
     kl: float
-    kl_ci95: float
+    kl_interval: dict[str, Any] | None
     top1: float
     perplexity: float
     dense_perplexity: float
@@ -69,10 +70,10 @@ class Check:
             rows.append([*total.tolist(), int(kept.sum())])
         rows = [row for part in self.flow.mesh.gather(rows) for row in part]
         *sums, count = (math.fsum(column) for column in zip(*rows, strict=True))
-        kls = [row[0] / row[-1] for row in rows if row[-1]]
+        scored = [row for row in rows if row[-1]]
+        interval = Interval.of_ratio([row[0] for row in scored], [row[-1] for row in scored])
         kl, top1, loss, dense_loss = (float(value) / max(count, 1) for value in sums)
-        ci95 = 1.96 * float(torch.tensor(kls).std()) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
-        return Checked(kl, ci95, top1, _exp(loss), _exp(dense_loss), int(count))
+        return Checked(kl, interval and interval.model_dump(), top1, _exp(loss), _exp(dense_loss), int(count))
 
 
 def read(state: Path) -> Checked | None:

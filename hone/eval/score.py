@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.base.interval import ratio_half_width
+from hone.base.interval import Interval
 from hone.eval.compare import agreement, divergence
 from hone.eval.windows import LOGITS, Join, ScoredWindow, batches, cut
 from hone.model.context import Causal
@@ -62,8 +62,8 @@ class Scores:
         """Nats per scored token by which the loss is above the reference's; None without one."""
         return None if self.reference_loss is None else self.mean_loss - _mean(self.reference_loss, self.scored)
 
-    def halves(self, starts: np.ndarray) -> dict[str, float | None]:
-        """Halves of the 95 % intervals of `mean_kl` ('kl') and `mean_difference` ('loss'), from their standard deviation over documents.
+    def intervals(self, starts: np.ndarray) -> dict[str, Interval | None]:
+        """The 95 % intervals of `mean_kl` ('kl') and `mean_difference` ('loss'), from their standard deviation over documents.
 
         Documents begin at `starts`: tokens of one depend on each other. None with fewer than two scored documents.
         """
@@ -72,11 +72,11 @@ class Scores:
         sizes = np.bincount(inside, minlength=len(starts) - 1)
         above = self.loss.astype(np.float64) - self.reference_loss
 
-        def half(values: np.ndarray) -> float | None:
+        def over_documents(values: np.ndarray) -> Interval | None:
             totals = np.bincount(inside, values[self.scored], minlength=len(sizes))
-            return ratio_half_width(totals[sizes > 0], sizes[sizes > 0])
+            return Interval.of_ratio(totals[sizes > 0], sizes[sizes > 0])
 
-        return {"kl": half(self.kl), "loss": half(above)}
+        return {"kl": over_documents(self.kl), "loss": over_documents(above)}
 
     def bits_per_byte(self, token_bytes: np.ndarray) -> float | None:
         """Bits per UTF-8 byte of the text. `token_bytes` int [N]: UTF-8 bytes of each token.

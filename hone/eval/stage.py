@@ -210,10 +210,10 @@ class Eval(Stage):
         draft.record("loss", scores.mean_loss, "nats/token", n=count, note=how)
         draft.record("bits_per_byte", scores.bits_per_byte(text.token_bytes), "bits/byte", n=count, note=how)
         if scores.kl is not None:
-            halves, said = scores.halves(text.starts), f"KL(reference || model), {how}"
-            draft.record("kl_to_reference", scores.mean_kl, "nats/token", n=count, ci95=halves["kl"], note=said)
+            intervals, said = scores.intervals(text.starts), f"KL(reference || model), {how}"
+            draft.record("kl_to_reference", scores.mean_kl, "nats/token", n=count, interval=intervals["kl"], note=said)
             said = f"loss above the reference's, {how}"
-            more = {"n": count, "ci95": halves["loss"], "note": said}
+            more = {"n": count, "interval": intervals["loss"], "note": said}
             draft.record("loss_over_reference", scores.mean_difference, "nats/token", **more)
             draft.record("top1_agreement", scores.top1_agreement, "fraction", n=count, note=how)
         draft.record("tokens_evaluated", count, "tokens")

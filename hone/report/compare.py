@@ -114,7 +114,7 @@ def perplexity_change(line: Line, row: Row, base: Row) -> Change | None:
     """How an evaluation's perplexity differs from that of `base`, of the base model; None where it is not known."""
     reference, above = row.parent("reference"), row.figures.get("loss_over_reference")
     if above is not None and sound(above.value) and reference is not None and reference.id == base_model(line):
-        by, half = above.value or 0.0, above.ci95 if sound(above.ci95) else None
+        by, half = above.value or 0.0, above.half_width if sound(above.half_width) else None
         ends = (None, None) if half is None else (_grown(by - half), _grown(by + half))
         return Change(_grown(by), *ends)
     metric = text_metric(line)
@@ -199,7 +199,9 @@ def quality_points(line: Line) -> tuple[list[Point], list[Row]]:
                 (_kl_to_base(line, row) if metric == "kl_to_reference" else row.value(metric)) or 0.0,
                 tokens=tokens,
                 longer=tokens is not None and trained is not None and tokens > trained,
-                half=row.figures[metric].ci95 if metric in row.figures and sound(row.figures[metric].ci95) else None,
+                half=row.figures[metric].half_width
+                if metric in row.figures and sound(row.figures[metric].half_width)
+                else None,
             )
         )
     fair = [point for point in points if not point.longer]

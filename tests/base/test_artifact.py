@@ -14,6 +14,7 @@ from hone.base.durable import sha256, write_jsonl
 from hone.base.errors import ArtifactError, DriftError, HoneError, MachineError, SpecError
 from hone.base.figure import Estimate
 from hone.base.identity import difference
+from hone.base.interval import Interval
 from hone.base.plan import Facts, Plan
 from hone.base.run import Run
 from hone.base.spec import Spec
@@ -320,6 +321,18 @@ def test_a_figure_with_another_field_is_one_error_with_a_way_out(tmp_path):
     with pytest.raises(ArtifactError, match=r"hone.json: field spread of the figure loss[^$]*--redo") as caught:
         _ = Artifact.read(path.parent).figures
     assert str(caught.value).count("\n") == 1
+
+
+def test_figures_of_earlier_manifests_are_read(tmp_path):
+    """`ci95` was half of a 95 % interval of an unknown number of observations; now the level and the number are there."""
+    path = finish(tmp_path / "data-a").folder / "hone.json"
+    good = json.loads(path.read_text())
+    rows = [{"name": "loss", "value": 1.0, "unit": "nats", "ci95": half} for half in (0.1, None)]
+    for row, interval in zip(rows, (Interval(half_width=0.1, level=0.95, n=None), None)):
+        path.write_text(json.dumps(good | {"figures": [row]}))
+        found = Artifact.read(path.parent).figures["loss"]
+        assert found.interval == interval and found.half_width == (interval and 0.1)
+        assert "ci95" not in found.model_dump()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.base.interval import half_width, ratio_half_width, t_quantile, welch
+from hone.base.interval import Interval, half_width, ratio_half_width, t_quantile, welch
 
 TABLE = {
     1: (3.078, 6.314, 12.706, 63.657),
@@ -92,3 +92,15 @@ def test_groups_of_other_sizes_on_paper() -> None:
     """(1 + 5) / (1 + 3) = 1.5; 2 / 1 (.5^2 + .5^2) = 1 of one degree of freedom, over 4."""
     assert ratio_half_width([1.0, 5.0], [1, 3]) == pytest.approx(12.706 / 4, abs=1e-3)
     assert ratio_half_width([7.0], [3]) is None
+
+
+def test_an_interval_says_its_level_and_of_how_many() -> None:
+    values = [1.0, 2.0, 4.0]
+    usual, wide = Interval.of_mean(values), Interval.of_mean(values, level=0.99)
+    assert usual is not None and wide is not None
+    assert (usual.level, usual.n, wide.level) == (0.95, 3, 0.99) and wide.half_width > usual.half_width == half_width(
+        values
+    )
+    assert wide.half_width / usual.half_width == pytest.approx(9.925 / 4.303, rel=1e-3)  # the printed table
+    assert Interval.of_ratio(values, [1, 1, 1]) == usual
+    assert Interval.of_mean([1.0]) is None and Interval.of_ratio([1.0], [2.0]) is None

@@ -40,7 +40,11 @@ def test_figures_are_those_of_both_models_scored(
     dense = score(load(folder), tokens.ravel(), starts, window=32)
     assert figures["perplexity_ratio"].value == pytest.approx(found.perplexity / dense.perplexity, rel=1e-4)
     by_row = found.kl.reshape(5, 32)[:, 1:].mean(1)
-    assert figures["kl_to_dense"].ci95 == pytest.approx(1.96 * by_row.std(ddof=1) / math.sqrt(5), rel=1e-2)
+    interval = figures["kl_to_dense"].interval
+    assert interval.half_width == pytest.approx(
+        2.776 * by_row.std(ddof=1) / math.sqrt(5), rel=1e-2
+    )  # Student's t, 4 degrees
+    assert (interval.level, interval.n) == (0.95, 5)
 
 
 def test_a_text_without_other_sequences_is_said(family_folder, compress, calibration_text: Path) -> None:

@@ -120,11 +120,12 @@ def test_intervals_are_over_documents(decoder):
 
     other, tokens, starts = hone.model.decoder.build(decoder.config, seed=5), text(60), np.array([0, 20, 40, 60])
     scores = score(other, tokens, starts, window=32, reference=decoder)
-    halves = scores.halves(starts)
+    halves = {name: one.half_width for name, one in scores.intervals(starts).items()}
+    assert {one.n for one in scores.intervals(starts).values()} == {len(starts) - 1}
     for name, values in (("kl", scores.kl), ("loss", scores.loss - scores.reference_loss)):
         means = [float(values[start + 1 : start + 20].mean(dtype="float64")) for start in starts[:-1]]
         assert halves[name] == pytest.approx(half_width(means), rel=1e-4, abs=1e-6)
-    assert score(other, tokens, reference=decoder, window=64).halves(np.array([0, 60])) == {"kl": None, "loss": None}
+    assert score(other, tokens, reference=decoder, window=64).intervals(np.array([0, 60])) == {"kl": None, "loss": None}
 
 
 def test_divergence_on_paper():

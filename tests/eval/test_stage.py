@@ -65,7 +65,7 @@ def test_figures(tiny_llama, data, tmp_path):
     assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
     assert figures["kl_to_reference"] == 0.0 and figures["top1_agreement"] == 1.0
     assert figures["model_bytes"] == (tiny_llama / "model.safetensors").stat().st_size
-    assert figures["loss_over_reference"] == 0.0 and made.figures["kl_to_reference"].ci95 == 0.0
+    assert figures["loss_over_reference"] == 0.0 and made.figures["kl_to_reference"].half_width == 0.0
     assert (
         figures["bigram_perplexity"] is None and made.figures["bigram_perplexity"].note == "the data has no train split"
     )

@@ -125,7 +125,12 @@ def test_models_of_one_size_are_ranked_by_kl(copy) -> None:
     folder = copy()
     edit(folder, "eval-int4", perplexity={"value": 22.97}, loss_over_reference={"value": 0.0028, "ci95": 0.0031})
     edit(folder, "eval-int4", kl_to_reference={"value": 0.0002, "ci95": 0.00003})
-    edit(folder, "eval-int4-rtn", perplexity={"value": 22.93}, loss_over_reference={"value": 0.0008, "ci95": 0.002})
+    edit(
+        folder,
+        "eval-int4-rtn",
+        perplexity={"value": 22.93},
+        loss_over_reference={"value": 0.0008, "interval": {"half_width": 0.002, "n": 6}},
+    )
     edit(folder, "eval-int4-rtn", kl_to_reference={"value": 0.0006}, model_bytes={"value": 1_309_900})
     line = collect(folder)
     finding = next(finding for finding in findings(line) if finding.about == "quality")

@@ -194,7 +194,7 @@ def record_check(
     given = f"the given model{changed}"
     note = f"against {given}, in the dtype of the calibration, on sequences of its text outside the calibration"
     count = checked.num_tokens
-    kl = {"n": count, "ci95": checked.kl_ci95, "note": f"KL(given || compressed) {note}; ci95: half of a 95 % interval"}
+    kl = {"n": count, "interval": checked.kl_interval, "note": f"KL(given || compressed) {note}"}
     draft.record("kl_to_dense", checked.kl, "nats/token", **kl)
     draft.record("top1_agreement", checked.top1, "fraction", n=count, note=f"same most likely token {note}")
     ratio = checked.perplexity / checked.dense_perplexity

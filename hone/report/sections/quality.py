@@ -102,7 +102,7 @@ def _with_interval(row: Row, name: str) -> str:
     value = row.value(name)
     if value is None:
         return ""
-    half = row.figures[name].ci95
+    half = row.figures[name].half_width
     if not half or not sound(half):
         return units.three(value)
     if abs(value) < 1e-4:
@@ -118,7 +118,9 @@ def _note(line: Line, points: list[compare.Point], left_out: list[Row]) -> str:
     note = f"{units.heading(text)}: {rows[0].figures[text].note}. " if rows[0].figures[text].note else ""
     if (bigram := rows[0].value("bigram_perplexity")) is not None:
         note += f"A bigram model of the training text has {units.three(bigram)} ({rows[0].figures['bigram_perplexity'].note}). "
-    if any(row.figures["loss_over_reference"].ci95 for row in line.of("eval") if "loss_over_reference" in row.figures):
+    if any(
+        row.figures["loss_over_reference"].half_width for row in line.of("eval") if "loss_over_reference" in row.figures
+    ):
         note += "± is half of a 95 % interval over documents; a change is none where its interval contains 0. "
     trained = next((row.figures["val_loss"].note for row in line.of("train") if row.value("val_loss") is not None), "")
     if trained:
