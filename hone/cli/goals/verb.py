@@ -7,13 +7,14 @@ from typing import Any
 
 from hone.cli.options import circumstances, fields, need
 
-OF_GOAL = ("out", "device", "json", "redo", "quiet")
+OF_GOAL = ("out", "device", "json", "execute", "redo", "quiet")
 
-USAGE = """usage: hone plan GOAL.yaml [--FIELD=VALUE ...] [--out=FOLDER] [--json] [--device=cuda] [--redo]
+USAGE = """usage: hone plan GOAL.yaml [--FIELD=VALUE ...] [--out=FOLDER] [--execute=N] [--json] [--device=cuda] [--redo]
 
 Searches all configurations of a goal: a YAML file with a key `goal` (train, serve, compress+serve, train+compress+serve), a
 model, machines and limits. Prints the front of time, money, energy, CO2 and quality with error bars, the chosen row and what
-was rejected why; with --out it is kept, with the recipe of each row. Where nothing keeps all limits it says which of them bind and what each would have to be;
+was rejected why; with --out it is kept, with the recipe of each row. --execute=N runs the N best for some steps on this machine and
+corrects the predictions by what they took. Where nothing keeps all limits it says which of them bind and what each would have to be;
 the exit code is then 2.
 """
 
@@ -38,6 +39,8 @@ def search(words: list[str], options: dict[str, str]) -> int:
         print(f"{opened.folder} has the plan of this goal; --redo searches again")
         return 0
     found = search_for(goal, device=run.device, machine=machine_of(run), say=run.say)
+    if "execute" in options:
+        found = _executed(found, options["execute"], run)
     if isinstance(opened, Draft):
         with opened as draft:
             record.written(found, draft)
@@ -54,3 +57,13 @@ def _calibrated(run: Any) -> Any:
     from hone.cli.options import calibrated
 
     return calibrated(run)
+
+
+def _executed(found: Any, count: str, run: Any) -> Any:
+    """`found` after the best `count` ways were run for some steps. Raises SpecError for another text than a number."""
+    from hone.base.errors import SpecError
+    from hone.plan.search.executing.refit import executed
+
+    if not count.isdigit() or int(count) < 1:
+        raise SpecError(f"--execute={count} is no number of ways", fix="write --execute=3")
+    return executed(found, int(count), run)

@@ -43,8 +43,8 @@ def simulated(way: Way, goal: Goal) -> Way:
     recipe = way.recipe(goal, "plan")
     tokens = way.train["tokens"] if way.train else 0.0
     facts: dict[str, Facts] = {"data": data_facts(goal, way.candidate.dims.vocab_size, tokens)}
-    if way.candidate.facts is not None:
-        facts["model"] = way.candidate.facts
+    if way.train is None or way.candidate.shape is None:
+        facts["model"] = way.candidate.checkpoint(way.fleet.served_dtype)
     found = replace(way, evidence="simulated")
     for entry in recipe["stages"]:
         if entry["stage"] == "data":

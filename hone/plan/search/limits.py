@@ -68,13 +68,15 @@ class Tally:
     def keep(self, values: dict[str, Array], row_of: Any) -> NDArray[np.bool_]:
         """Where all limits are kept; counts each other row by the first limit it breaks, and remembers those that break fewest.
 
-        `values` by the names of limits, arrays of equal length; `row_of(index)` describes a row.
+        `values` by the names of limits, arrays of equal length; limits of what is not there are not asked. `row_of(index)` describes
+        a row.
         """
         count = len(next(iter(values.values())))
         self.priced += count
-        fine = {one.name: one.keeps(values[one.name]) for one in self.limits}
+        limits = [one for one in self.limits if one.name in values]
+        fine = {one.name: one.keeps(values[one.name]) for one in limits}
         good = np.ones(count, bool)
-        for one in self.limits:
+        for one in limits:
             self.rejected[f"breaks the limit of {one.name}"] += int((good & ~fine[one.name]).sum())
             good &= fine[one.name]
         if not good.any():
@@ -82,12 +84,13 @@ class Tally:
         return good
 
     def _nearest(self, values: dict[str, Array], fine: dict[str, NDArray[np.bool_]], row_of: Any) -> None:
-        for size in (1, 2, len(self.limits)):
+        limits = [one for one in self.limits if one.name in fine]
+        for size in (1, 2, len(limits)):
             found = False
-            for some in combinations(self.limits, min(size, len(self.limits))):
+            for some in combinations(limits, min(size, len(limits))):
                 names = tuple(one.name for one in some)
                 rows = np.ones(len(fine[names[0]]), bool)
-                for one in self.limits:
+                for one in limits:
                     if one.name not in names:
                         rows &= fine[one.name]
                 worst = np.max([one.excess(values[one.name]) for one in some], axis=0)

@@ -24,6 +24,9 @@ on an H200, forward (aiconfigurator's tables). Backward passes take 2.5 times as
 OP_S = 5e-6
 """Seconds to start a small operation on a GPU where nothing was measured."""
 
+CAPABILITY = {"A100": "8.0", "H100": "9.0", "H200": "9.0"}
+"""CUDA's compute capability by the first letters of a data sheet's name, which says what kernels run."""
+
 SPREAD = {"calibrated": 0.10, "assumed": 0.25}
 """Relative half-widths of predicted seconds: within 10 % on a calibrated machine, 25 % where a data sheet's rates are scaled
 (hone's plans of published trainings: tests/cost/test_published.py)."""
@@ -54,6 +57,11 @@ class Fleet:
     @property
     def on_gpu(self) -> bool:
         return self.machine.device.startswith("cuda")
+
+    @property
+    def served_dtype(self) -> str:
+        """Of the weights of a model that is given by its sizes alone."""
+        return "bfloat16" if self.on_gpu else "float32"
 
     @property
     def spread(self) -> float | None:
@@ -93,7 +101,12 @@ def fleet_of(text: str, goal: Goal, device: str = "cpu", machine: Machine | None
         calibration, rates = None, "bound"
     else:
         calibration, rates = assumed(sheet, goal.utilization), "assumed"
-    gpu = Gpu(name=sheet["name"], memory_bytes=int(sheet["memory_bytes"]), capability="", num_multiprocessors=0)
+    gpu = Gpu(
+        name=sheet["name"],
+        memory_bytes=int(sheet["memory_bytes"]),
+        capability=CAPABILITY.get(name[:4], "9.0"),
+        num_multiprocessors=0,
+    )
     there = Machine(
         cpu="unknown", num_cores=64, num_threads=64, ram_bytes=1 << 40, gpus=(gpu,), os="Linux", python="", torch=None,
         device="cuda", num_ranks=count, planned=True, calibration=calibration,
@@ -157,9 +170,13 @@ def assumed(sheet: dict[str, Any], utilization: float) -> Calibration:
 
 
 def precisions_of(fleet: Fleet) -> tuple[str, ...]:
-    """The precisions of training that the device multiplies fast, by hone's names."""
+    """The precisions of training that the device multiplies fast, by hone's names; on a CPU those whose rates were measured.
+
+    A CPU may multiply bf16 four times as fast as float32 or ten times as slowly: without a rate nothing is said of it.
+    """
     if not fleet.on_gpu:
-        return ("fp32", "bf16")
+        known = fleet.machine.calibration.dtypes if fleet.machine.calibration is not None else ()
+        return ("fp32", "bf16") if "bfloat16" in known else ("fp32",)
     sheet = next((row for row in data_sheets() if row["match"] in fleet.machine.processor), None)
     eight = sheet is not None and "float8" in sheet["flops_per_s"]
     return ("bf16", "fp8", "fp8_blockwise") if eight else ("bf16",)
@@ -174,21 +191,26 @@ def _catalogue() -> Any:
         return None
 
 
+def catalogued(name: str) -> Any:
+    """A function of the catalogue; None without one."""
+    return getattr(_catalogue(), name, None)
+
+
 def price_of(name: str) -> float | None:
     """Dollars an hour of one device of that name, quoted; None: unknown."""
-    found = getattr(_catalogue(), "price_per_hour", None)
+    found = catalogued("price_per_hour")
     return None if found is None else found(name)
 
 
 def watts_of(name: str) -> float | None:
     """Watts of one device at work, quoted; None: unknown."""
-    found = getattr(_catalogue(), "watts", None)
+    found = catalogued("watts")
     return None if found is None else found(name)
 
 
 def catalogue_date() -> str | None:
     """The date of the quoted prices; None without a catalogue."""
-    return getattr(_catalogue(), "DATE", None)
+    return catalogued("DATE")
 
 
 def quoted_name(processor: str) -> str | None:

@@ -13,6 +13,9 @@ from hone.plan.search.shapes import VOCABULARY, Candidate
 SOURCE = "python"
 """The text of a recipe whose goal names no data: the Python library of the machine, to be replaced."""
 
+MODEL = "MODEL_FOLDER"
+"""The input of a recipe whose goal compresses or serves a model given by its sizes alone, to be replaced."""
+
 Config = Mapping[str, Any]
 
 
@@ -74,7 +77,7 @@ def recipe_of(
     if first is not None and train is None and candidate.folder is not None:
         first["tokenizer"] = {"path": candidate.folder}
     stages = [first] if first is not None else []
-    model = candidate.folder
+    model = candidate.folder or MODEL
     if train is not None:
         starts = {"model": candidate.folder} if candidate.shape is None else {}
         stages.append({"stage": "train", "name": "base", "from": {"data": data, **starts}, **train})
@@ -92,4 +95,6 @@ def yaml_of(recipe: dict[str, Any], goal: Goal) -> str:
     said = ""
     if goal.data is None:
         said = f"# The goal names no data: replace `source: {SOURCE}` by your text, or the input `data` by a data folder.\n"
+    if any(MODEL in (stage.get("from") or {}).values() for stage in recipe["stages"]):
+        said += f"# The goal has the sizes of a model: replace {MODEL} by its folder.\n"
     return said + dump_yaml(recipe)

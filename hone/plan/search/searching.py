@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,10 @@ from hone.plan.search.front import chosen, front
 from hone.plan.search.goal import AXES, HERE, Goal
 from hone.plan.search.limits import Limit, Tally
 from hone.plan.search.machines import Fleet, fleet_of
+from hone.plan.search.quality import Known, measured_losses
 from hone.plan.search.relax import Relaxed
+from hone.plan.search.serving.space import Servings
+from hone.plan.search.serving.space import best as best_servings
 from hone.plan.search.shapes import candidates_of
 from hone.plan.search.training.best import best as best_trainings
 from hone.plan.search.training.space import Trainings
@@ -93,10 +97,65 @@ def priced(goal: Goal, fleets: tuple[Fleet, ...]) -> tuple[list[Way], Tally]:
     """Every configuration priced: those that keep the limits and may be on the front, and the count of all others."""
     tally, ways = Tally(limits_of(goal)), list[Way]()
     candidates = candidates_of(goal)
+    losses = measured_losses(goal.measured) if goal.measured else {}
     for fleet in fleets:
         for candidate in candidates:
-            ways += best_trainings(Trainings(goal, candidate, fleet), tally)
+            trains = best_trainings(Trainings(goal, candidate, fleet), tally) if goal.trains else []
+            if not goal.serves:
+                ways += trains
+                continue
+            if goal.trains and not trains:
+                continue
+            serves = best_servings(Servings(goal, candidate, fleet, losses), tally)
+            ways += chained(trains, serves, tally) if goal.trains else serves
     return ways, tally
+
+
+OF_A_CHAIN = 4
+"""Trainings of each batch size and number of tokens that are joined with every way to serve: they share no resource but the limits of
+the whole, so that the front of a chain is made of the fronts of its parts."""
+
+
+def chained(trains: list[Way], serves: list[Way], tally: Tally) -> list[Way]:
+    """Each of the best trainings with each way to serve its model, where the whole keeps the limits."""
+    seen: Counter[str] = Counter()
+    few = [
+        one
+        for one in sorted(trains, key=lambda way: way.train_hours)
+        if (seen.update([one.group]) or seen[one.group]) <= OF_A_CHAIN
+    ]
+    pairs = [joined(one, other) for one in few for other in serves]
+    if not pairs:
+        return []
+    tally.asked += len(pairs)
+    unknown = float("nan")
+
+    def column(ask: Callable[[Way], float | None]) -> np.ndarray:
+        return np.array([unknown if (value := ask(way)) is None else value for way in pairs])
+
+    values = {
+        "deadline": column(lambda way: way.making_hours),
+        "budget": column(lambda way: way.axes()["dollars"]),
+        "energy": column(lambda way: way.axes()["joules"]) / 3.6e6,
+    }
+    good = tally.keep(values, lambda index: pairs[index])
+    return [way for way, fine in zip(pairs, good, strict=True) if fine]
+
+
+def joined(train: Way, serve: Way) -> Way:
+    """The chain of a training and of serving its model; its loss is the training's and what the compression adds, if both are known."""
+    quality = None
+    if train.quality is not None and serve.quality is not None:
+        one, other = train.quality, serve.quality
+        quality = Known(one.value + other.value, one.half + other.half, f"{one.how}; {other.how}")
+    return replace(
+        serve,
+        train=train.train,
+        step_s=train.step_s,
+        train_hours=train.train_hours,
+        train_bytes=train.train_bytes,
+        quality=quality,
+    )
 
 
 def search(

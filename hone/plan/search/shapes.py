@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.plan import facts_of
+from hone.cost.cache import BYTES
 from hone.cost.dims import ModelDims
 from hone.cost.train.tensor import part_of
 from hone.plan.search.goal import Goal, Sizes
@@ -36,6 +37,17 @@ class Candidate:
     """Fields of a train stage's `model`; None: it begins with the weights in `folder`."""
     folder: str | None = None
     facts: CheckpointFacts | None = None
+
+    def checkpoint(self, dtype: str = "bfloat16") -> CheckpointFacts:
+        """The facts of its folder; of a model given by its sizes those that a training would leave, with weights in `dtype`."""
+        if self.facts is not None and self.facts.weights_bytes:
+            return self.facts
+        from hone.model.facts import CheckpointFacts
+        from hone.model.shape import Shape
+
+        config = self.facts.config if self.facts is not None else Shape.read(self.shape).config(self.dims.vocab_size)
+        sizes = {"dtype": dtype, "weights_bytes": BYTES[dtype] * self.dims.num_params}
+        return CheckpointFacts(where=self.name, config=config, tokenizer=None, **sizes)
 
     def part(self, ranks: int) -> ModelDims:
         """The dims of one of `ranks` tensor-parallel ranks."""

@@ -68,8 +68,8 @@ class Way:
         return None if self.compress_hours is None else self.train_hours + self.compress_hours
 
     def hours(self) -> float | None:
-        """The axis of time: hours until the model is there, or to serve the tokens of a goal that makes nothing."""
-        return self.making_hours if self.train is not None or (self.format and self.format.steps) else self.serve_hours
+        """The axis of time: hours until a trained model is there; without training those of everything, its tokens served."""
+        return self.making_hours if self.train is not None else self.all_hours
 
     @property
     def all_hours(self) -> float | None:

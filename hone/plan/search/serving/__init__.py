@@ -1,0 +1,1 @@
+"""The serving part of a search: formats and engine sizes, and their latency, rate and bytes."""
