@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +180,23 @@ def _pauses(
         if end > until:
             until, before = end, name
     return found
+
+
+def waiting_lines(step: Callable[[], Any]) -> Counter[str]:
+    """How often each line of Python made the host wait for the GPU in a call of `step`, as torch warns of it: reads of single numbers, shapes that
+    depend on values, copies from or to memory that is not pinned. Waits for events, which are meant, are not among them."""
+    import torch
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    told = [one for one in caught if "synchroniz" in str(one.message)]
+    return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in told)
 
 
 def moves(name: str) -> bool:

@@ -236,6 +236,7 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
     seconds, peak = statistics.median(times), max(mesh.gather(torch.cuda.max_memory_allocated()))
     kept = arguments.trace_folder if mesh.leads else None
     traced = _traced(lambda: step(batches[0]), kept and kept / f"{name}.json.gz") if arguments.trace else None
+    waits = gaps.waiting_lines(lambda: step(batches[0])) if arguments.trace else {}
     if not mesh.leads:
         return []
     rate = arguments.batch * arguments.seq_len / seconds
@@ -269,6 +270,8 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
         note += f"{traced.busy:.1%} of {TRACED - 2} steps between others"
         row |= {"hidden": traced.hidden, "exposed_s": traced.exposed_s, "busy": traced.busy}
         print("\n".join(traced.lines()), flush=True)
+        told = ", ".join(f"{line} ({count})" for line, count in sorted(waits.items(), key=lambda one: -one[1]))
+        print(f"lines that made the host wait for the GPU in a step (times): {told or 'none'}", flush=True)
     print(f"{name}: {rate:,.0f} tokens/s a GPU, {note}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
     print(f"  seconds of the steps: {' '.join(f'{one:.4f}' for one in times)}", flush=True)
     if not peer and trainer.rooms.bound is not None:

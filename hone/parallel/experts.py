@@ -104,8 +104,11 @@ class Flight(Protocol):
 class Carrier(Protocol):
     """How rows travel."""
 
-    def start(self, rows: Tensor, sizes: Sizes) -> Flight:
-        """Starts to send `rows` [R, D], contiguous, of which each rank gets its piece. Work given since may go on beside."""
+    def start(self, rows: Tensor, sizes: Sizes, *, keeps: bool = True) -> Flight:
+        """Starts to send `rows` [R, D], contiguous, of which each rank gets its piece. Work given since may go on beside.
+
+        What comes is kept for as long as anyone likes; without `keeps` it is used before the next call.
+        """
 
 
 class RowExchange:
@@ -140,7 +143,7 @@ class Messages:
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
-    def start(self, rows: Tensor, sizes: Sizes) -> _Message:
+    def start(self, rows: Tensor, sizes: Sizes, *, keeps: bool = True) -> _Message:
         """As `Carrier.start`."""
         room = rows.new_empty(sum(sizes.taken), rows.shape[1])
         return _Message(self._axis.all_to_all_rows(room, rows, sizes.taken, sizes.given), rows, room)
@@ -285,18 +288,18 @@ class _Moving:
         rows = rows.contiguous()
         self._offered = rows, self._beside.mark(rows)
 
-    def start(self, sizes: Sizes) -> None:
+    def start(self, sizes: Sizes, *, keeps: bool = True) -> None:
         """Sends what was offered."""
         assert self._offered is not None, "rows are offered before they are sent"
         (rows, mark), self._offered, self._sizes = self._offered, None, sizes
         with self._beside.after(mark):
-            self._flight = self._carrier.start(rows, sizes)
+            self._flight = self._carrier.start(rows, sizes, keeps=keeps)
 
     def start_back(self, gradient: Tensor) -> None:
         """Sends the gradient of what came."""
         assert self._sizes is not None, "a gradient of rows that never came"
         self.offer(gradient)
-        self.start(self._sizes.back)
+        self.start(self._sizes.back, keeps=False)  # the next transfer is made of what comes of it
 
     def land(self) -> Tensor:
         """What came."""

@@ -2,7 +2,9 @@
 
 A rank copies each other one's piece of its rows into that one's memory, by `hone.parallel.peer_copies.Memory`: rooms of two calls in turn, whose
 places are as large as the most rows that a rank sends, and a number after each piece for which the other's stream waits.
-A call ends before the next one begins: rows that return are made of rows that came. So two rooms suffice.
+A call ends before the next one begins: rows that return are made of rows that came. So two rooms suffice. Rows that nobody keeps (`Carrier`)
+are used where they came, as long as all pieces are as large as their rooms: the next call begins after their use, and no room is written
+before the call after that. Others are copied out of it.
 Legend: R rows of this rank, S rows for its experts, D width, n ranks.
 """
 
@@ -45,9 +47,10 @@ class RowCopies:
         self._index, self._size, self._memory = index, size, memory
         self._calls = 0
 
-    def start(self, rows: Tensor, sizes: Sizes) -> _Copied:
+    def start(self, rows: Tensor, sizes: Sizes, *, keeps: bool = True) -> _Copied:
         """As `Carrier.start`."""
         place = max(sizes.most, 1) * rows.shape[1] * rows.element_size()
+        stays = not keeps and sizes.most > 0 and all(one == sizes.most for one in (*sizes.taken, *sizes.given))
         if self._memory.reserve(place):
             self._calls = 0
         self._calls += 1
@@ -56,8 +59,11 @@ class RowCopies:
             rank = (self._index + step) % self._size
             part = pieces[rank].reshape(-1).view(torch.uint8)
             self._memory.copy(rank, _KIND, self._calls % _TURNS, part, self._calls, place)
+        if stays:
+            part = pieces[self._index].reshape(-1).view(torch.uint8)
+            self._memory.copy(self._index, _KIND, self._calls % _TURNS, part, None, place)
         taken = sizes.taken, place, self._calls
-        return _Copied(self._memory, self._index, pieces, *taken, self._memory.mark())
+        return _Copied(self._memory, self._index, pieces, *taken, self._memory.mark(), stays=stays)
 
     def close(self, broken: bool) -> None:
         """The end of all calls; `broken`: a rank has failed, so that what others or this one wait for may never come."""
@@ -77,9 +83,11 @@ class _Copied:
         place: int,
         call: int,
         sent: Callable[[], None],
+        *,
+        stays: bool,
     ) -> None:
         self._memory, self._index, self._pieces, self._taken = memory, index, pieces, taken
-        self._place, self._call, self._sent = place, call, sent
+        self._place, self._call, self._sent, self._stays = place, call, sent, stays
 
     def land(self) -> Tensor:
         """As `hone.parallel.experts.Flight.land`."""
@@ -87,6 +95,10 @@ class _Copied:
         room = self._memory.room(_KIND, self._call % _TURNS, self._place).view(own.dtype).view(size, -1, own.shape[1])
         for step in range(1, size):
             self._memory.wait((self._index - step) % size, _KIND, self._call)
+        if self._stays:
+            self._sent()  # this rank's own rows are there, too
+            self._pieces = ()
+            return room.flatten(0, 1)
         came = [own if rank == self._index else room[rank, :count] for rank, count in enumerate(self._taken)]
         found = torch.cat(came)
         self._sent()  # from here on the memory of the rows may be used again

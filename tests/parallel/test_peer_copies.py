@@ -167,6 +167,31 @@ def test_uneven_pieces_of_rows_come_from_every_rank(size: int) -> None:
     on_threads(size, work)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_nobody_keeps_are_used_where_they_came(size: int) -> None:
+    """In pieces as large as their rooms: each call's rows are read before the next one begins; every third call's are kept."""
+
+    def rows_of(source: int, to: int, call: int) -> Tensor:
+        return torch.full((4, 3), 100.0 * call + 10 * source + to)
+
+    def work(exchange: PeerCopies, end: Callable[[int], None]) -> None:
+        me, carrier = exchange.index, RowCopies(exchange.index, size, exchange._memory)
+        sizes, kept = Sizes([4] * size, [4] * size, 4), []
+        for call in range(12):
+            sent = torch.cat([rows_of(me, rank, call) for rank in range(size)])
+            wanted = torch.cat([rows_of(rank, me, call) for rank in range(size)])
+            found = carrier.start(sent, sizes, keeps=call % 3 == 0).land()
+            assert torch.equal(found, wanted), call
+            room = exchange._memory.room(0, (call + 1) % 2, 4 * 3 * 4)
+            assert (found.untyped_storage().data_ptr() == room.untyped_storage().data_ptr()) == (call % 3 > 0)
+            if call % 3 == 0:
+                kept.append((found, wanted))
+            end(GATHER)
+        assert all(torch.equal(found, wanted) for found, wanted in kept)
+
+    on_threads(size, work)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_linears_have_the_results_and_gradients_of_one_process(biased):
     size, width, inner, tokens = 2, 12, 8, 6
