@@ -52,6 +52,7 @@ ALLOCATIONS = Table(
         "hessian": "hone.compress.allocations.hessian:HessianAllocation",
         "kl": "hone.compress.allocations.kl:KLAllocation",
         "fisher": "hone.compress.allocations.fisher:FisherAllocation",
+        "pairs": "hone.compress.allocations.pairs:PairAllocation",
     },
 )
 

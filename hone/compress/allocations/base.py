@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from hone.base.durable import write_atomic
@@ -19,6 +20,7 @@ from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
 from hone.cost.work import Work
 from hone.solvers.knapsack import choose
+from hone.solvers.pairwise.problem import Pairwise
 
 if TYPE_CHECKING:
     from hone.base.artifact import Draft
@@ -73,6 +75,10 @@ class Budget(NamedTuple):
     def model_bytes(self) -> int:
         """Bytes of the folder's weights if the budget is used up."""
         return self.outside + min(self.most, sum(max(one.sizes) for one in self.matrices))
+
+
+PairLosses = dict[tuple[str, str], list[list[float]]]
+"""By two names in the order of the budget's matrices."""
 
 
 class Allocated(NamedTuple):
@@ -170,15 +176,29 @@ class Allocation(Technique):
         if kept is not None:
             return Allocated(**kept)
         losses = self.losses(job, flow, run)
-        return run.mesh.from_leader(lambda: self._choose(budget, losses, path))
+        pairs = self.pairs(losses, job, flow, run)
+        return run.mesh.from_leader(lambda: self._choose(budget, losses, pairs, path, run))
 
-    def _choose(self, budget: Budget, losses: dict[str, dict[int, float]], path: Path) -> Allocated:
+    def pairs(self, losses: dict[str, dict[int, float]], job: Job, flow: Flow, run: Run) -> PairLosses:
+        """What two matrices lose together beyond the sum of their losses, by their names, a row for each of the first one's bits."""
+        return {}
+
+    def picked(self, problem: Pairwise, run: Run) -> list[int] | None:
+        """The place of an option for each matrix, within the budget; None where nothing fits."""
+        return choose(problem.sizes, problem.losses, problem.budget)
+
+    def _choose(
+        self, budget: Budget, losses: dict[str, dict[int, float]], pairs: PairLosses, path: Path, run: Run
+    ) -> Allocated:
         """The bits of least loss within the budget, kept at `path`."""
         table = [[losses[one.name][bits] for bits in self.bits] for one in budget.matrices]
-        picked = choose([one.sizes for one in budget.matrices], table, budget.most)
+        places = {one.name: place for place, one in enumerate(budget.matrices)}
+        both = {(places[one], places[other]): np.array(values) for (one, other), values in pairs.items()}
+        problem = Pairwise([one.sizes for one in budget.matrices], table, both, budget.most)
+        picked = self.picked(problem, run)
         assert picked is not None, "a budget below the smallest size is refused by the plan"
         found = {one.name: self.bits[option] for one, option in zip(budget.matrices, picked, strict=True)}
-        allocated = Allocated(found, sum(losses[name][bits] for name, bits in found.items()))
+        allocated = Allocated(found, problem.loss(picked))
         write_atomic(path, json.dumps(allocated._asdict()).encode())
         return allocated
 

@@ -1,12 +1,15 @@
-"""What the predictions of a model lose when one matrix alone is rounded, measured in the whole model.
+"""What the predictions of a model lose when one matrix, or two, are rounded, measured in the whole model.
 
 Legend: T tokens, B sequences, S tokens of one, D hidden width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.base.run import Run
 from hone.compress.allocations.base import HEAD_TOKENS
@@ -30,13 +33,44 @@ def probe(job: Job, flow: Flow, quantizer: Quantizer, num_sequences: int, run: R
         mine, found = places[job.mesh.rank :: job.mesh.world_size], {}  # the ranks share the matrices
         with run.progress("divergence", len(mine), "matrices") as bar:
             for index, linear in mine:
-                module = model.layers[index].get_submodule(linear.path)
-                weight = module.weight.data
-                module.weight.data = quantizer.nearest(weight.float()).to(weight.dtype)
-                found[matrix_name(index, linear.path)] = _divergence(model, tokens, reference)
-                module.weight.data = weight
+                with _rounded(model.layers[index].get_submodule(linear.path), quantizer):
+                    found[matrix_name(index, linear.path)] = _divergence(model, tokens, reference)
                 bar.advance()
     return {name: value for part in job.mesh.gather(found) for name, value in part.items()}
+
+
+def probe_pairs(
+    job: Job, flow: Flow, quantizer: Quantizer, num_sequences: int, run: Run
+) -> dict[tuple[str, str], float]:
+    """As `probe`, with every two matrices rounded together, by their names in the order of the layers."""
+    with torch.no_grad():
+        model = job.checkpoint.build(job.device, job.dtype)
+        tokens = torch.from_numpy(flow.calibration.tokens[:num_sequences]).to(job.device)
+        reference = _hidden(model, tokens)
+        layers = job.targets[: job.checkpoint.config.num_layers]
+        places = [(index, linear) for index, linears in enumerate(layers) for linear in linears]
+        modules = [model.layers[index].get_submodule(linear.path) for index, linear in places]
+        names = [matrix_name(index, linear.path) for index, linear in places]
+        mine, found = range(len(places))[job.mesh.rank :: job.mesh.world_size], {}
+        with run.progress("divergence of pairs", sum(len(places) - 1 - one for one in mine), "pairs") as bar:
+            for one in mine:
+                with _rounded(modules[one], quantizer):
+                    for other in range(one + 1, len(places)):
+                        with _rounded(modules[other], quantizer):
+                            found[names[one], names[other]] = _divergence(model, tokens, reference)
+                        bar.advance()
+    return {pair: value for part in job.mesh.gather(found) for pair, value in part.items()}
+
+
+@contextmanager
+def _rounded(module: nn.Module, quantizer: Quantizer) -> Iterator[None]:
+    """`module` with its weight rounded to nearest."""
+    weight = module.weight.data
+    module.weight.data = quantizer.nearest(weight.float()).to(weight.dtype)
+    try:
+        yield
+    finally:
+        module.weight.data = weight
 
 
 def _hidden(model: Decoder, tokens: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def test_errors_are_those_of_the_outputs() -> None:
         assert found[bits] == pytest.approx(float(lost), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["hessian", "kl", "fisher"])
+@pytest.mark.parametrize("kind", ["hessian", "kl", "fisher", "pairs"])
 def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibration_text: Path) -> None:
     """Every matrix has the bits that the state said, transformers reads the mixture, and the bytes are those planned."""
     pytest.importorskip("compressed_tensors")
@@ -243,3 +243,32 @@ def test_mixed_bits_beat_the_same_bits_for_all_on_a_real_model(stories, compress
     assert small < size < large
     line = worst + (best - worst) * (size - small) / (large - small)
     assert loss < line - 0.1 * (worst - best)
+
+
+def test_pairs_are_what_two_rounded_matrices_lose_beyond_the_sum(family_folder) -> None:
+    """Against a model whose two matrices are rounded by hand, and with bits of which the fewer have four times the error."""
+    checkpoint = Checkpoint(family_folder("qwen2"))
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 32))
+    targets = select(checkpoint.config, (r"\.layers\.",), ("lm_head",))
+    job = Job(checkpoint, (STEPS.read(RTN),), targets, "cpu", torch.float32)
+    flow = Flow(Calibration(tokens, None, {}), 4, "cpu", torch.float32)
+    allocation = ALLOCATIONS.read({"kind": "pairs", "bits_per_weight": 4, "bits": (2, 3), "probe_sequences": 2})
+    names = [
+        f"layers.{index}.{one.path}"
+        for index, linears in enumerate(targets)
+        for one in linears
+        if one.path != "lm_head"
+    ]
+    losses = {name: {2: 0.04, 3: 0.01} for name in names}
+    found = allocation.pairs(losses, job, flow, Run(quiet=True))
+    assert len(found) == len(names) * (len(names) - 1) // 2
+    pair = ("layers.0.mixer.qkv", "layers.1.feed_forward.down")
+    dense, model, given = load(checkpoint.folder), load(checkpoint.folder), torch.from_numpy(tokens[:2])
+    with torch.no_grad():
+        for name in pair:
+            module = model.get_submodule(name)
+            module.weight.data = RoundToNearest(bits=3, group_size=32, scale="signed").nearest(module.weight.data)
+        expected = dense(given).log_softmax(-1)
+        together = float((expected.exp() * (expected - model(given).log_softmax(-1))).sum(-1).mean())
+    beyond = together - 0.02
+    assert np.array(found[pair]) == pytest.approx(beyond * np.array([[4.0, 2.0], [2.0, 1.0]]), rel=1e-3, abs=1e-7)
