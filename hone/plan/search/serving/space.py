@@ -23,7 +23,7 @@ from hone.plan.search.shapes import Candidate
 from hone.plan.search.ways import Format, Way
 
 if TYPE_CHECKING:
-    from hone.cost.serving import Serving
+    from hone.cost.serve.serving import Serving
     from hone.model.facts import CheckpointFacts
     from hone.serve.spec import EngineSpec
 
@@ -137,7 +137,7 @@ class Servings:
         return Lookup(self._costs, 4)
 
     def _costs(self, fmt: int, tensor: int, kv: int, step: int, seqs: int) -> Sequence[float]:
-        from hone.cost.serving import StepKind
+        from hone.cost.serve.serving import StepKind
 
         found = self._opened(fmt, tensor, kv)
         if isinstance(found, str):
