@@ -66,6 +66,8 @@ def test_bash(scripts: dict[str, Path], tmp_path: Path):
     cases = {
         ("hone", "ch"): ["chat"],
         ("hone", "--v"): ["--version"],
+        ("hone", "hardware", "GB"): ["GB200", "GB300"],
+        ("hone", "cost", "k"): ["kv"],
         ("hone", "serve", "--po"): ["--port=", "--pooling="],
         ("hone", "serve", "--enable_a"): ["--enable_auto_tool_choice"],
         ("hone", "serve", "--engine.kv_policy", "=", "s"): ["streaming_llm", "snapkv"],

@@ -14,6 +14,7 @@ from hone.base.stage import STAGES
 from hone.base.table import TABLES, Table
 from hone.cli.chat.spec import NOT_SHOWN
 from hone.cli.chat.verb import OF_CHAT
+from hone.cli.cost.verb import WORDS
 from hone.cli.help import HELP
 from hone.cli.launch import OPTION
 from hone.cli.line import OF_PLAN, OF_RUN
@@ -22,6 +23,7 @@ from hone.cli.options import FLAGS, specs_of
 from hone.cli.simulate.verb import OF_SIMULATE
 from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
+from hone.cost.catalogue.read import catalogue
 from hone.exports import EXPORTS
 from hone.train.curves.wandb import Wandb
 from hone.train.live.profiling import Profiling
@@ -189,6 +191,10 @@ def arguments_of(verb: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(word for word in words if " " not in word))
     if verb == "completion":
         return SHELLS
+    if verb == "cost":
+        return tuple(WORDS)
+    if verb == "hardware":
+        return tuple(one.short for one in catalogue().accelerators)
     if verb == "data":
         return (FILES,)
     return () if verb in ("pull", "env", "calibrate") else (FOLDERS,)

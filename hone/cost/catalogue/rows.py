@@ -22,6 +22,10 @@ class Source(Spec):
     title: str = Field(description="Author and title.")
     url: str = Field("", description="Address of the page; empty for one's own.")
     date: str = Field(description="When the source was published or read: YYYY, YYYY-MM or YYYY-MM-DD.")
+    checked: bool = Field(
+        True,
+        description="Whether it was read for this catalogue; false: well-known figures, to check before they decide anything.",
+    )
 
 
 class Sourced(Spec):

@@ -33,6 +33,8 @@ def test_every_value_has_a_source_with_a_date():
             source = rows.source(row, field)
             assert source.title and re.fullmatch(r"20\d\d(-\d\d(-\d\d)?)?", source.date), (row, field)
             assert source.url.startswith("https://")
+    read = [one for one in rows.accelerators if rows.source(one, "bytes_per_s").checked]
+    assert len(read) > len(rows.accelerators) / 2 and not rows.sources["liquid"].checked
 
 
 def test_names_are_unique_and_devices_are_found_by_what_drivers_report():
