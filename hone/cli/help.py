@@ -37,11 +37,12 @@ looking
   schema [STAGE]    the JSON schema of a stage, or of all
   techniques [SLOT] every technique: slot, name, paper, file
   env               versions, machine and settings, for a bug report
-  calibrate         measure this machine's bandwidth and matmul rates, for estimates
+  calibrate         measure this machine's bandwidth and matmul rates, for estimates; --report: its whole memory hierarchy
   completion SHELL  a script with which bash, zsh or fish completes all of this
 
 options of a stage: --out=FOLDER --device=cpu|cuda --plan --redo --quiet; of run: --work=FOLDER --device --redo[=STAGE] --quiet
 for train, compress, run and calibrate also: --nproc_per_node=N (ranks to start on this host; with --device=cuda one GPU each, or gpu for all)
+for all but plans also: --numa_binding=auto|none|node|socket|exclusive|core-complex (where processes run, as torchrun names it)
 for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)
 for train and run also: --wandb.project=NAME --wandb.entity --wandb.name --wandb.mode=online|offline (curves go to Weights & Biases, too)
   --profiling.enable_profiling --profiling.profile_freq=10 --profiling.enable_memory_snapshot (traces of steps, and what fills a GPU)

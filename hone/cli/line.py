@@ -11,9 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from hone.cli.launch import OPTION
+from hone.cli.machine.binding import bind_rank
 from hone.cli.options import calibrated, circumstances, fields, need, only, say_doubt
 
-OF_RUN = ("work", "device", "redo", "quiet", "executor", "workers", "executor.", OPTION, "wandb.", "profiling.")
+OF_RUN = (
+    "work",
+    "device",
+    "redo",
+    "quiet",
+    "executor",
+    "workers",
+    "executor.",
+    OPTION,
+    "numa_binding",
+    "wandb.",
+    "profiling.",
+)
 OF_PLAN = ("work", "device", "redo")
 
 
@@ -66,6 +79,7 @@ def run(words: list[str], options: dict[str, str]) -> int:
     here = circumstances(options)
     here.redo = False
     _need_shared(recipe, here.mesh.world_size)
+    bind_rank(here)
     here = _calibrated(recipe, here, work, redo)
     started = time.monotonic()
     with here.progress("planning", None):  # the first time on a machine, kernels of the data stage are compiled

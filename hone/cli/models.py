@@ -5,8 +5,8 @@ from __future__ import annotations
 from hone.cli.idle import need_effect
 from hone.cli.options import circumstances, fields, list_fields, need
 
-OF_SERVE = ("config", "quiet")
-OF_GENERATE = ("device", "quiet")
+OF_SERVE = ("config", "quiet", "numa_binding")
+OF_GENERATE = ("device", "quiet", "numa_binding")
 OF_EXPORT = ("out", "format", "device", "redo", "quiet")
 
 

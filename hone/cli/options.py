@@ -8,10 +8,22 @@ from typing import Any
 
 FLAGS = ("redo", "quiet", "help", "version", "plan", "json")
 """Options without a value; --redo may have one, after `=`."""
-CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers")
+CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers", "numa_binding")
 """Options that do not change the result."""
-_VALUED = ("out", "work", "device", "executor", "workers", "mesh", "config", "nproc_per_node", "host", "port")
-_HYPHENS = ("api_key", "chat_template", "nproc_per_node")
+_VALUED = (
+    "numa_binding",
+    "out",
+    "work",
+    "device",
+    "executor",
+    "workers",
+    "mesh",
+    "config",
+    "nproc_per_node",
+    "host",
+    "port",
+)
+_HYPHENS = ("api_key", "chat_template", "nproc_per_node", "numa_binding")
 """Options that other programs write with hyphens."""
 MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
 """The role of the folder that is a verb's argument."""
@@ -163,12 +175,14 @@ def executor(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def circumstances(options: dict[str, str]) -> Any:
-    """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb` and `--profiling`; checks that the device exists."""
+    """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb` and `--profiling`; takes `--numa_binding`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
+    from hone.cli.machine.binding import take
     from hone.measure.machine import describe
 
     device = options.get("device", "cpu")
+    take(options)
     if device != "cpu":
         import torch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hone.cli.idle import need_effect
 from hone.cli.launch import OPTION
+from hone.cli.machine.binding import bind_rank
 from hone.cli.options import (
     CIRCUMSTANCES,
     MAIN_ROLE,
@@ -23,7 +24,7 @@ from hone.cli.options import (
     say_doubt,
 )
 
-OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.")
+OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.", "numa_binding")
 OF_DATA = (*OF_A_STAGE, "executor", "workers", "executor.")
 OF_COMPRESS = (*OF_A_STAGE, OPTION)
 OF_TRAIN = (*OF_COMPRESS, "wandb.", "profiling.")
@@ -74,6 +75,8 @@ def make(words: list[str], options: dict[str, str]) -> int:
     need_effect(verb, spec, inputs, changes)
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
     run = circumstances(options)
+    if verb in ("train", "compress", "eval") and "plan" not in options:
+        bind_rank(run)
     if "mesh" in options and "plan" not in options:
         fix = f"add --plan; --{OPTION}=N starts ranks here, torchrun --nproc-per-node=N -m hone {verb} also on several hosts"
         raise SpecError("--mesh is for plans", fix=fix)

@@ -12,6 +12,7 @@ from hone.base.figure import human_bytes
 from hone.cost.cache import cache_dtype, page_bytes
 from hone.cost.serve.serving import Serving
 from hone.measure.machine import describe
+from hone.measure.topology.pin import asked, spread_layers
 from hone.model import hf
 from hone.model.decoder import Decoder
 from hone.model.facts import CheckpointFacts
@@ -82,6 +83,8 @@ def open_parts(
         note = f"{human_bytes(experts.host_bytes)} of experts in host memory, {spec.expert_offload.num_cached_experts} a layer on the device"
     else:
         model, note = _sparsified(model, device, spec)
+        if device.type == "cpu" and asked() != "none":
+            note = "; ".join(filter(None, (note, spread_layers(model.layers))))
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
     weights = _name(model.dtype)

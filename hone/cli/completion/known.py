@@ -25,6 +25,7 @@ from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
 from hone.cost.catalogue.read import catalogue
 from hone.exports import EXPORTS
+from hone.measure.topology.placement import BINDINGS
 from hone.train.curves.wandb import Wandb
 from hone.train.live.profiling import Profiling
 
@@ -46,7 +47,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "simulate": OF_SIMULATE,
     "push": ("redo", "quiet"),
     "pull": ("redo", "quiet"),
-    "calibrate": ("device", OPTION),
+    "calibrate": ("device", "report", "quick", OPTION),
     "watch": OF_WATCH,
     "hardware": ("json",),
     "cost": ("json",),
@@ -55,6 +56,7 @@ _CHOICES = {
     "device": ("cpu", "cuda"),
     "format": tuple(EXPORTS),
     "executor": ("serial", "processes", "ray", "slurm"),
+    "numa_binding": BINDINGS,
 }
 _ABOUT = {
     "device": "Device: cpu or cuda.",
@@ -69,6 +71,9 @@ _ABOUT = {
     "workers": "Processes of the executor.",
     OPTION: "Ranks to start on this host.",
     "machine": "GPU of a data sheet, or a file.",
+    "numa_binding": "NUMA nodes and cores of the processes.",
+    "report": "Probe the whole machine, and write a page into this folder.",
+    "quick": "Fewer and shorter turns.",
     "host": "Address to listen on.",
     "port": "Port to listen on.",
     "config": "YAML file of these fields.",

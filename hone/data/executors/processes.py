@@ -11,18 +11,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from hone.data.executors.base import Executor, Outcome, Pool, RunAhead
 from hone.data.executors.task import Function, Task, perform
+from hone.measure.topology.pin import bind, shares_for_children
+from hone.measure.topology.placement import ONE_NODE, Share
 
 ONE_THREAD = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_COMMAND = (
-    "import sys; sys.path[:] = {path!r}; from hone.data.executors.processes import work; work({given}, {answers})"
-)
+_COMMAND = "import sys; sys.path[:] = {path!r}; from hone.data.executors.processes import work; work({given}, {answers}, {share!r})"
 
 
 class Processes(Executor):
@@ -30,7 +33,11 @@ class Processes(Executor):
 
     @contextmanager
     def open(self) -> Iterator[Pool]:
-        pool = _Processes(self.workers or _cores())
+        workers = self.workers or _cores()
+        shares, why = shares_for_children(workers)
+        if why and why != ONE_NODE:
+            warnings.warn(f"workers on NUMA nodes: {why}", stacklevel=3)
+        pool = _Processes(workers, shares)
         try:
             yield pool
         finally:
@@ -45,10 +52,11 @@ def _cores() -> int:
 class _Worker:
     """One process, started without running the main module again, so that scripts need no `if __name__` guard."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share | None = None) -> None:
+        self.share = share
         given, self._given = os.pipe()
         answers, theirs = os.pipe()
-        command = _COMMAND.format(path=sys.path, given=given, answers=theirs)
+        command = _COMMAND.format(path=sys.path, given=given, answers=theirs, share=share and astuple(share))
         environment = {**os.environ, **dict.fromkeys(ONE_THREAD, "1")}
         self.process = subprocess.Popen([sys.executable, "-c", command], pass_fds=(given, theirs), env=environment)
         os.close(given)
@@ -65,8 +73,10 @@ class _Worker:
 
 
 class _Processes(RunAhead):
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, shares: Sequence[Share | None]) -> None:
         super().__init__(workers)
+        self._shares = [*shares]
+        """Of workers that are not there yet, or are no more."""
         self._idle: list[_Worker] = []
         self._busy: dict[Connection, tuple[_Worker, int]] = {}
 
@@ -74,7 +84,7 @@ class _Processes(RunAhead):
         return len(self._busy) < self.workers
 
     def start(self, number: int, function: Function, task: Task, rescue: bool) -> None:
-        worker = self._idle.pop() if self._idle else _Worker()
+        worker = self._idle.pop() if self._idle else _Worker(self._shares.pop(0))
         self._busy[worker.answers] = (worker, number)
         with suppress(BrokenPipeError):  # it died while idle, which `ended` finds
             worker.tasks.send((function, task))
@@ -92,11 +102,13 @@ class _Processes(RunAhead):
                 worker.process.wait()
                 outcomes.append(Outcome(number, died=_how(worker.process.returncode)))
                 worker.stop()
+                self._shares.append(worker.share)
         return outcomes
 
     def give_up(self) -> None:
         for worker, _ in self._busy.values():  # after an error, or when the caller stopped early
             worker.stop()
+            self._shares.append(worker.share)
         self._busy.clear()
 
     def close(self) -> None:
@@ -104,6 +116,7 @@ class _Processes(RunAhead):
         self.give_up()
         for worker in self._idle:
             worker.stop()
+            self._shares.append(worker.share)
         self._idle.clear()
 
 
@@ -111,8 +124,12 @@ def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def work(given: int, answers: int) -> None:
-    """Runs the tasks read from file descriptor `given`, writes answers (summary, error, peak memory) to `answers`."""
+def work(given: int, answers: int, share: tuple[Any, ...] | None = None) -> None:
+    """Runs the tasks read from file descriptor `given`, writes answers (summary, error, peak memory) to `answers`.
+
+    `share` are the fields of this process's `Share` of the machine: it binds itself before it allocates anything.
+    """
+    bind(Share(*share) if share else None)
     tasks, replies = Connection(given, writable=False), Connection(answers, readable=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and stops its workers
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hone.base.errors import MachineError, SpecError
 from hone.cost.cache import LayerCache, page_bytes
+from hone.measure.topology.pin import Bound, bind, place_of
 from hone.model.families.config_json import from_hf
 from hone.model.folder import CONFIG, model_folder, read_json, weights_bytes
 from hone.model.parallel.experts import Slots
@@ -73,6 +74,7 @@ def open_worker(order: WorkerOrder) -> OpenRank:
     place, device = order.place, device_of(order.device, order.place)
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // place.world_size))
+    bind(place_of(place.rank, place.world_size, str(device)).shares[place.rank])
     store = dist.TCPStore("127.0.0.1", order.port, place.world_size, False, _timeout(order.spec))
     return open_rank(Path(order.folder), order.spec, place, device, store)
 
@@ -134,14 +136,18 @@ def open_lead(
             f"engine.kv_cache_dtype is {spec.kv_cache_dtype}: several ranks keep a cache of 16 or 32 bits so far",
             fix="use auto, float32, bfloat16 or float16",
         )
-    folder = model_folder(model)
+    folder, placement = model_folder(model), place_of(0, size * stages, str(device))
     places = [Place.of(rank, size, stages) for rank in range(size * stages)]
     own = device_of(str(device), places[0])
+    bound = Bound("")
     links = Links(places[1:], spec.distributed_timeout_seconds, start=start or STARTS[0], interval_s=INTERVAL_S[0])
     try:
         store = dist.TCPStore("127.0.0.1", 0, len(places), True, _timeout(spec), wait_for_workers=False)
         port = store.port
         links.send(MessageKind.OPEN, lambda place: WorkerOrder(place, str(folder), spec, str(device), port))
+        bound = bind(placement.shares[0])
+        if bound.said:
+            say_once(f"rank 0 of {len(places)}: {bound.said}; the others likewise")
         try:
             rank = open_rank(folder, spec, places[0], own, store)
         except RuntimeError as error:  # of torch.distributed: another rank has ended
@@ -154,11 +160,12 @@ def open_lead(
     except BaseException:
         links.close()
         _leave()
+        bound.undo()
         raise
     runner.links, runner.step_interval = links, spec.eplb_config.step_interval
     if own.type == "cuda":
         links.on_lost = _abort
-    runner.end = weakref.finalize(runner, _end, links)
+    runner.end = weakref.finalize(runner, _end, links, bound)
     return rank, runner, num_pages
 
 
@@ -272,9 +279,10 @@ def _leave() -> None:
             dist.destroy_process_group()
 
 
-def _end(links: Links) -> None:
+def _end(links: Links, bound: Bound) -> None:
     links.close()
     _leave()
+    bound.undo()
 
 
 def _timeout(spec: EngineSpec) -> timedelta:
