@@ -225,6 +225,10 @@ class Draft:
         """Seconds spent on this artifact by this process and by killed ones before it, up to their last `keep_time`."""
         return self._spent_before + time.monotonic() - self._started
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes `seconds` in which the work paused out of `elapsed_s`."""
+        self._started += seconds
+
     def _noted(self, name: str) -> float | None:
         """The value that `keep_time` stored under `name`; None without one."""
         try:

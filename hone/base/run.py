@@ -24,6 +24,11 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
         """Of the signal."""
 
+    @property
+    def code(self) -> int:
+        """The exit code of a command that ends with it."""
+        return 128 + self.number
+
 
 class Ending:
     """Whether Ctrl-C or SIGTERM came while work is in a block of `Run.ending`."""
@@ -60,6 +65,10 @@ class Run:
     executor: dict[str, Any] = field(default_factory=lambda: {"kind": "serial"})
     wandb: dict[str, Any] | None = None
     profiling: dict[str, Any] | None = None
+    clock: dict[str, Any] | None = None
+    """The policy of GPUs' clocks while stages work ('kind' and options of a technique of that slot); None: nothing is set."""
+    power_trace: bool = False
+    """Whether a power trace is recorded beside every stage, in its log/."""
     mesh: Mesh = field(default_factory=Mesh.from_environment)
     end: Ending = field(default_factory=Ending, compare=False)
     """What the last block of `ending` was asked: work that was whole before it could end is followed by no other."""

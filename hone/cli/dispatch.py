@@ -44,7 +44,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted, 143 by SIGTERM."""
+    """Runs one command; returns its exit code: 0 success, 2 a user's mistake, 130 interrupted, 143 by SIGTERM, 75 paused."""
     from hone.base.durable import NO_SPACE
     from hone.base.errors import HoneError, without_extra
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"\n{str(error) or 'interrupted'}; the same command resumes where it stopped", file=sys.stderr)
-        return 128 + getattr(error, "number", signal.SIGINT)
+        return getattr(error, "code", 128 + signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -46,4 +46,6 @@ for all but plans also: --numa_binding=auto|none|node|socket|exclusive|core-comp
 for data also: --executor=serial|processes|ray|slurm --workers=N (the files are the same with each)
 for train and run also: --wandb.project=NAME --wandb.entity --wandb.name --wandb.mode=online|offline (curves go to Weights & Biases, too)
   --profiling.enable_profiling --profiling.profile_freq=10 --profiling.enable_memory_snapshot (traces of steps, and what fills a GPU)
+for train, bench, serve and run also: --clock.kind=fixed|max_slowdown|zeus|by_phase|thermal --clock.FIELD=VALUE (the GPU's clock, given back at the end)
+  --power_trace (what the device draws, in log/power.csv; not of serve)
 """

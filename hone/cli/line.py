@@ -26,6 +26,8 @@ OF_RUN = (
     "numa_binding",
     "wandb.",
     "profiling.",
+    "clock.",
+    "power_trace",
 )
 OF_PLAN = ("work", "device", "redo")
 

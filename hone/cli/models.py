@@ -5,7 +5,7 @@ from __future__ import annotations
 from hone.cli.idle import need_effect
 from hone.cli.options import circumstances, fields, list_fields, need
 
-OF_SERVE = ("config", "quiet", "numa_binding")
+OF_SERVE = ("config", "quiet", "numa_binding", "clock.")
 OF_GENERATE = ("device", "quiet", "numa_binding")
 OF_EXPORT = ("out", "format", "device", "redo", "quiet")
 
@@ -16,6 +16,7 @@ def serve(words: list[str], options: dict[str, str]) -> int:
 
     from hone.base.errors import SpecError
     from hone.base.partial import PULL, need_local
+    from hone.measure.clocks.governed import from_options
     from hone.serve.http import ServeConfig
     from hone.serve.http import serve as serve_forever
 
@@ -36,6 +37,7 @@ def serve(words: list[str], options: dict[str, str]) -> int:
     spec = ServeConfig.from_overrides(changes, file)
     folder = folder or spec.model or need(words, "MODEL_FOLDER")
     need_local(folder, PULL)
+    from_options(options, spec.device, waits=True)
     serve_forever(folder, spec, run=circumstances({**options, "device": spec.device}))
     return 0
 

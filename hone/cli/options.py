@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-FLAGS = ("redo", "quiet", "help", "version", "plan", "json")
+FLAGS = ("redo", "quiet", "help", "version", "plan", "json", "power_trace")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers", "numa_binding")
 """Options that do not change the result."""
@@ -175,7 +176,7 @@ def executor(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def circumstances(options: dict[str, str]) -> Any:
-    """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb` and `--profiling`; takes `--numa_binding`; checks that the device exists."""
+    """The Run for `--device`, `--redo`, `--quiet`, `--executor`, `--wandb`, `--profiling`, `--clock`; takes `--numa_binding`; checks that the device exists."""
     from hone.base.errors import MachineError
     from hone.base.run import Run
     from hone.cli.machine.binding import take
@@ -190,15 +191,27 @@ def circumstances(options: dict[str, str]) -> Any:
             raise MachineError(
                 f"no device '{device}' on this machine", fix="use --device=cpu, or run where torch.cuda.is_available()"
             )
+    clock = _clock(options, device)
     return Run(
         device=device,
         redo="redo" in options,
         quiet="quiet" in options,
+        clock=clock,
+        power_trace="power_trace" in options,
         executor=executor(options),
         wandb=_wandb(options),
         profiling=_profiling(options),
         machine=describe(device).model_dump(mode="json"),
     )
+
+
+def _clock(options: dict[str, str], device: str) -> dict[str, Any] | None:
+    """The policy of the GPU's clock; what a killed process has left set is restored first."""
+    from hone.measure.clocks.governed import from_options, restore_what_is_left
+
+    if device != "cpu":
+        restore_what_is_left(lambda line: print(line, file=sys.stderr))
+    return from_options(options, device) if any(name.startswith("clock.") for name in options) else None
 
 
 def _wandb(options: dict[str, str]) -> dict[str, Any] | None:

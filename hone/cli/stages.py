@@ -24,10 +24,11 @@ from hone.cli.options import (
     say_doubt,
 )
 
-OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.", "numa_binding")
+OF_A_STAGE = ("out", "device", "redo", "quiet", "plan", "mesh", "from.", "numa_binding", "power_trace")
+OF_BENCH = (*OF_A_STAGE, "clock.")
 OF_DATA = (*OF_A_STAGE, "executor", "workers", "executor.")
 OF_COMPRESS = (*OF_A_STAGE, OPTION)
-OF_TRAIN = (*OF_COMPRESS, "wandb.", "profiling.")
+OF_TRAIN = (*OF_COMPRESS, "wandb.", "profiling.", "clock.")
 
 
 def make(words: list[str], options: dict[str, str]) -> int:
@@ -43,7 +44,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     if "help" in options:
         print(_help(verb, cls))
         return 0
-    known = {"data": OF_DATA, "train": OF_TRAIN, "compress": OF_COMPRESS}.get(verb, OF_A_STAGE)
+    known = {"data": OF_DATA, "train": OF_TRAIN, "compress": OF_COMPRESS, "bench": OF_BENCH}.get(verb, OF_A_STAGE)
     inputs = {name.removeprefix("from."): value for name, value in options.items() if name.startswith("from.")}
     changes = fields(options, *known)
     if verb == "data":

@@ -23,13 +23,13 @@ from hone.data.tokens.pack import take_or_train, tokenize
 from hone.data.work import Work
 from hone.data.write import write_tables
 from hone.feed.files.listing import SEEN, Listing
-from hone.measure.window import Window
+from hone.measure.window import Window, power_trace, record_energy_per
 
 
 def curate(spec: Settings, listing: Listing, plan: DataPlan, draft: Draft, run: Run) -> None:
     """Makes the artifact of the files in `listing` in `draft`. Raises SpecError, naming the step and the reason, when a step drops all documents."""
     executor = EXECUTORS.read(run.executor)
-    with draft.measuring(Window("cpu")), executor.open() as pool:
+    with draft.measuring(Window("cpu", power_trace(run, draft))), executor.open() as pool:
         _begin_again(spec.source, listing, draft, run)
         work = Work(draft, run, keep(pool, executor.store, draft, listing, run))
         reading = Reading(spec, listing, work)
@@ -113,6 +113,7 @@ def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str
     """Records the stage's figures and its techniques."""
     kept = chain.kept
     draft.record("input_bytes", input_bytes, "B")
+    record_energy_per(draft, "joules_per_gb", input_bytes / 1e9, "GB")
     draft.record("input_documents", len(corpus), "documents")
     draft.record("kept_documents", int(kept.sum()), "documents")
     draft.record("kept_bytes", int(corpus.columns["bytes"][kept].sum()), "B")

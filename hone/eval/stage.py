@@ -27,7 +27,7 @@ from hone.feed import plain
 from hone.feed.facts import DataFacts, SplitFacts
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
-from hone.measure.window import Window
+from hone.measure.window import Window, power_trace, record_energy_per
 from hone.model.devices import DEVICES
 from hone.model.devices.base import refuse
 from hone.model.facts import CheckpointFacts
@@ -135,7 +135,7 @@ class Eval(Stage):
         for note in text.notes:
             run.warn(note)
         warm_up(run.device)
-        with draft.measuring(Window(run.device)):
+        with draft.measuring(Window(run.device, power_trace(run, draft))):
             model = loaded(folders["model"], run.device, self.dtype)
             counts = None if self.simulated_device is None else on_device(model, self.simulated_device)
             reference = loaded(folders["reference"], run.device, self.dtype) if "reference" in folders else None
@@ -217,6 +217,7 @@ class Eval(Stage):
             draft.record("loss_over_reference", scores.mean_difference, "nats/token", **more)
             draft.record("top1_agreement", scores.top1_agreement, "fraction", n=count, note=how)
         draft.record("tokens_evaluated", count, "tokens")
+        record_energy_per(draft, "joules_per_token", count, "token")
         draft.record("model_bytes", own_bytes, "B", note="safetensors files")
         rows = []
         for start, end in zip(text.starts[:-1], text.starts[1:], strict=True):

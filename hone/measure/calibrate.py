@@ -30,7 +30,7 @@ from hone.measure.calibration import (
     locked,
     read_calibration,
 )
-from hone.measure.energy import Meter
+from hone.measure.energy import Meter, at_rest
 from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
 from hone.measure.memory import give_back, resident_bytes
@@ -115,6 +115,7 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None, kernels: K
     timer = Timer(machine.device)
     warm_up(machine.device)
     give_back()
+    idle_watts = at_rest(machine.device)
     process_bytes = resident_bytes() if resident_bytes() < _LARGE_PROCESS else kept and kept.process_bytes
     threads = 1 if timer.cuda else torch.get_num_threads()
     before, meter = processor_load(), Meter(machine.device)
@@ -135,6 +136,7 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None, kernels: K
     busy = {name: why for name, why in (kept.busy if kept else {}).items() if name != dtype}
     busy |= {dtype: disturbed} if disturbed else {}
     more: dict[str, Any] = {"watts": joules / took if joules else None, "busy": busy, "process_bytes": process_bytes}
+    more["idle_watts"] = idle_watts or (kept and kept.idle_watts)
     more["sustained"] = {**(kept.sustained if kept else {}), **lasting}
     calibration = calibration.model_copy(update=more)
     if not disturbed:

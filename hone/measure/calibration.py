@@ -159,6 +159,9 @@ class Calibration(BaseModel):
         description="Resident memory of a process that has imported torch and started its threads; None: not known.",
     )
     watts: PositiveFloat | None = Field(None, description="Mean power during the calibration; None: no sensor.")
+    idle_watts: PositiveFloat | None = Field(
+        None, description="Mean power at rest, with a process that has opened the device; None: no sensor."
+    )
     busy: Mapping[str, str] = Field(
         {}, description="The other work that ran meanwhile, for each dtype that was measured beside some."
     )
@@ -246,6 +249,8 @@ class Calibration(BaseModel):
             rows.append(("memory of a process with torch", f"{self.process_bytes >> 20} MiB"))
         if self.watts is not None:
             rows.append(("power while measuring", f"{self.watts:.0f} W"))
+        if self.idle_watts is not None:
+            rows.append(("power at rest", f"{self.idle_watts:.0f} W"))
         for dtype, why in self.busy.items():
             rows.append((f"{dtype} measured beside other work", why))
         return rows

@@ -61,6 +61,22 @@ class Meter:
             self.joules()
 
 
+def at_rest(device: str, seconds: float = 2.0, settle_s: float = 1.0) -> float | None:
+    """Watts of `device` while this process does nothing, after `settle_s` of it; None without a sensor."""
+    meter = Meter(device)
+    meter.start()
+    try:
+        if meter.joules() is None:
+            return None
+        time.sleep(settle_s)
+        before, begun = meter.joules() or 0.0, time.perf_counter()
+        time.sleep(seconds)
+        after, took = meter.joules() or 0.0, time.perf_counter() - begun
+        return (after - before) / took if after > before else None
+    finally:
+        meter.stop()
+
+
 class RaplCounter:
     """One package or DRAM domain of RAPL: microjoules that wrap around at `max_energy_range_uj`."""
 

@@ -8,6 +8,7 @@ from hone.report import charts, compare, origin, units
 from hone.report.chain import headlines
 from hone.report.collect import Line, Row
 from hone.report.findings import findings
+from hone.report.green import green
 from hone.report.sections.curation import Curation
 from hone.report.sections.data import data_set
 from hone.report.sections.effects import Effects, TrialTables
@@ -206,7 +207,33 @@ def _speed(line: Line) -> list[str]:
     return [
         "## Time, memory, speed and energy",
         *table(("artifact", "time", "peak memory", "tokens/s", "energy"), rows),
+        *_green(line),
     ]
+
+
+def _green(line: Line) -> list[str]:
+    """Quality for energy, of artifacts whose energy was measured."""
+    rows = [
+        [
+            code(one.row.id),
+            f"{one.kwh:.3g}",
+            _number(one.token_j),
+            _number(one.quality),
+            _number(one.quality_per_kwh),
+            _number(one.of_energy),
+            _number(one.of_quality),
+        ]
+        for one in green(line)
+    ]
+    if not rows:
+        return []
+    head = ("artifact", "kWh", "J a token", "quality", "quality a kWh", "energy x the first", "quality x the first")
+    said = "Quality is the probability of the right token, exp(-loss), or an evaluation's accuracy; the first is that of the same stage."
+    return [*table(head, rows), said, ""]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _energy(row: Row) -> str:

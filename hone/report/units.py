@@ -13,6 +13,14 @@ NAMES = {
     "memory_growth_bytes": "memory growth",
     "energy_j": "energy",
     "joules_per_token": "joules per token",
+    "energy_above_idle_j": "energy above rest",
+    "joules_per_request": "joules per request",
+    "joules_per_gb": "joules per GB of text",
+    "joules_per_billion_params": "joules per billion parameters",
+    "clock_saving": "energy saved by the clock",
+    "clock_slowdown": "times slower by the clock",
+    "budget_j": "energy budget",
+    "budget_spent_j": "energy spent of it",
     "input_bytes": "text read",
     "input_documents": "documents read",
     "kept_bytes": "text kept",
@@ -44,7 +52,15 @@ NAMES = {
     "acceptance_rate": "drafted tokens accepted",
     "kv_cache_bytes": "KV cache",
 }
-PERCENT = {"mfu", "sparsity", "top1_agreement", "prefix_hit_rate", "acceptance_rate", "relative_output_error"}
+PERCENT = {
+    "mfu",
+    "sparsity",
+    "top1_agreement",
+    "prefix_hit_rate",
+    "acceptance_rate",
+    "relative_output_error",
+    "clock_saving",
+}
 _COUNTS = {"tokens", "documents", "parameters", "requests", "params"}
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))

@@ -15,9 +15,10 @@ from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.cost.energy import with_energy
 from hone.feed.facts import DataFacts
+from hone.measure.clocks.governed import governed
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
-from hone.measure.window import Window
+from hone.measure.window import Window, power_trace
 from hone.model.facts import CheckpointFacts
 from hone.serve.spec import EngineSpec
 
@@ -90,19 +91,24 @@ class Serve(Stage):
         """Serves the requests and writes samples.jsonl."""
         from hone.serve.bench.closed_loop import drive, record, sampled_texts
         from hone.serve.bench.workload import make_workload
+        from hone.serve.device.clocked import Clocked
         from hone.serve.engine import Engine
 
         model, guesser = parents["model"], parents.get("draft")
         workload = make_workload(parents["data"].folder, model.folder, **self._requests)
         warm_up(run.device)
-        with draft.measuring(Window(run.device)):
+        with draft.measuring(Window(run.device, power_trace(run, draft))):
             engine = Engine(model.folder, self.engine, draft=guesser.folder if guesser else None, device=run.device)
             run.say(engine.sizes)
             engine.generate([workload.prompts[0]], workload.params(0))  # the first call includes one-time set-up
             engine.pool.clear()
             before = engine.stats()
-            with Window(run.device) as serving:
-                timings = drive(engine, workload, self.concurrency, run)
+            with governed(run.clock, run.device, run.say) as governor:
+                with Window(run.device) as serving:
+                    timed = engine if governor is None else Clocked(engine, governor)
+                    timings = drive(timed, workload, self.concurrency, run)
+                for figure in [] if governor is None else governor.figures():
+                    draft.record(**figure.model_dump(exclude={"estimate"}))
             after = engine.stats()
             samples = sampled_texts(engine, workload)
             engine.close()

@@ -76,12 +76,13 @@ def record(
     sequences: int,
     rounding: Rounding,
     best_step: int | None,
+    paused_j: float = 0.0,
 ) -> None:
     """Records the figures of the model in `draft`, from the logs of its steps and what `window` measured.
 
     `objective` is the kind of loss, `tokens_before` those that its steps.jsonl counts and an earlier training read,
     `step_positions` those that a step computes, padding included, `seq_len` and `sequences` the size of an evaluation,
-    `rounding` what the saved weights lost, `best_step` that of a model that is not the last.
+    `rounding` what the saved weights lost, `best_step` that of a model that is not the last, `paused_j` what devices took in pauses.
     """
     rows = read_jsonl(draft.folder / "steps.jsonl")
     steps = [row for row in rows if "loss" in row]
@@ -111,7 +112,7 @@ def record(
         "tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="without padding; evaluation left out"
     )
     draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
-    joules = window.energy_j and window.energy_j / max(sum(tokens for tokens, _ in watch.rates), 1)
+    joules = window.energy_j and (window.energy_j - paused_j) / max(sum(tokens for tokens, _ in watch.rates), 1)
     draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
 
 

@@ -23,14 +23,16 @@ from hone.cost.train.training import CHECKPOINTS
 from hone.feed import CURRICULA, MIXTURES
 from hone.feed.epochs import check_batch, epoch_of, repeats, steps_for
 from hone.feed.order.random import Random
+from hone.measure.clocks.governed import governed
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
-from hone.measure.window import Window
+from hone.measure.window import Window, power_trace
 from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, reasons
+from hone.train.budget.spec import Energy
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from hone.feed.load import PackedTokens
     from hone.feed.mix.reading import Reading
     from hone.model.decoder import Decoder
+    from hone.train.budget.control import Budget
     from hone.train.loop import Trainer
     from hone.train.watch import Watch
 
@@ -129,6 +132,9 @@ class Train(Prolonged):
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
     early_stopping: EarlyStopping = Field(EarlyStopping(), description="An end before the last step.")
+    energy: Annotated[Energy, Circumstance()] = Field(
+        Energy(), description="A budget of joules, and the hours in which it runs."
+    )
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
         Checkpointing(), description="Checkpoints, what stays of them, and what is read of the model."
     )
@@ -147,12 +153,13 @@ class Train(Prolonged):
             raise ValueError("give steps or tokens, not both")
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
-        intervals["early_stopping"] = self.early_stopping.every
+        intervals |= {"early_stopping": self.early_stopping.every, "energy": self.energy.every}
         self.parallelism.check_steps(self.precision, intervals, self.max_grad_norm, self.optimizer.on_spike)
         rerun = bool(self.checkpoint.check.rerun_interval)
         check_training(self.parallelism.expert_parallel_degree, self.optimizer, rerun=rerun)
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
-        told = {"ends_early": bool(self.early_stopping.every), "copies_state": self.checkpoint.async_mode == "async"}
+        ends_early = bool(self.early_stopping.every or self.energy.budget_j)
+        told = {"ends_early": ends_early, "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)
         growth.check(growths_of(self.init), self.checkpoint.load)
         return self
@@ -212,10 +219,12 @@ class Train(Prolonged):
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
         estimates = with_energy(estimate(work, machine), machine) | left(work, machine) | grown.estimates
+        joules = estimates.get("energy_j")
         said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
-        said = (*start.notes, *self.early_stopping.notes(steps), *again, *expert_notes(config), *numbers, *said)
+        ends = (*self.early_stopping.notes(steps), *self.energy.notes(steps, joules and joules.value))
+        said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
         found |= {"offload": work.offload, "pipeline": stages, "grown": grown}
@@ -227,6 +236,7 @@ class Train(Prolonged):
         Raises SpecError when mixture or curriculum do not fit the data, HoneError when the loss diverges.
         """
         from hone.feed.mix.reading import Reading, data_parents
+        from hone.train.budget.control import Budget
         from hone.train.result import record, record_how, rounding_of
 
         mesh = run.mesh
@@ -244,7 +254,10 @@ class Train(Prolonged):
             run.say(line)
         draft.predict(reading.estimates(start.sequences(plan.steps, self.batch_size)))
         warm_up(run.device)
-        with draft.measuring(Window(run.device)) as window:
+        with (
+            governed(run.clock, run.device, run.say) as governor,
+            draft.measuring(Window(run.device, power_trace(run, draft))) as window,
+        ):
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
             models = partial(starting_models, self, parents, reading.sources.train, run.device)
             # No name has the whole models where a rank has parts of them.
@@ -253,7 +266,9 @@ class Train(Prolonged):
             trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload)
             for line in trainer.update.weights.notes:
                 run.say(line)
-            trainer.early = early = Stop(self.early_stopping, draft, run)
+            stop = Stop(self.early_stopping, draft, run)
+            trainer.early = early = Budget(self.energy, stop, trainer, plan.schedule, draft, run)
+            early.governor = governor
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)
             saved = saved_dtype(self.precision, self.checkpoint.export_dtype)
@@ -263,16 +278,17 @@ class Train(Prolonged):
             score = partial(self._loss, trainer, val) if val.num_sequences(self.seq_len) else None
             growing.measure(trainer, parents, score)
             keeper = Keeper(self.checkpoint.keep, draft, mesh, at, place, saves)
-            watch = self._train(draft, trainer, reading, checkpoints, start, keeper, window, run)
+            watch = self._train(draft, trainer, reading, checkpoints, start, keeper, window, early, run)
             reading.evaluate(partial(self._loss, trainer), self.validation.sequences, draft)
             config, rounding = saves(draft.folder), rounding_of(trainer, self.precision, saved)
             if watch is None:
                 return
         sizes = {"step_positions": self.batch_size * self.seq_len, "seq_len": self.seq_len}
         sizes |= {"sequences": self.validation.sequences, "tokens_before": start.at.tokens}
-        found: dict[str, Any] = {"rounding": rounding, "best_step": keeper.best_step}
+        found: dict[str, Any] = {"rounding": rounding, "best_step": keeper.best_step, "paused_j": early.paused_j}
         record(draft, watch, config, window, objective=self.objective.kind, **sizes, **found)
         growing.record()
+        early.record(draft)
         slots = ("objective", "schedule", "optimizer", "activation_checkpointing")
         record_how(
             draft,
@@ -341,6 +357,7 @@ class Train(Prolonged):
         start: Start,
         keeper: Keeper,
         window: Window,
+        budget: Budget,
         run: Run,
     ) -> Watch | None:
         """Runs the loop from the newest checkpoint's step, else from `start`. Rank 0 alone watches it."""
@@ -359,25 +376,29 @@ class Train(Prolonged):
         with run.ending() as ending, shown(run, trainer.steps) as progress, profiler:
             trainer.asked = ending.asked
             progress.skip(trainer.done)
-            watch = watch_of(self, draft, trainer, progress, window.joules, run)
+            val = reading.sources.val if reading.sources.val.num_sequences(self.seq_len) else None
+            budget.begin(window.joules, window.energy_note, self._evaluation_steps(val))
+            watch = watch_of(self, draft, trainer, progress, window.joules, budget.keep, run)
+            train = partial(
+                fit,
+                trainer,
+                reading.feed,
+                batch_size=self.batch_size,
+                seq_len=self.seq_len,
+                seed=self.seed,
+                val=val,
+                eval_every=self.validation.interval,
+                eval_sequences=self.validation.sequences,
+                watch=watch,
+                checkpoints=checkpoints,
+                checkpoint_every=self.checkpoint.interval,
+                first_sequence=start.at.sequences - start.step * self.batch_size,
+                after_step=profiler.after(keeper.stepped),
+                eval_also=self.evaluates_every,
+                checks=self.checkpoint.check,
+            )
             try:
-                fit(
-                    trainer,
-                    reading.feed,
-                    batch_size=self.batch_size,
-                    seq_len=self.seq_len,
-                    seed=self.seed,
-                    val=reading.sources.val if reading.sources.val.num_sequences(self.seq_len) else None,
-                    eval_every=self.validation.interval,
-                    eval_sequences=self.validation.sequences,
-                    watch=watch,
-                    checkpoints=checkpoints,
-                    checkpoint_every=self.checkpoint.interval,
-                    first_sequence=start.at.sequences - start.step * self.batch_size,
-                    after_step=profiler.after(keeper.stepped),
-                    eval_also=self.evaluates_every,
-                    checks=self.checkpoint.check,
-                )
+                budget.through(train, watch)
             except (RuntimeError, MemoryError) as error:
                 said = out_of_memory(error, run.device, trainer.done + 1, self)
                 if said is None:
@@ -391,6 +412,11 @@ class Train(Prolonged):
             raise ending.interrupted(f"ended after step {trainer.done} of {trainer.steps}, which is saved")
         keeper.ended(trainer)
         return watch
+
+    def _evaluation_steps(self, val: Any) -> float:
+        """What the last evaluation takes, in training steps: a forward pass is a third of one."""
+        found = 0 if val is None else val.num_sequences(self.seq_len)
+        return min(found, self.validation.sequences or found) / self.batch_size / 3
 
     def _loss(self, trainer: Trainer, part: PackedTokens, model: Decoder | None = None) -> float:
         """Mean loss on the first sequences of `part`, of another `model` than the trainer's if one is given."""

@@ -21,10 +21,11 @@ from hone.cli.line import OF_PLAN, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
 from hone.cli.simulate.verb import OF_SIMULATE
-from hone.cli.stages import OF_A_STAGE, OF_COMPRESS, OF_DATA, OF_TRAIN
+from hone.cli.stages import OF_A_STAGE, OF_BENCH, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
 from hone.cost.catalogue.read import catalogue
 from hone.exports import EXPORTS
+from hone.measure.clocks import CLOCKS
 from hone.measure.topology.placement import BINDINGS
 from hone.train.curves.wandb import Wandb
 from hone.train.live.profiling import Profiling
@@ -39,6 +40,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "data": OF_DATA,
     **dict.fromkeys(_STAGES, OF_A_STAGE),
     "train": OF_TRAIN,
+    "bench": OF_BENCH,
     "compress": OF_COMPRESS,
     "serve": OF_SERVE,
     "generate": OF_GENERATE,
@@ -69,6 +71,7 @@ _ABOUT = {
     "mesh": "Ranks to plan for, such as 8xH200.",
     "executor": "Where the tasks of a data stage run.",
     "workers": "Processes of the executor.",
+    "power_trace": "Record what the device draws beside the stage.",
     OPTION: "Ranks to start on this host.",
     "machine": "GPU of a data sheet, or a file.",
     "numa_binding": "NUMA nodes and cores of the processes.",
@@ -105,9 +108,15 @@ def options_of(verb: str) -> list[Option]:
             continue  # those of roles and curves are below; of an executor they depend on its kind
         values = _CHOICES.get(name, () if name in ("workers", "mesh", OPTION, *OF_WATCH, *FLAGS) else (FILES,))
         found.append(Option(name, _ABOUT[name], values, name in FLAGS))
-    for prefix, spec in (("wandb.", Wandb), ("profiling.", Profiling)):
+    for prefix, specs in (
+        ("wandb.", [Wandb]),
+        ("profiling.", [Profiling]),
+        ("clock.", [CLOCKS[name] for name in CLOCKS]),
+    ):
         if prefix in _CIRCUMSTANCES.get(verb, ()):
-            found += [one._replace(name=f"{prefix}{one.name}") for one in _fields(spec)]
+            found += [one._replace(name=f"{prefix}{one.name}") for one in _fields(*specs) if one.name != "kind"]
+    if "clock." in _CIRCUMSTANCES.get(verb, ()):
+        found.append(Option("clock.kind", "Policy of the GPU's clock.", tuple(CLOCKS)))
     if verb in ("run", "plan"):
         return [
             *found,

@@ -27,7 +27,7 @@ from hone.compress.structured import chain
 from hone.compress.targets import has_head
 from hone.compress.written import card, result
 from hone.measure.warm import warm_up
-from hone.measure.window import Window
+from hone.measure.window import Window, power_trace, record_energy_per
 from hone.model import hf
 from hone.model.quantized import dense
 from hone.model.weights.model import ModelSource
@@ -51,7 +51,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     dtype = getattr(torch, plan.compute_dtype)
     warm_up(run.device)
     mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
-    with draft.measuring(Window(run.device)), shards.full_disk_said(draft.folder):
+    with draft.measuring(Window(run.device, power_trace(run, draft))), shards.full_disk_said(draft.folder):
         options = {"paired": paired(spec), "mesh": mesh}
         flow = None if samples is None else capture.Flow(samples, spec.batch_size, run.device, dtype, **options)
         checkpoint, said = chain.rewrite(checkpoint, spec.model_steps, flow, plan.targets, draft, run)
@@ -93,6 +93,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
             write_jsonl(draft.folder / "layers.jsonl", rows)
     result.techniques(draft, run, spec, samples, said, loss)
     result.record(draft, folder, checkpoint, rows)
+    record_energy_per(draft, "joules_per_billion_params", checkpoint.config.num_params / 1e9, "1e9 parameters")
     changed = "".join(step.checked_against for step in spec.steps)
     result.record_check(draft, checked, spec.check_sequences, changed, reshaped=spec.reshapes)
     card.write(draft.folder, folder, spec, draft.figures, quantization)

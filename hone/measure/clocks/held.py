@@ -86,6 +86,17 @@ class Held:
             self.now = FULL
 
 
+_HELD: list[Held] = []
+"""What this process holds, for `restore_all`: a GPU's settings are of the whole process, as its device is."""
+
+
+def restore_all() -> None:
+    """Restores all that this process holds, where it ends without running its blocks' ends: before `os._exit`."""
+    for held in _HELD:
+        with suppress(OSError):
+            held.restore()
+
+
 @contextmanager
 def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
     """Holds the settings of `gpu` in the block, and restores them after it: also on SIGTERM, SIGHUP and at the process's exit.
@@ -106,6 +117,7 @@ def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
         if path.exists():
             _restore_noted(gpu, path)
         held = Held(gpu, path, file)
+        _HELD.append(held)
         atexit.register(held.restore)
         before = _on_signals(held.restore)
         try:
@@ -117,8 +129,9 @@ def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
                 warnings.warn(
                     f"the clocks of {gpu.uuid} cannot be restored: {error}; nvidia-smi -rgc does", stacklevel=3
                 )
+            _HELD.remove(held)
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                signal.signal(number, handler)
             atexit.unregister(held.restore)
 
 
@@ -177,21 +190,18 @@ def _undo(gpu: Gpu, watts: float | None, changed: Setting | None) -> None:
 
 
 def _on_signals(restore: Callable[[], None]) -> dict[int, Any]:
-    """Has `restore` called by signals that would end this process; returns the handlers before. In another thread there are none."""
+    """Has `restore` called by signals that would end this process at once; returns the handlers before.
+
+    A process that handles or ignores a signal ends by itself, through the block's end. In another thread none can be set.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before: dict[int, Any] = {}
 
-    def ended(number: int, frame: FrameType | None) -> None:
+    def ended(number: int, _: FrameType | None) -> None:
         with suppress(OSError):
             restore()
-        former = before.get(number)
-        if callable(former):
-            former(number, frame)
-        elif former != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
-    for number in _SIGNALS:
-        before[number] = signal.signal(number, ended)
-    return before
+    ends = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    return {number: signal.signal(number, ended) for number in ends}

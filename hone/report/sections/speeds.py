@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from hone.report import arms, bars, units
 from hone.report.collect import Line, Row
+from hone.report.green import green
 from hone.report.sections.base import FULL, HALF, Panel, both
 
 
@@ -59,6 +60,12 @@ def _panels(line: Line) -> list[Panel]:
         why = notes[0] if notes else "no energy sensor was found when the stages ran"
         said = f"not measured, {why.rstrip('.').removeprefix('no energy: ')}."
         found.append(Panel("Joules per token", Markup(""), said))
+    rated = [one for one in green(line) if one.quality_per_kwh is not None and one.row.kind == "train"]
+    if len(rated) > 1:  # one alone is compared with nothing
+        shown = [bars.Bar(one.row.name, one.quality_per_kwh, "", strong=True) for one in rated]
+        chart = both(lambda width: bars.bars(shown, width, "", "Quality a kWh"))
+        words = "Probability of the right token on the val split, exp(-loss), a kilowatt-hour of training."
+        found.append(Panel("Quality a kWh", chart, words))
     return found
 
 

@@ -99,7 +99,8 @@ def record(
         value = float(np.percentile(values, quantile)) if values else None
         draft.record(name, value, "s", n=len(values), note=note)
     energy = serving.energy_j
-    draft.record("joules_per_token", energy / tokens if energy else None, "J/token", note=serving.energy_note)
+    for name, per, unit in (("joules_per_token", tokens, "J/token"), ("joules_per_request", count, "J/request")):
+        draft.record(name, energy / per if energy else None, unit, n=per, note=serving.energy_note)
     asked, hit = counted["prefix_query_tokens"], counted["prefix_hit_tokens"]
     draft.record("prefix_hit_rate", hit / asked if asked else None, "fraction", note="of prompt tokens")
     drafted, accepted = counted.get("draft_tokens", 0), counted.get("accepted_tokens", 0)

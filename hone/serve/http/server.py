@@ -8,8 +8,9 @@ import errno
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import MachineError, MissingExtra
 from hone.base.run import Run
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
     pass
 
 
-def build_engine(folder: str, spec: EngineSpec, device: str, max_queue: int) -> tuple[EngineLike, EngineInfo]:
+def build_engine(
+    folder: str, spec: EngineSpec, device: str, max_queue: int, clock: dict[str, Any] | None = None
+) -> tuple[EngineLike, EngineInfo]:
     """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served.
 
     The HTTP process limits waiting requests and replies at once with 503 and Retry-After; the engine's limit is higher.
     """
+    from hone.serve.device.clocked import clocked
     from hone.serve.engine import Engine
 
-    engine = Engine(folder, spec, device=device)
+    engine = clocked(Engine(folder, spec, device=device), clock, device)
     engine.max_waiting = max(spec.max_waiting, max_queue + engine.scheduler.max_num_seqs)
     return engine, EngineInfo(
         max_model_len=engine.max_model_len,
@@ -65,6 +69,7 @@ def serve(
     spec.tls()
     spec = spec.model_copy(update={"served_model_name": spec.served_model_name or (_name_of(folder),)})
     folder = model_folder(folder)
+    build = build if run.clock is None else partial(build, clock=run.clock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         if spec.processes.api_server_count == spec.processes.data_parallel_size == 1:
             sock = stack.enter_context(listen(spec.host, spec.port))

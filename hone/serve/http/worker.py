@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hone.base.errors import HoneError, MachineError
+from hone.measure.clocks.held import restore_all
 from hone.serve.device.heap import frozen_heap
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.wire import Channel, EngineInfo, QueuedChannel, RefusedRequest, pack
@@ -103,6 +104,7 @@ def worker_main(
         lost(error)
         if doors is not None:
             time.sleep(0.2)  # the fronts' queues are sent by threads
+        restore_all()
         os._exit(3)  # a kernel that waits for a lost rank would hold up an orderly end
 
 

@@ -34,7 +34,13 @@ def shown(run: Run, steps: int) -> AbstractContextManager[Progress]:
 
 
 def watch_of(
-    spec: Any, draft: Draft, trainer: Trainer, progress: Progress, joules: Callable[[], float | None], run: Run
+    spec: Any,
+    draft: Draft,
+    trainer: Trainer,
+    progress: Progress,
+    joules: Callable[[], float | None],
+    kept: Callable[[], None],
+    run: Run,
 ) -> Watch | None:
     """The logs of the training that `spec`, a `Train`, describes, on rank 0; every rank calls it. The peak of MFU is that of all ranks' devices."""
     from hone.train.live.rank_times import Stragglers
@@ -58,7 +64,7 @@ def watch_of(
         full_flops_per_token=config.flops_per_token(2 * spec.seq_len - 1),
         peak_flops_per_s=peak and peak * run.mesh.world_size,
         progress=progress,
-        kept=draft.keep_time,
+        kept=kept,
         curves=wandb.opened(run, draft, spec.model_dump(mode="json")),
         say=run.say,
         warn=run.warn,

@@ -73,6 +73,10 @@ class Governor:
             return
         self.decide(units, phase)
 
+    def restart(self) -> None:
+        """To be called after a pause, which is no part of the work: what is being measured begins anew."""
+        self._begun, self._units, self._phases = None, 0.0, dict.fromkeys(FOLLOWS, 0.0)
+
     def decide(self, units: float, phase: Phase) -> None:
         """Chooses the setting of what comes; a policy that is constant does nothing."""
 

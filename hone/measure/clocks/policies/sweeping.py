@@ -104,6 +104,10 @@ class Sweep(Governor):
         else:
             self._begun = self.now(), self._read()
 
+    def restart(self) -> None:
+        super().restart()
+        self._from, self._since = None, self.now()
+
     def _keep(self) -> None:
         self.ended = True
         best = self.spec.best(self.tried, self.held.gpu.limits_w()[1])

@@ -1,0 +1,1 @@
+"""Training within a budget of joules, in the hours that a schedule allows."""
