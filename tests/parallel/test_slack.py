@@ -6,9 +6,9 @@ import itertools
 import random
 
 import pytest
-from hone.parallel.pipeline.simulate import Costs, simulate
 
 from hone.base.errors import SpecError
+from hone.cost.pipeline.simulate import Costs, simulate
 from hone.parallel.pipeline.schedules.gpipe import gpipe
 from hone.parallel.pipeline.schedules.interleaved import interleaved
 from hone.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hone.base.errors import SpecError
-from hone.parallel.pipeline.table import Kind, Op, Table
+from hone.cost.pipeline.table import Kind, Op, Table
 
 LARGEST = 64
 """Passes up to which `exact` is meant to be used."""
