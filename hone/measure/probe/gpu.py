@@ -13,6 +13,7 @@ from hone.measure.probe.buffers import Buffer
 from hone.measure.probe.latency import knee
 from hone.measure.probe.result import GpuProbe, LatencyPoint, Level, Sample, SizePoint, Transfer
 from hone.measure.probe.threads import on_thread
+from hone.measure.topology.pin import address_of, node_of_gpu
 from hone.measure.topology.read import Topology
 
 TURNS = 5
@@ -38,14 +39,6 @@ def timed(work: Callable[[], object], device: int, turns: int = TURNS) -> list[f
     return found
 
 
-def address_of(index: int) -> str | None:
-    """The PCI address of a CUDA device; None where torch does not tell."""
-    found = torch.cuda.get_device_properties(index)
-    if not hasattr(found, "pci_bus_id"):
-        return None
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-
-
 def probe_gpu(index: int, topology: Topology, *, quick: bool) -> tuple[GpuProbe, list[str]]:
     """Everything about one CUDA device, and notes on what was left out."""
     from hone.measure.probe.managed import managed_transfers, unified
@@ -53,7 +46,7 @@ def probe_gpu(index: int, topology: Topology, *, quick: bool) -> tuple[GpuProbe,
     notes: list[str] = []
     found = torch.cuda.get_device_properties(index)
     address = address_of(index)
-    node = next((one.node for one in topology.devices if one.address == address), None)
+    node = node_of_gpu(topology, index)
     with torch.cuda.device(index):
         points, sweep, registers = _kernels(index, found.L2_cache_size, quick, notes)
         transfers = [*_inside(index), *_with_host(index, topology, quick)]

@@ -90,14 +90,19 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-def node_of_gpu(topology: Topology, index: int) -> int | None:
-    """The NUMA node that CUDA device `index` is attached to; None where that is not told."""
+def address_of(index: int) -> str | None:
+    """The PCI address of a CUDA device; None where torch does not tell."""
     import torch
 
     found = torch.cuda.get_device_properties(index)
     if not hasattr(found, "pci_bus_id"):
         return None
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def node_of_gpu(topology: Topology, index: int) -> int | None:
+    """The NUMA node that CUDA device `index` is attached to; None where that is not told."""
+    address = address_of(index)
     return next((device.node for device in topology.devices if device.address == address), None)
 
 
