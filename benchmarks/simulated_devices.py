@@ -29,33 +29,37 @@ AGES = {"1 s": 1.0, "1 h": 3600.0, "1 d": 86400.0, "1 y": 31_536_000.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"analog, {name} after writing": ("analog", {"after_s": age}) for name, age in AGES.items()},
     "analog, 1 y, drift not compensated": ("analog", {"after_s": AGES["1 y"], "drift_compensation": False}),
-    **{f"optical, {count} photons": ("optical", {"photons": count}) for count in (0.1, 1.0, 10.0, 100.0)},
+    **{f"optical, {count} photons": ("optical", {"photons": count}) for count in (10, 100, 1000, 10_000)},
     **{f"spiking, {steps} steps": ("spiking", {"steps": steps}) for steps in (8, 16, 32, 64)},
     **{f"spiking, binary, {steps} steps": ("spiking", {"steps": steps, "code": "binary"}) for steps in (4, 8)},
 }
 SEEDLESS = ("spiking",)
 
 
-def losses(make: Any, text: Any, kind: str, fields: dict[str, Any], seeds: int) -> list[float]:
-    """Mean loss of the model that `make` gives, on the device, for each seed."""
-    found = []
+def losses(make: Any, text: Any, kind: str, fields: dict[str, Any], seeds: int) -> tuple[list[float], dict[str, float]]:
+    """Mean loss of the model that `make` gives, on the device, for each seed, and the operations of a multiplication."""
+    found, each = [], {}
     for seed in range(1 if kind in SEEDLESS else seeds):
         model = make()
-        simulate(model, DEVICES[kind](kind=kind, seed=seed, **fields))
+        counts = simulate(model, DEVICES[kind](kind=kind, seed=seed, **fields))
         found.append(score(model, text.tokens, text.starts, window=512, batch_tokens=16384).mean_loss)
-    return found
+        each = {name: count / counts["macs"] for name, count in counts.items() if name != "macs"}
+    return found, each
 
 
 def rows_of(make: Any, text: Any, name: str, cases: dict[str, Any], seeds: int) -> list[dict[str, Any]]:
     """A row for each case: what its losses are above that of the weights in floats."""
     plain = score(make(), text.tokens, text.starts, window=512, batch_tokens=16384).mean_loss
+    print(f"{name}: {plain:.4f} in floats", flush=True)
     rows = [{"figure": f"{name}: in floats", "value": plain, "unit": "nats/token", "n": 1, "half_range": None}]
     for case, (kind, fields) in cases.items():
-        began, found = time.monotonic(), losses(make, text, kind, fields, seeds)
+        began = time.monotonic()
+        found, each = losses(make, text, kind, fields, seeds)
         above = [one - plain for one in found]
         row = {"figure": f"{name}: {case}", "value": float(np.mean(above)), "unit": "nats/token", "n": len(found)}
+        row["note"] = "of each multiplication: " + ", ".join(f"{count:.4g} {name}" for name, count in each.items())
         rows.append({**row, "half_range": (max(above) - min(above)) / 2 if len(found) > 1 else None})
-        print(f"{row['figure']}: +{row['value']:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
+        print(f"{row['figure']}: +{row['value']:.4f} ({time.monotonic() - began:.0f} s; {row['note']})", flush=True)
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,14 +12,12 @@ from pydantic import Field, model_validator
 from hone.base.artifact import Artifact, Draft
 from hone.base.durable import write_atomic
 from hone.base.errors import ArtifactError, SpecError
-from hone.base.figure import Estimate
 from hone.base.plan import MEMORY, Facts, Plan, need
 from hone.base.run import Run
 from hone.base.stage import Stage
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
-from hone.cost.memory import score_bytes
-from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
+from hone.cost.eval.scoring import Scoring, estimate
 from hone.eval.bigram import bigram_perplexity
 from hone.eval.windows import LOGITS
 from hone.feed import plain
@@ -114,7 +111,8 @@ class Eval(Stage):
         scored = self._split_of_text() if self.text is not None else need(facts, "data", DataFacts).split(self.split)
         if self.simulated_device is not None:
             refuse(model.config, model.packed, "model")
-        estimates = self._estimates([*models.values()], scored, machine, window)
+        scoring = self._scoring([*models.values()], scored, window)
+        estimates = estimate(scoring, [one.config.dims() for one in models.values()], machine)
         return EvalPlan(estimates=with_energy(estimates, machine), ways=_WAYS, window=window)
 
     def remedies(self) -> list[list[tuple[str, str]]]:
@@ -170,35 +168,21 @@ class Eval(Stage):
         size = int(plain.num_bytes(str(self.text), "text"))
         return SplitFacts(tokens=round(size / TEXT_BYTES_PER_TOKEN), documents=1, bytes=size)
 
-    def _estimates(
-        self, models: list[CheckpointFacts], split: SplitFacts, machine: Machine, window: int
-    ) -> dict[str, Estimate]:
-        """Time, and the memory that the work adds. `models`: the model, then the reference if there is one."""
-        dims = [one.config.dims() for one in models]
-        compared, vocab_size = len(dims) > 1, dims[0].vocab_size
+    def _scoring(self, models: list[CheckpointFacts], split: SplitFacts, window: int) -> Scoring:
+        """What is scored, in the numbers that `hone.cost.eval` takes. `models`: the model, then the reference if there is one."""
         tokens = max(min(split.tokens, self.max_tokens or split.tokens), 1)
-        documents = max(round(split.documents * tokens / max(split.tokens, 1)), 1) if self.join == "documents" else 1
-        mean_len = max(min(window, math.ceil(tokens / documents)), 1)
-        repeated = window / (self.stride or window)
         batch = min(self.batch_tokens, tokens)
-        forwards = [forward_seconds(one, machine, tokens=batch, seq_len=mean_len, dtype=self.dtype) for one in dims]
-        softmax_s = (COMPARED if compared else 1) * loss_seconds(machine, batch, vocab_size, train=False)
-        value = repeated * tokens / batch * (sum(forward.value for forward in forwards) + softmax_s)
-        each = " + ".join(f"forward [{forward.formula}]" for forward in forwards)
-        formula = f"{tokens * repeated / batch:.1f} batches of {batch} tokens x ({each} + softmax {softmax_s:.3g} s)"
-        simulated = self.simulated_device is not None
-        formula += ", without what the simulation of a device takes" * simulated
-        return {
-            "time_s": Estimate(value=value, unit="s", formula=formula, bound=forwards[0].bound or simulated),
-            "memory_growth_bytes": score_bytes(
-                dims,
-                weights_bytes=sum(one.loaded_bytes(self.dtype) for one in models),
-                max_tokens=batch,
-                max_rows=min(max(LOGITS // vocab_size, 1), batch),
-                dtype=self.dtype,
-                device=machine.device,
-            ),
-        }
+        return Scoring(
+            tokens,
+            documents=max(round(split.documents * tokens / max(split.tokens, 1)), 1) if self.join == "documents" else 1,
+            batch=batch,
+            window=window,
+            stride=self.stride or window,
+            dtype=self.dtype,
+            weights_bytes=sum(one.loaded_bytes(self.dtype) for one in models),
+            max_rows=min(max(LOGITS // models[0].config.vocab_size, 1), batch),
+            simulated=self.simulated_device is not None,
+        )
 
     def _record(self, draft: Draft, scores: Any, text: Any, window: int, own_bytes: int) -> None:
         """Records the figures, and writes eval.json with the loss of every document."""

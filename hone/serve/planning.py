@@ -1,4 +1,4 @@
-"""Estimates of a measured serving run from its parents' facts: the inputs of `hone.cost.serve.serving`, and the memory."""
+"""From an engine's spec, its models and its machine to the numbers that `hone.cost.serve` computes a run's estimates from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from hone.base.errors import FitError
 from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
-from hone.cost.dims import ModelDims
-from hone.cost.memory import BYTES, serve_bytes
+from hone.cost.memory import BYTES
 from hone.cost.ranks import Split
+from hone.cost.serve.figures import HELD_24, READ_24, Measured, estimate, read_weights
 from hone.cost.serve.offload import ExpertCopies, Offload
-from hone.cost.serve.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
+from hone.cost.serve.serving import Batching, Serving, Traffic
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
@@ -33,10 +33,6 @@ from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
 from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, step_threads, work_bytes
 from hone.serve.spec import EngineSpec
-
-HELD_24, READ_24 = 6 / 16, 7 / 16
-"""Shares of a 2:4 linear's dense bytes that are not held in memory, and not read by a decode step."""
-_LOAD_BYTES_PER_S = 1e9  # reading, fusing and placing weights; files are usually in the page cache
 
 
 def estimates(
@@ -79,22 +75,17 @@ def estimates(
     pages = cache_pages(sizes, one, memory, most * spec.block_size, weights=weights, work=work)
     _must_hold(traffic, longest if most <= pages else min(longest, pages * spec.block_size))
     serving = serving_of(spec, models[0], machine, copies if budget is None else budget.offload)
-    run = serving_seconds(serving, traffic, batching)
-    alone = serving.step_seconds(StepKind(1, 64, (), 1, 1)).value
-    samples_s = (SAMPLE_TOKENS * NUM_SAMPLES + traffic.outputs[0]) * alone
-    load_s = sum(model.weights_bytes for model in models) / _LOAD_BYTES_PER_S
-    total = f"load {load_s:.2f} s + {run.formula} + samples {samples_s:.2f} s"
-    tokens = sum(traffic.outputs)
-    return {
-        "time_s": Estimate(value=load_s + run.value + samples_s, unit="s", formula=total, bound=run.bound),
-        "tokens_per_s": Estimate(value=tokens / run.value, unit="tokens/s", formula=run.formula, bound=run.bound),
-        "kv_cache_bytes": Estimate(
-            value=float((pages + 1) * one), unit="B", formula=f"{pages} pages and the null page"
-        ),
-        "memory_growth_bytes": _growth(
-            traffic, batching, dims, formats[0], weights, pages, one, machine, compiled=serving.compiled
-        ),
-    }
+    measured = Measured(
+        serving,
+        traffic,
+        batching,
+        weights_bytes=weights,
+        read_bytes=sum(model.weights_bytes for model in models),
+        num_pages=pages,
+        page_bytes=one,
+        sample_tokens=SAMPLE_TOKENS * NUM_SAMPLES + traffic.outputs[0],
+    )
+    return estimate(measured, machine)
 
 
 def budget_on(
@@ -212,47 +203,6 @@ def _must_hold(traffic: Traffic, max_model_len: int) -> None:
             f"a request has up to {longest} tokens with its prompt, max_model_len is {max_model_len}",
             fix="lower shared_prefix, prompt_tokens or output_tokens, or give the engine more pages",
         )
-
-
-def _growth(
-    traffic: Traffic,
-    batching: Batching,
-    dims: ModelDims,
-    dtype: str,
-    weights: float,
-    pages: int,
-    one: int,
-    machine: Machine,
-    *,
-    compiled: bool,
-) -> Estimate:
-    """Weights + the pages that the run touches + the activations of one step."""
-    if not machine.device.startswith("cuda"):  # untouched memory is not resident
-        pages = min(pages, touched_pages(traffic, batching))
-    most = max(prompt + output for prompt, output in zip(traffic.prompts, traffic.outputs))
-    seqs = min(traffic.concurrency, batching.max_num_seqs)
-    return serve_bytes(
-        dims,
-        weights_bytes=weights,
-        kv_bytes=pages * one,
-        max_tokens=min(batching.max_num_batched_tokens, traffic.concurrency * most),
-        max_num_seqs=seqs,
-        context_tokens=seqs * most,
-        dtype=dtype,
-        device=machine.device,
-        compiled=compiled,
-    )
-
-
-def read_weights(dims: ModelDims, dtype: str, stored: float, width: float | None = None) -> float | None:
-    """Bytes of quantized weights that a step reads, of `stored` ones; None when they are stored in `dtype`.
-
-    `width`: bytes of a number of the embedding, of which a step reads a few rows; None: `dtype`'s.
-    """
-    if stored >= 0.9 * BYTES[dtype] * dims.num_params:
-        return None
-    width = BYTES[dtype] if width is None else width
-    return stored - (0 if dims.tie_embeddings else width * dims.vocab_size * dims.hidden_size)
 
 
 def _looked_up(model: CheckpointFacts, dtype: str) -> float:

@@ -19,6 +19,7 @@ from hone.cost.energy import with_energy
 from hone.cost.memory import BYTES
 from hone.cost.train.cut import cut
 from hone.cost.train.figures import estimate
+from hone.cost.train.offload import estimate_left
 from hone.cost.train.training import CHECKPOINTS
 from hone.feed import CURRICULA, MIXTURES
 from hone.feed.epochs import check_batch, epoch_of, repeats, steps_for
@@ -51,7 +52,6 @@ from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.next_token import NextToken
 from hone.train.offload.choose import chosen, record_left
-from hone.train.offload.choose import estimates as left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import drawing, notes
@@ -218,7 +218,11 @@ class Train(Prolonged):
             tokenizer=data[0].tokenizer,
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
-        estimates = with_energy(estimate(work, machine), machine) | left(work, machine) | grown.estimates
+        estimates = (
+            with_energy(estimate(work, machine), machine)
+            | estimate_left(work.offload, work.load, machine)
+            | grown.estimates
+        )
         joules = estimates.get("energy_j")
         said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))

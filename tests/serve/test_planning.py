@@ -13,6 +13,7 @@ from benchmarks.serve import SHAPES
 from hone.base.errors import SpecError
 from hone.cost.cache import keys_and_values
 from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Split
+from hone.cost.serve.figures import read_weights
 from hone.cost.serve.serving import (
     MOST_CAPTURED,
     Batching,
@@ -99,10 +100,10 @@ def test_pages_are_read_in_place_where_the_dispatch_says_so(monkeypatch):
 
 def test_quantized_weights_are_what_is_stored_of_them():
     dense = 2 * LLAMA_8B.num_params
-    assert planning.read_weights(LLAMA_8B, "bfloat16", dense) is None
+    assert read_weights(LLAMA_8B, "bfloat16", dense) is None
     embedding = 2 * 128256 * 4096
-    assert planning.read_weights(LLAMA_8B, "bfloat16", 5e9) == 5e9 - embedding
-    assert planning.read_weights(LLAMA_8B, "bfloat16", 5e9, 0.5) == 5e9 - embedding / 4
+    assert read_weights(LLAMA_8B, "bfloat16", 5e9) == 5e9 - embedding
+    assert read_weights(LLAMA_8B, "bfloat16", 5e9, 0.5) == 5e9 - embedding / 4
     plain, quantized = (serving(read_bytes=read).step_seconds(decode(1)).value for read in (None, 4e9))
     assert quantized < 0.7 * plain
 

@@ -21,6 +21,9 @@ rate.) The chunks of `MANY` threads stay in no cache: the scaled gradient is wri
 SCALED_BYTES = 8
 """Of `COPIES_OF_MANY` those of the scaled gradient, which are not there for float32 gradients that a GPU scales before they come."""
 
+UPDATE_S, MOVED, DISK = "offload_update_s", "offload_moved_bytes", "offload_disk_bytes"
+"""Figures of a step: seconds of the update on the host, bytes between it and the device, bytes read and written on its disk."""
+
 SHARE_OF_FORWARD, SHARE_OF_BACKWARD = 1 / 3, 2 / 3
 """Of the seconds of a step's passes."""
 
@@ -246,3 +249,17 @@ def stepped(
     beside = "beside the next passes" if delayed else "instead"
     formula = f"{step.formula}, on the host {found.update:.3g} s {beside}{waits} ({found.said})"
     return step.model_copy(update={"value": value, "formula": formula})
+
+
+def estimate_left(offload: Offload, load: Load, machine: Machine) -> dict[str, Estimate]:
+    """The figures of a step's offload; none where nothing leaves the device."""
+    found = times(offload, load, machine, 0.0)  # passes of no length: `waits`, which is not read, is not that of a step
+    if found is None:
+        return {}
+    made = {UPDATE_S: Estimate(value=found.update, unit="s", formula=f"a step's update on the host ({found.said})")}
+    moved = f"a step's weights and gradients, {load.passes} passes"
+    made[MOVED] = Estimate(value=found.link_bytes, unit="B", formula=moved, tolerance=0.05)
+    if found.disk_bytes:
+        said = f"masters and optimizer state {human_bytes(load.state)}, read and written"
+        made[DISK] = Estimate(value=found.disk_bytes, unit="B", formula=said, tolerance=0.1)
+    return made

@@ -30,12 +30,13 @@ class Optical(SimulatedDevice):
 
         assert not isinstance(held, tuple), "the weight itself is held"
         fields = {name: getattr(self, name) for name in _FIELDS}
-        y = optical_linear(x, held, **fields, generator=generator)
+        y, detected = optical_linear(x, held, **fields, generator=generator)
         tokens, blocks = len(x), math.ceil(x.shape[1] / self.block)
         return y, {
             "macs": tokens * held.numel(),
             "dac_conversions": x.numel() + held.numel(),
             "adc_conversions": tokens * held.shape[0] * blocks,
+            "photons": int(detected),
         }
 
     def noisy(self, weight: Tensor, generator: Generator) -> Tensor:

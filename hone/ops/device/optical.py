@@ -19,8 +19,8 @@ def optical_linear(
     photons: float,
     thermal: float,
     generator: torch.Generator | None,
-) -> Tensor:
-    """x [T, K] times weight [N, K] in blocks of `block` inputs, [T, N] float32; blocks are added digitally.
+) -> tuple[Tensor, Tensor]:
+    """x [T, K] times weight [N, K] in blocks of `block` inputs: [T, N] float32, blocks added digitally, and the photons detected.
 
     A block of a token, and that of an output's weights, has one scale (block floating point) and codes of so many bits; the sum of
     a block has a range of block / 4 largest products and `output_bits`. A full-scale product is `photons` photons at the detector: a sum of
@@ -28,6 +28,7 @@ def optical_linear(
     electrons of noise, thermal / photons. Without `generator` there is no noise. 0 photons: as many as wanted, no noise.
     """
     total = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.float32, device=x.device)
+    detected = torch.zeros((), dtype=torch.float64, device=x.device)
     for begin in range(0, x.shape[-1], block):
         part, size = scaled(x[..., begin : begin + block].float())
         held, scale = scaled(weight[:, begin : begin + block].float())
@@ -35,7 +36,8 @@ def optical_linear(
         sums = part @ held.T
         if generator is not None and photons > 0:
             light = part.abs() @ held.abs().T
+            detected += photons * light.sum(dtype=torch.float64)
             spread = (light / photons + (thermal / photons) ** 2).sqrt()
             sums = sums + spread * torch.randn(sums.shape, generator=generator, device=sums.device)
         total += converted(sums, output_bits, max(part.shape[-1] / 4, 1.0)) * size * scale.squeeze(-1)
-    return total
+    return total, detected

@@ -11,9 +11,9 @@ import psutil
 
 from hone.base.artifact import Draft
 from hone.base.errors import FitError, SpecError
-from hone.base.figure import Estimate, human_bytes
+from hone.base.figure import human_bytes
 from hone.cost.train.figures import growth_bytes, step_seconds
-from hone.cost.train.offload import Times, places, times
+from hone.cost.train.offload import DISK, MOVED, UPDATE_S, Times, places, times
 from hone.cost.train.training import Training
 from hone.measure.machine import Machine, describe
 from hone.train.offload.rates import nearest
@@ -21,9 +21,6 @@ from hone.train.offload.techniques import Auto, Nvme, Offload, as_said, scratch_
 
 if TYPE_CHECKING:
     from hone.train.loop import Trainer
-
-UPDATE_S, MOVED, DISK = "offload_update_s", "offload_moved_bytes", "offload_disk_bytes"
-"""Figures of a step: seconds of the update on the host, bytes between it and the device, bytes read and written on its disk."""
 
 
 def chosen(work: Training, machine: Machine, precision: str) -> tuple[Training, tuple[str, ...]]:
@@ -135,20 +132,6 @@ def _line(work: Training, machine: Machine) -> str:
 def _times(work: Training, machine: Machine) -> Times | None:
     """The update's seconds and the bytes of a step. Its passes count as nothing, so `waits` is not that of a step: nobody reads it."""
     return times(work.offload, work.load, machine, 0.0)
-
-
-def estimates(work: Training, machine: Machine) -> dict[str, Estimate]:
-    """The figures of a step's offload."""
-    found = _times(work, machine)
-    if found is None:
-        return {}
-    made = {UPDATE_S: Estimate(value=found.update, unit="s", formula=f"a step's update on the host ({found.said})")}
-    moved = f"a step's weights and gradients, {work.load.passes} passes"
-    made[MOVED] = Estimate(value=found.link_bytes, unit="B", formula=moved, tolerance=0.05)
-    if found.disk_bytes:
-        said = f"masters and optimizer state {human_bytes(work.load.state)}, read and written"
-        made[DISK] = Estimate(value=found.disk_bytes, unit="B", formula=said, tolerance=0.1)
-    return made
 
 
 def record_left(draft: Draft, trainer: Trainer) -> None:

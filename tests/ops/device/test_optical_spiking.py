@@ -17,7 +17,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_without_noise_and_codes_light_multiplies():
     x, weight = torch.randn(6, 100, generator=seeded(1)), torch.randn(9, 100, generator=seeded(2))
-    found = optical_linear(x, weight, **EXACT, photons=0.0, thermal=0.0, generator=seeded())
+    found, detected = optical_linear(x, weight, **EXACT, photons=0.0, thermal=0.0, generator=seeded())
+    assert detected == 0
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-5, atol=1e-4)
 
 
@@ -28,7 +29,10 @@ def test_shot_noise_is_that_of_counting_photons(photons, thermal):
     x, weight = torch.rand(1, k, generator=seeded(1)), torch.rand(1, k, generator=seeded(2))
     x[0, 0] = weight[0, 0] = 1.0  # so that the scales are 1
     generator = seeded(3)
-    found = optical_linear(x.expand(draws, k), weight, **EXACT, photons=photons, thermal=thermal, generator=generator)
+    found, detected = optical_linear(
+        x.expand(draws, k), weight, **EXACT, photons=photons, thermal=thermal, generator=generator
+    )
+    assert detected.item() == pytest.approx(draws * photons * (x * weight).sum().item(), rel=1e-4)
     counted = torch.poisson((photons * (x * weight).sum()).expand(draws), generator=generator)
     counted = (counted + thermal * torch.randn(draws, generator=generator)) / photons
     assert found.mean().item() == pytest.approx(counted.mean().item(), rel=0.02)
