@@ -71,7 +71,8 @@ def serve(
     folder = model_folder(folder)
     build = build if run.clock is None else partial(build, clock=run.clock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        if spec.processes.api_server_count == spec.processes.data_parallel_size == 1:
+        alone = spec.processes.api_server_count == spec.processes.data_parallel_size == 1
+        if alone and spec.processes.autoscaler is None:
             sock = stack.enter_context(listen(spec.host, spec.port))
             asyncio.run(_serve(folder, spec, run, sock, build))
             return
@@ -142,6 +143,7 @@ async def _serve(folder: Path, spec: ServerSpec, run: Run, sock: socket.socket, 
 
 
 def _supervise(folder: Path, spec: ServerSpec, run: Run, sockets: list[socket.socket], build: Build) -> None:
+    from hone.serve.http.processes.elastic_supervisor import ElasticSupervisor
     from hone.serve.http.processes.supervisor import Supervisor
     from hone.serve.http.texts.opening import read_tokenizer
 
@@ -155,7 +157,8 @@ def _supervise(folder: Path, spec: ServerSpec, run: Run, sockets: list[socket.so
     def ready() -> None:
         print(ready_line(spec, sockets[0], has_tokenizer, time.monotonic() - started), flush=True)
 
-    Supervisor(folder, spec, run, sockets, build).serve(ready)
+    kind = Supervisor if spec.processes.autoscaler is None else ElasticSupervisor
+    kind(folder, spec, run, sockets, build).serve(ready)
 
 
 def ready_line(spec: ServerSpec, sock: socket.socket, has_tokenizer: bool, seconds: float) -> str:

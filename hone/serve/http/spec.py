@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.spec import Spec
+from hone.base.table import Choice, Technique
+from hone.serve import AUTOSCALERS
 from hone.serve.spec import EngineSpec
 
 API_KEY_VARIABLE = "HONE_API_KEY"
@@ -33,6 +35,10 @@ class ProcessesSpec(Spec):
     data_parallel_size: int = Field(
         1, ge=1, le=64, description="Engines (replicas) behind the port, each with tensor_parallel_size x pipeline_parallel_size GPUs."
     )  # fmt: skip
+    autoscaler: Annotated[Technique, Choice(AUTOSCALERS)] | None = Field(
+        None, description="Starts and drains replicas with the load, data_parallel_size of them at first; --replicas=auto means hysteresis."
+    )  # fmt: skip
+    scale_interval_s: float = Field(5.0, gt=0, description="Seconds between two decisions of the autoscaler.")
     balance_abs_threshold: int = Field(
         32, ge=0, description="Sequences that the holder may have in progress beyond those of the least loaded replica."
     )
@@ -96,7 +102,12 @@ class ServerSpec(Spec):
             return values
         found, group = dict(values), values.get("processes", {})
         group = group.model_dump(exclude_unset=True) if isinstance(group, ProcessesSpec) else group
-        for name in ("api_server_count", "data_parallel_size"):
+        if "replicas" in found:
+            count = found.pop("replicas")
+            given = group.get("autoscaler") if isinstance(group, dict) else None
+            policy = given if isinstance(given, str) else {"kind": "hysteresis", **(given or {})}
+            found |= {"autoscaler": policy} if count == "auto" else {"data_parallel_size": count}
+        for name in ("api_server_count", "data_parallel_size", "autoscaler"):
             if name in found and isinstance(group, dict):
                 group = found["processes"] = {**group, name: found.pop(name)}
         return found
@@ -110,6 +121,7 @@ class ServerSpec(Spec):
     def _all_have_effect(self) -> Self:
         """Refuses what would be ignored: whoever sets a field expects something of it."""
         engine, processes = self.engine, self.processes
+        several = processes.data_parallel_size > 1 or processes.autoscaler is not None
         sizes = [
             name for name in ("num_pages", "kv_cache_memory_bytes", "gpu_memory_utilization") if getattr(engine, name)
         ]
@@ -122,8 +134,9 @@ class ServerSpec(Spec):
             ("engine.max_delay_s", engine.batching == "dynamic", "only engine.batching=dynamic waits"),
             ("engine.eviction", engine.enable_prefix_caching, "without engine.enable_prefix_caching no page is kept"),
             ("engine.distributed_timeout_seconds", engine.num_ranks > 1, "the engine is one process"),
-            ("processes.balance_abs_threshold", processes.data_parallel_size > 1, "there is one replica"),
-            ("processes.balance_rel_threshold", processes.data_parallel_size > 1, "there is one replica"),
+            ("processes.scale_interval_s", processes.autoscaler is not None, "the number of replicas is fixed"),
+            ("processes.balance_abs_threshold", several, "there is one replica"),
+            ("processes.balance_rel_threshold", several, "there is one replica"),
         ):
             group, _, field = name.partition(".")
             given = getattr(self, group)

@@ -39,6 +39,11 @@ class Router:
         self._abs, self._rel = abs_threshold, rel_threshold
         self._holders: OrderedDict[bytes, int] = OrderedDict()  # bits: the replicas that hold a page
 
+    @property
+    def places(self) -> int:
+        """How many replicas there may be."""
+        return self._replicas
+
     def place(self, prompt: Sequence[int], salt: str = "") -> tuple[int, list[bytes]]:
         """The replica for `prompt`, and the keys of the pages that it will hold."""
         keys = chain_keys(prompt, self._block_size, salt)

@@ -35,3 +35,12 @@ def share_of(spec: EngineSpec, device: str, index: int, count: int) -> tuple[Eng
         {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     )
     return spec.model_copy(update={"gpu_memory_utilization": given / count}), threads
+
+
+def most_replicas(spec: EngineSpec, device: str) -> int:
+    """Replicas that have devices of their own: by the GPUs that are visible, or one a core."""
+    if not device.startswith("cuda"):
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    import torch
+
+    return max(1, torch.cuda.device_count() // spec.num_ranks)

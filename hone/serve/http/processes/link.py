@@ -56,6 +56,8 @@ class EngineLink:
         self._fronts = 1
         self._cause: str | None = None
         self.on_death: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str], None] = self.fail_all
+        """Called with why the engine ended: what becomes of its requests."""
         self.on_change: Callable[[int], None] = lambda outstanding: None
         """Called with `outstanding` when it may have changed."""
         self.on_held: Callable[[list[bytes]], None] = lambda keys: None
@@ -122,14 +124,24 @@ class EngineLink:
         """Tells the engine's other fronts that it computes the pages with these keys."""
         self._frames.send(("held", keys))
 
-    def hand_back(self, text: str) -> None:
-        """Refuses (503) every request that waits in the engine's queue: those beyond the sequences that run at once."""
+    def waiting(self) -> list[str]:
+        """The ids of requests in the engine's queue, the oldest first."""
         running = self.info.max_num_seqs // self._fronts  # all of them, if the fronts have equally many
         unsure = list(self._deliver)[running:]  # a priority may have let a later one begin
-        waiting = {name: self._deliver[name] for name in unsure if name not in self._begun}
+        return [name for name in unsure if name not in self._begun]
+
+    def hand_back(self, text: str) -> None:
+        """Refuses (503) every request that waits in the engine's queue: those beyond the sequences that run at once."""
+        waiting = {name: self._deliver[name] for name in self.waiting()}
         self.abort(waiting)
         for name, deliver in waiting.items():
             deliver(RefusedRequest(name, text, 503))
+
+    def take_back(self) -> list[str]:
+        """Takes away the requests of which nothing was delivered yet; returns their ids."""
+        waiting = [name for name in self._deliver if name not in self._begun]
+        self.abort(waiting)
+        return waiting
 
     def fail_all(self, text: str) -> None:
         """Ends every outstanding request with an error and aborts it in the engine."""
@@ -191,7 +203,7 @@ class EngineLink:
 
     async def _died(self) -> None:
         self.death = await self._reason()
-        self.fail_all(self.death)
+        self.on_lost(self.death)
         self.on_death()
 
     def _take(self, kind: str, *rest: Any) -> None:

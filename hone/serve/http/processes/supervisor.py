@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,10 @@ _END_S = 10.0
 
 
 @dataclass
-class _Engine:
+class EngineOfServer:
+    """One engine's process. `state`: starting, ready, draining (gets no request any more) or closing."""
+
+    place: int
     process: Any
     socket: socket.socket
     doors: socket.socket
@@ -41,6 +44,17 @@ class _Engine:
     info: EngineInfo | None = None
     lost: str | None = None
     """Which rank ended, if the engine said so."""
+    state: str = "starting"
+    retired_by: set[int] = field(default_factory=set)
+    """Fronts that give it no request any more."""
+
+    def close(self) -> None:
+        """Ends the process: it ends with its connection."""
+        self.state = "closing"
+        with contextlib.suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        self.doors.close()
 
 
 @dataclass
@@ -59,8 +73,10 @@ class Supervisor:
     def __init__(self, folder: Path, spec: ServerSpec, run: Run, listeners: list[socket.socket], build: Build) -> None:
         self._folder, self._spec, self._run, self._build = folder, spec, run, build
         self._listeners = listeners
-        self._board = FrontBoard(len(listeners), spec.processes.data_parallel_size)
-        self._engines: list[_Engine] = []
+        self._places = spec.processes.data_parallel_size
+        """How many engines there may be."""
+        self._board = FrontBoard(len(listeners), self._places)
+        self._engines: list[EngineOfServer] = []
         self._fronts: dict[int, _Front] = {}
         self._ends: deque[float] = deque(maxlen=_MOST_RESTARTS)
         self._stopping = False
@@ -92,29 +108,32 @@ class Supervisor:
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
+    def _spawn(self, place: int) -> None:
+        """Starts the process of an engine."""
+        spec = self._spec
+        part, environment = share_of(spec.engine, self._run.device, place, self._places)
+        options = {"folder": str(self._folder), "spec": part, "device": self._run.device, "max_queue": spec.max_queue}
+        ours, theirs = socket.socketpair()
+        doors, inside = socket.socketpair()
+        process = _SPAWN.Process(
+            target=worker_main,
+            args=(theirs, self._build, options, inside, spec.max_queue),
+            name=f"hone-engine-{place}",
+            daemon=True,
+        )
+        with _environment(environment):
+            process.start()
+        theirs.close()
+        inside.close()
+        self._engines.append(EngineOfServer(place, process, ours, doors, Channel(ours)))
+
     def _start_engines(self) -> None:
-        spec, count = self._spec, self._spec.processes.data_parallel_size
-        for place in range(count):
-            part, environment = share_of(spec.engine, self._run.device, place, count)
-            options = {
-                "folder": str(self._folder),
-                "spec": part,
-                "device": self._run.device,
-                "max_queue": spec.max_queue,
-            }
-            ours, theirs = socket.socketpair()
-            doors, inside = socket.socketpair()
-            process = _SPAWN.Process(
-                target=worker_main,
-                args=(theirs, self._build, options, inside, spec.max_queue),
-                name=f"hone-engine-{place}",
-                daemon=True,
-            )
-            with _environment(environment):
-                process.start()
-            theirs.close()
-            inside.close()
-            self._engines.append(_Engine(process, ours, doors, Channel(ours)))
+        for place in range(self._spec.processes.data_parallel_size):
+            self._spawn(place)
+        self._wait_for_engines()
+
+    def _wait_for_engines(self) -> None:
+        """Until all are ready. Raises HoneError for one that does not start."""
         for engine in self._engines:
             try:
                 kind, what = engine.channel.receive()
@@ -124,19 +143,26 @@ class Supervisor:
                 ) from None
             if kind == "failed":
                 raise what
-            engine.info = what
+            engine.info, engine.state = what, "ready"
+
+    def _door(self, engine: EngineOfServer) -> socket.socket:
+        """A front's end of a new connection to an engine."""
+        ours, theirs = socket.socketpair()
+        with contextlib.suppress(OSError):  # an engine that has just ended is noticed by `_watch`
+            socket.send_fds(engine.doors, [b"f"], [theirs.fileno()])
+        theirs.close()
+        return ours
 
     def _start_front(self, index: int, *, quiet: bool) -> None:
-        inside = []
+        ready = [engine for engine in self._engines if engine.state == "ready" and engine.info is not None]
+        inside = [self._door(engine) for engine in ready]
+        info = [engine.info for engine in ready if engine.info is not None]
         for engine in self._engines:
-            ours, theirs = socket.socketpair()
-            with contextlib.suppress(OSError):  # an engine that has just ended is noticed by `_watch`
-                socket.send_fds(engine.doors, [b"f"], [theirs.fileno()])
-            theirs.close()
-            inside.append(ours)
-        info = [engine.info for engine in self._engines if engine.info is not None]
+            if engine.state != "ready":
+                engine.retired_by.add(index)  # a new front does not know it
         told, parent = _SPAWN.Pipe()
         order = FrontOrder(str(self._folder), self._spec, index, info, self._board, self._run.device, quiet)
+        order.places = [engine.place for engine in ready]
         process = _SPAWN.Process(
             target=front_main,
             args=(order, self._listeners[index], inside, parent),
@@ -155,17 +181,18 @@ class Supervisor:
         """Waits until something happens, and does what follows from it."""
         watched: list[Any] = [signals]
         for engine in self._engines:
-            watched += [] if self._death is not None else [engine.process.sentinel, engine.socket]
+            if self._death is None:
+                watched += [engine.process.sentinel, *([] if engine.state == "closing" else [engine.socket])]
         for front in self._fronts.values():
             watched += [front.process.sentinel, front.told]
-        timeout = None if self._deadline == float("inf") else max(0.0, self._deadline - time.monotonic())
-        found = set(wait(watched, timeout))
+        wakes = self._wakes_at()
+        found = set(wait(watched, None if wakes == float("inf") else max(0.0, wakes - time.monotonic())))
         if signals in found:
             for number in signals.recv(64):
                 self._tell("interrupt" if number == signal.SIGINT else "drain")
         if self._death is None:
-            for engine in self._engines:
-                if engine.socket in found:
+            for engine in list(self._engines):
+                if engine.state != "closing" and engine.socket in found:
                     self._hear(engine)
                 if engine.process.sentinel in found or engine.process.exitcode is not None:
                     self._engine_ended(engine)
@@ -175,9 +202,17 @@ class Supervisor:
                 self._told_by(front)
             if front.process.sentinel in found:
                 self._front_ended(index, front)
+        self._look_after()
         if time.monotonic() > self._deadline:
             for front in self._fronts.values():
                 front.process.kill()
+
+    def _wakes_at(self) -> float:
+        """When it looks around though nothing has happened (s, monotonic); infinite: never."""
+        return self._deadline
+
+    def _look_after(self) -> None:
+        """What is due, whatever has happened."""
 
     def _tell(self, what: str) -> None:
         """Tells the fronts to "drain" or "interrupt", or why an engine ended; all of it ends them."""
@@ -190,7 +225,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 front.told.send(what)
 
-    def _hear(self, engine: _Engine) -> None:
+    def _hear(self, engine: EngineOfServer) -> None:
         try:
             kind, what = engine.channel.receive()
         except (EOFError, OSError):
@@ -205,11 +240,14 @@ class Supervisor:
         except (EOFError, OSError):
             front.process.join(5)
             return
+        self._is_ready(front, what)
+
+    def _is_ready(self, front: _Front, what: Any) -> None:
         if isinstance(what, HoneError):
             raise what  # it cannot start, so neither can the next
         front.ready = True
 
-    def _engine_ended(self, engine: _Engine) -> None:
+    def _engine_ended(self, engine: EngineOfServer) -> None:
         which = f" of replica {self._engines.index(engine)}" if len(self._engines) > 1 else ""
         self._death = f"the engine process{which} ended: {engine.lost or exit_of(engine.process)}"
         print(f"error: {self._death}", file=sys.stderr, flush=True)
@@ -240,9 +278,8 @@ class Supervisor:
         for front in self._fronts.values():
             front.process.kill()
         for engine in self._engines:
-            engine.socket.shutdown(socket.SHUT_RDWR)
-            engine.socket.close()
-            engine.doors.close()
+            if engine.state != "closing":
+                engine.close()
         for engine in self._engines:
             engine.process.join(2)
             if engine.process.is_alive():

@@ -40,7 +40,7 @@ class Doubling(Autoscaler):
         count = seen[-1].replicas
         if changed_within(seen, self.cool_down_s) or not covers(seen, self.after_s):
             return count
-        used = [one.ongoing / (self.target * one.replicas) for one in last(seen, self.after_s)] or [0.0]
+        used = [one.ongoing / (self.target * max(one.replicas, 1)) for one in last(seen, self.after_s)] or [0.0]
         if min(used) > self.high:
             return 2 * count
         return count // 2 if max(used) < self.low else count

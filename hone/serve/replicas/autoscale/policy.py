@@ -51,6 +51,8 @@ class Autoscaler(Technique):
         """Replicas that should be there now, from min_replicas to max_replicas. Raises SpecError without a moment."""
         if not seen:
             raise SpecError("an autoscaler decides by what it has seen, and it has seen nothing", fix="give it a Load")
+        if seen[-1].replicas == 0:  # all have ended
+            return self.min_replicas
         return max(self.min_replicas, min(self.max_replicas, round(self.wanted(seen))))
 
 

@@ -112,6 +112,8 @@ def test_every_policy_keeps_its_range_and_is_pure(name):
     assert follow(policy, busy, start=2, arrivals=[5000] * 250)[-1] == 6
     seen = moments([3, 50, 9, 70] * 10, replicas=3, arrivals=4)
     assert policy.desired(seen) == policy.desired(list(seen)) == policy.desired(tuple(seen))
+    assert policy.desired([*seen, Load(300.0, 0, 0, 5)]) == 2  # all have ended
+    assert 2 <= policy.desired([*seen, Load(300.0, 0, 0, 5), Load(301.0, 2, 0, 5)]) <= 6
     with pytest.raises(SpecError, match="seen nothing"):
         policy.desired([])
     with pytest.raises(SpecError, match="above max_replicas"):
