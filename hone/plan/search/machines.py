@@ -148,7 +148,6 @@ def assumed(sheet: dict[str, Any], utilization: float) -> Calibration:
     bytes_per_s = utilization * sheet["bytes_per_s"]
     flops = {name: utilization * rate for name, rate in sheet["flops_per_s"].items()}
     dtypes = [name for name in ("float32", "bfloat16", "float16") if name in flops]
-    forward = ATTENTION * flops["bfloat16"]
     return Calibration(
         device=f"{sheet['name']}, {utilization:.0%} of its data sheet", threads=1, torch="",
         read_bytes_per_s=bytes_per_s, op_s=OP_S, exp_per_s=bytes_per_s / 8,
@@ -159,8 +158,7 @@ def assumed(sheet: dict[str, Any], utilization: float) -> Calibration:
                 dtype=name, forward_flops_per_s=ATTENTION * flops[name], train_flops_per_s=ATTENTION * flops[name] / 3.5
             )
             for name in dtypes
-        )
-        or (AttentionRate(dtype="bfloat16", forward_flops_per_s=forward, train_flops_per_s=forward / 3.5),),
+        ),
         kernels=tuple(
             KernelRate(kernel=kernel, dtype=name, bytes_per_s=bytes_per_s)
             for kernel in ("rms_norm", "swiglu", "rope")
@@ -186,31 +184,48 @@ def precisions_of(fleet: Fleet) -> tuple[str, ...]:
 def _catalogue() -> Any:
     """The catalogue of hardware and prices, where this version of hone has one; else None."""
     try:
-        return importlib.import_module("hone.cost.catalogue.lookup")
+        return importlib.import_module("hone.cost.catalogue.read").catalogue()
     except ModuleNotFoundError:
         return None
 
 
-def catalogued(name: str) -> Any:
-    """A function of the catalogue; None without one."""
-    return getattr(_catalogue(), name, None)
+def _accelerator(name: str) -> Any:
+    """The catalogue's row of a device; None where there is none."""
+    if _catalogue() is None:
+        return None
+    try:
+        return _catalogue().accelerator(name)
+    except SpecError:
+        return None
 
 
 def price_of(name: str) -> float | None:
-    """Dollars an hour of one device of that name, quoted; None: unknown."""
-    found = catalogued("price_per_hour")
-    return None if found is None else found(name)
+    """Dollars an hour of one device on demand, quoted: the least of the providers' usual prices; None: unknown."""
+    row = _accelerator(name)
+    if row is None:
+        return None
+    return min((one.middle for one in _catalogue().prices_of(row, "on_demand")), default=None)
 
 
 def watts_of(name: str) -> float | None:
-    """Watts of one device at work, quoted; None: unknown."""
-    found = catalogued("watts")
-    return None if found is None else found(name)
+    """Watts of one device at most, quoted, so that joules by it are at most those; None: unknown."""
+    row = _accelerator(name)
+    return None if row is None else row.power_w
 
 
 def catalogue_date() -> str | None:
-    """The date of the quoted prices; None without a catalogue."""
-    return catalogued("DATE")
+    """The latest date of the catalogue's sources; None without a catalogue."""
+    found = _catalogue()
+    dates = [] if found is None else [one.date for one in found.sources.values() if one.date != "unknown"]
+    return max(dates, default=None)
+
+
+def number_formats(target: str) -> frozenset[str] | None:
+    """The number formats by which a family of hardware gains something; None without a catalogue."""
+    try:
+        return frozenset(importlib.import_module("hone.cost.catalogue.formats").formats_of(target))
+    except ModuleNotFoundError:
+        return None
 
 
 def quoted_name(processor: str) -> str | None:

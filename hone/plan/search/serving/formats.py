@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hone.base.errors import SpecError, did_you_mean
 from hone.plan.search.goal import Goal
-from hone.plan.search.machines import Fleet, catalogued
+from hone.plan.search.machines import Fleet, number_formats
 from hone.plan.search.ways import Format
 
 PLAIN = Format("16 bit", (), 16.0)
@@ -36,6 +35,19 @@ FAST: Mapping[str, tuple[str, ...]] = {
 kernels; Apple's GPU multiplies 16 bits and widens; Qualcomm's matrix unit multiplies int8 and int4."""
 
 
+NUMBERS: Mapping[str, frozenset[str]] = {
+    "16 bit": frozenset({"bfloat16", "float16"}),
+    "fp8": frozenset({"float8"}),
+    "int8": frozenset({"int8"}),
+    "int4 g128": frozenset({"int4"}),
+    "int4 g32": frozenset({"int4"}),
+    "int3 g128": frozenset({"int3"}),
+    "nvfp4": frozenset({"float4"}),
+    "mxfp4": frozenset({"float4"}),
+}
+"""The number formats of the catalogue that a format of weights is made of."""
+
+
 def formats_of(goal: Goal, fleet: Fleet) -> tuple[Format, ...]:
     """The formats to try on `fleet`: the goal's own, else those that run fast on its target. Raises SpecError for an unknown one."""
     names = goal.space.formats
@@ -47,9 +59,9 @@ def formats_of(goal: Goal, fleet: Fleet) -> tuple[Format, ...]:
             )
     if not names:
         target = goal.target or ("nvidia-hopper" if fleet.on_gpu else "intel-vnni")
-        quoted: Any = catalogued("formats_of")
-        found = quoted(target) if quoted is not None and goal.target else FAST[target]
-        names = tuple(name for name in FORMATS if name in found) or FAST[target]
+        gains = number_formats(target)
+        fast = FAST[target] if gains is None else tuple(name for name in FORMATS if gains & NUMBERS[name])
+        names = tuple(name for name in FORMATS if name in fast)
     if not goal.compresses:  # a model is served as it is
         return (PLAIN,)
     return tuple(FORMATS[name] for name in names)
