@@ -97,11 +97,14 @@ def _check(exchange: RowExchange, mesh: Mesh, device: str, way: str, *case: Any)
         given = x.clone().requires_grad_()
         sent, place = _dispatched(exchange, given, ids, experts, roomy=way == "rooms")
         assert (sent._room is None) == (turn == 0 or way != "rooms")
-        came, own_ends, _ = sent.arrived()
-        counts = own_ends.diff(prepend=own_ends.new_zeros(1)).long()
-        counts = torch.cat([counts, (len(came) - counts.sum())[None]])  # nobody's
-        mine = torch.cat([numbers[mesh.rank * own : (mesh.rank + 1) * own], numbers[:1]])
-        mine = mine.repeat_interleave(counts, output_size=len(came))
+        came, own_ends, starts = sent.arrived(in_pieces=way == "rooms")
+        if starts is None:
+            own_ends, starts = own_ends[:, None], own_ends.roll(1)[:, None]
+            starts[0] = 0
+        mine = torch.zeros(len(came), device=device)
+        for number, *spans in zip(numbers[mesh.rank * own :][:own], starts.tolist(), own_ends.tolist(), strict=True):
+            for begin, end in zip(*spans, strict=True):
+                mine[begin:end] = number
         back = exchange.combine((came.float() * mine[:, None]).to(came.dtype), sent).arrived()
         assert not exchange.bound.settle(), "a room was too small"
         exchange.bound.close()
@@ -134,7 +137,7 @@ def _timed(
     times = []
     exchange.bound.rows = None
     with torch.no_grad():
-        _dispatched(exchange, x, ids, experts, roomy=True)[0].arrived()
+        _dispatched(exchange, x, ids, experts, roomy=True)[0].arrived(in_pieces=True)
         exchange.bound.settle()  # from here on the room is known
         exchange.bound.close()
     counts = [int((ids.flatten() // own == rank).sum()) for rank in range(mesh.world_size)]

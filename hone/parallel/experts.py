@@ -50,7 +50,8 @@ class Coming(Protocol):
     """Rows on their way to this rank."""
 
     def arrived(self, *, in_pieces: bool = False) -> Rows:
-        """The rows when they are there, sorted by expert, or `in_pieces` as they came. In rooms, rows after a last end are nobody's."""
+        """The rows when they are there, sorted by expert, or `in_pieces` as they came: in rooms always, where rows after a piece's last end are
+        nobody's."""
 
 
 class Returning(Protocol):
@@ -250,15 +251,11 @@ class _Coming:
         own = self._counts.ready()
         if in_pieces:
             return Rows(rows, *self._counts.spans)
-        if self._room is None:
-            experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
-            experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
-            rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
-            return Rows(rows, ends)
-        at = torch.arange(self._room, device=rows.device).expand(len(own), -1).contiguous()
-        experts = torch.searchsorted(own.cumsum(1), at, right=True)  # those after the real rows are nobody's
-        rows, ends, self.place = permute(rows, experts.view(-1, 1), own.shape[1] + 1)
-        return Rows(rows, ends[:-1])
+        assert self._room is None, "rows in rooms are not sorted: nobody's are among them"
+        experts = torch.arange(own.shape[1], device=rows.device).repeat(len(own))
+        experts = experts.repeat_interleave(own.reshape(-1), output_size=len(rows))
+        rows, ends, self.place = permute(rows, experts[:, None], own.shape[1])
+        return Rows(rows, ends)
 
 
 class _Returning:
