@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
+from hone.ops.moe.api import piece_spans
 from hone.ops.moe.weights import FP8, ExpertWeights, pack_pairs
 from tests.ops.gpu_case import as_good, error, graded, poison
 
@@ -202,3 +203,21 @@ def test_training_with_rows_in_pieces_is_that_of_sorted_rows(pieces: int, room: 
     assert error(made[lie], exact) < 1e-2
     for one, truth in zip((found[0][lie], *found[1:]), (wanted[0][lie], *wanted[1:]), strict=True):
         assert torch.isfinite(one).all() and error(one, truth) < 2e-2
+
+
+@pytest.mark.parametrize("room", [None, 5000, 12000])
+def test_pieces_in_rooms_are_laid_out_as_in_plain_torch(room: int | None) -> None:
+    """Where they fit (12000 rows) and where they do not, in which case rows of one place differ; and the spans of exact sizes."""
+    counts = torch.randint(0, 900, (3, 24), device="cuda")
+    found, wanted = (torch.zeros(2, 8, 3, device="cuda", dtype=torch.int32).unbind() for _ in range(2))
+    piece_spans(counts, 1, room, found, backend="triton")
+    piece_spans(counts, 1, room, wanted, backend="reference")
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    if room is None:
+        return
+    x, ids = torch.randn(5000, 64, device="cuda").bfloat16(), torch.randint(0, 24, (5000, 6), device="cuda")
+    ours, plain = (permute(x, ids, 24, pieces=(3, room), backend=name) for name in ("triton", "reference"))
+    assert torch.equal(ours[1], plain[1]) and torch.equal(ours[2], plain[2])
+    kept = torch.ones(3 * room, device="cuda", dtype=torch.bool)
+    kept[room - 1 :: room] = False  # the place of all that do not fit
+    assert torch.equal(ours[0][kept], plain[0][kept])
