@@ -22,7 +22,11 @@ WORDS: dict[str, str] = {
     "speculate": "hone.cost.calculators.speculate:Speculate",
     "bits": "hone.cost.calculators.bits:Bits",
     "models": "hone.cli.cost.verb:models",
-    "money": "hone.cli.cost.money:money",
+    "money train": "hone.cost.money.training:TrainingMoney",
+    "money serve": "hone.cost.money.serving:ServingMoney",
+    "money roi": "hone.cost.money.roi:Return",
+    "money checkpoints": "hone.cost.money.checkpoints:Checkpoints",
+    "money spot": "hone.cost.money.spot_sheet:SpotMoney",
     "carbon": "hone.cost.carbon.footprint:Footprint",
     "size": "hone.cost.scaling.sizes:Size",
 }
@@ -43,7 +47,11 @@ def cost(words: list[str], options: dict[str, str]) -> int:
         print(f"usage: hone cost WORD [--field=value ...]\n\n{_lines()}")
         print("\nhone cost WORD --help lists the fields of a word; --json prints the result for a program.")
         return 0
-    word = words[1]
+    word = " ".join(words[1:3])
+    if word in WORDS:  # a word of two: what follows moves up
+        words = [words[0], word, *words[3:]]
+    elif not any(one.startswith(f"{words[1]} ") for one in WORDS):
+        word = words[1]
     if word not in WORDS:
         raise SpecError(
             f"hone cost has no word '{word}'", fix=f"{did_you_mean(word, WORDS, 'hone cost {}')}hone cost lists them"
@@ -123,5 +131,5 @@ def _lines() -> str:
         text = Path(spec.origin).read_text(encoding="utf8") if spec is not None and spec.origin else ""
         about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         about = about.partition(f"`hone cost {word}`: ")[2] or ("the known models" if word == "models" else about)
-        found.append(f"  {word:10} {about}")
+        found.append(f"  {word:18} {about}")
     return "\n".join(found)

@@ -178,3 +178,12 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(dump_yaml({"start": "2020-03-02T09:00", "sites": [{"name": "GB"}], "jobs": [job]}))
     assert main(["schedule", str(path)]) == 2
     assert "may run at 'FR', which is no site" in capsys.readouterr().err
+
+
+def test_the_example_of_the_docs_is_planned(tmp_path: Path):
+    text = (Path(__file__).parents[3] / "docs" / "carbon.md").read_text(encoding="utf8")
+    (tmp_path / "jobs.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    made = plan(Schedule.load(tmp_path / "jobs.yaml").model_copy(update={"method": "list"}))
+    assert made.saved is not None and made.saved > 0.5 and -0.02 < made.regret < 0.2
+    assert {one["site"] for one in windows(made, "finetune")} == {"DE"}
+    assert all("workers" in one for one in windows(made, "sweep"))
