@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-FLAGS = ("redo", "quiet", "help", "version", "plan", "json", "power_trace")
+FLAGS = ("redo", "quiet", "help", "version", "plan", "json", "power_trace", "front", "advice")
 """Options without a value; --redo may have one, after `=`."""
 CIRCUMSTANCES = ("device", "redo", "quiet", "executor", "workers", "numa_binding")
 """Options that do not change the result."""

@@ -17,9 +17,10 @@ from hone.cli.chat.verb import OF_CHAT
 from hone.cli.cost.verb import WORDS
 from hone.cli.help import HELP
 from hone.cli.launch import OPTION
-from hone.cli.line import OF_PLAN, OF_RUN
+from hone.cli.line import OF_PLAN, OF_REPORT, OF_RUN
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
+from hone.cli.schedule.verb import OF_SCHEDULE
 from hone.cli.simulate.verb import OF_SIMULATE
 from hone.cli.stages import OF_A_STAGE, OF_BENCH, OF_COMPRESS, OF_DATA, OF_TRAIN
 from hone.cli.watch import OF_WATCH
@@ -53,6 +54,8 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "watch": OF_WATCH,
     "hardware": ("json",),
     "cost": ("json",),
+    "report": OF_REPORT,
+    "schedule": OF_SCHEDULE,
 }
 _CHOICES = {
     "device": ("cpu", "cuda"),
@@ -81,6 +84,12 @@ _ABOUT = {
     "port": "Port to listen on.",
     "config": "YAML file of these fields.",
     "json": "Print for a program.",
+    "front": "Plans between cheapest, cleanest and soonest.",
+    "advice": "Changes, each planned again.",
+    "price_per_hour": "Dollars an hour of the machine.",
+    "grid": "g CO2e/kWh, or a place.",
+    "pue": "Power of the building over that of the machine.",
+    "target_loss": "Validation loss to reach.",
     "help": "Print the usage and every field.",
 }
 _WORD = re.compile(r"[\w.:+-]+")
@@ -106,7 +115,9 @@ def options_of(verb: str) -> list[Option]:
     for name in _CIRCUMSTANCES.get(verb, ()):
         if name.endswith("."):
             continue  # those of roles and curves are below; of an executor they depend on its kind
-        values = _CHOICES.get(name, () if name in ("workers", "mesh", OPTION, *OF_WATCH, *FLAGS) else (FILES,))
+        values = _CHOICES.get(
+            name, () if name in ("workers", "mesh", OPTION, *OF_WATCH, *OF_REPORT, *FLAGS) else (FILES,)
+        )
         found.append(Option(name, _ABOUT[name], values, name in FLAGS))
     for prefix, specs in (
         ("wandb.", [Wandb]),
