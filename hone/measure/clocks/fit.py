@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+
+np = lazy("numpy")  # policies are specs, which load without it
 
 EXPONENTS = (1.0, 5.0)
 """Least and most exponent of power in the clock. Voltage rises with it, so dynamic power is f V^2: 1 below the knee where the voltage
@@ -86,7 +87,7 @@ def fit(points: Sequence[Point], idle_w: float | None = None) -> ClockModel:
     share = mhz / full
     top = float(watts.max())
 
-    def wrong(found: np.ndarray) -> np.ndarray:
+    def wrong(found: Any) -> Any:
         idle, dynamic, exponent, knee = found if idle_w is None else (idle_w / top, *found)
         curve = np.where(share >= knee, share**exponent, knee ** (exponent - 1) * share)
         return (idle + dynamic * curve) * top / watts - 1
