@@ -16,6 +16,7 @@ from hone.base.figure import human_seconds
 from hone.base.ranks import Mesh
 from hone.base.run import Run
 from hone.base.spec import Circumstance, Spec
+from hone.train.budget.spec import Energy
 from hone.train.continuation.keep import Keep
 from hone.train.continuation.start import Load
 from hone.train.faults.checks import Checks
@@ -95,6 +96,9 @@ class EarlyStopping(Spec):
         description="End after this many seconds of training, however slow the machine is; several ranks at the next check.",
     )
     interval: int = Field(20, gt=0, description="Steps between checks.")
+    energy: Annotated[Energy, Circumstance()] = Field(
+        Energy(), description="A budget of joules, and the hours in which it runs."
+    )
 
     @property
     def every(self) -> int:

@@ -33,7 +33,6 @@ from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, reasons
-from hone.train.budget.spec import Energy
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
@@ -132,9 +131,6 @@ class Train(Prolonged):
     seed: int = Field(0, ge=0, description="Seed of the initial weights and of the data order.")
     validation: Validation = Field(Validation(), description="Evaluations on the val split.")
     early_stopping: EarlyStopping = Field(EarlyStopping(), description="An end before the last step.")
-    energy: Annotated[Energy, Circumstance()] = Field(
-        Energy(), description="A budget of joules, and the hours in which it runs."
-    )
     checkpoint: Annotated[Checkpointing, Circumstance()] = Field(
         Checkpointing(), description="Checkpoints, what stays of them, and what is read of the model."
     )
@@ -153,12 +149,12 @@ class Train(Prolonged):
             raise ValueError("give steps or tokens, not both")
         self.activation_checkpointing.check(compile=self.compile, stages=self.parallelism.pipeline_parallel_degree)
         intervals = {"validation": self.validation.interval, **self.checkpoint.intervals}
-        intervals |= {"early_stopping": self.early_stopping.every, "energy": self.energy.every}
+        intervals |= {"early_stopping": self.early_stopping.every, "energy": self.early_stopping.energy.every}
         self.parallelism.check_steps(self.precision, intervals, self.max_grad_norm, self.optimizer.on_spike)
         rerun = bool(self.checkpoint.check.rerun_interval)
         check_training(self.parallelism.expert_parallel_degree, self.optimizer, rerun=rerun)
         self.checkpoint.fits(self.optimizer.rewind, exact=self.parallelism.exact)
-        ends_early = bool(self.early_stopping.every or self.energy.budget_j)
+        ends_early = bool(self.early_stopping.every or self.early_stopping.energy.budget_j)
         told = {"ends_early": ends_early, "copies_state": self.checkpoint.async_mode == "async"}
         self.parallelism.offload.fits(precision=self.precision, **told)
         growth.check(growths_of(self.init), self.checkpoint.load)
@@ -227,7 +223,7 @@ class Train(Prolonged):
         said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
-        ends = (*self.early_stopping.notes(steps), *self.energy.notes(steps, joules and joules.value))
+        ends = (*self.early_stopping.notes(steps), *self.early_stopping.energy.notes(steps, joules and joules.value))
         said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
@@ -271,7 +267,7 @@ class Train(Prolonged):
             for line in trainer.update.weights.notes:
                 run.say(line)
             stop = Stop(self.early_stopping, draft, run)
-            trainer.early = early = Budget(self.energy, stop, trainer, plan.schedule, draft, run)
+            trainer.early = early = Budget(self.early_stopping.energy, stop, trainer, plan.schedule, draft, run)
             early.governor = governor
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)

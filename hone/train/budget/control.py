@@ -64,13 +64,13 @@ class Spending:
         self.note = note if measured else f"modelled: seconds times {power_w or 0:.4g} W, {source}; {note}"
         if measured and power_w is not None:
             raise SpecError(
-                f"energy.power_w stands in for a sensor, and this machine has one ({note})",
-                fix="leave energy.power_w out",
+                f"early_stopping.energy.power_w stands in for a sensor, and this machine has one ({note})",
+                fix="leave early_stopping.energy.power_w out",
             )
         if not measured and power_w is None:
             raise MachineError(
-                f"energy.budget_j needs a reading of joules: {note}",
-                fix="give energy.power_w=WATTS, what the machine draws while it trains, or energy.trace=FILE: joules are then modelled",
+                f"early_stopping.energy.budget_j needs a reading of joules: {note}",
+                fix="give early_stopping.energy.power_w=WATTS, what the machine draws while it trains, or early_stopping.energy.trace=FILE: joules are then modelled",
             )
 
     def now(self) -> float:
@@ -201,7 +201,7 @@ class Budget:
             return
         if trainer.steps == self.planned:
             self._run.say(
-                f"the {self.spec.budget_j:,.0f} J of energy.budget_j suffice for {wanted} of {self.planned} steps at "
+                f"the {self.spec.budget_j:,.0f} J of early_stopping.energy.budget_j suffice for {wanted} of {self.planned} steps at "
                 f"{self.step_j() or 0:,.3g} J a step: shortened at step {done}"
             )
         trainer.steps = max(wanted, done)
@@ -297,7 +297,7 @@ class Budget:
         if self.spending is not None and self.spec.budget_j is not None:
             how = "measured" if self.spending.measured else "modelled"
             note = f"of the steps and evaluations, without pauses; {self.spending.note}"
-            draft.record("budget_j", self.spec.budget_j, "J", how="quoted", note="energy.budget_j")
+            draft.record("budget_j", self.spec.budget_j, "J", how="quoted", note="early_stopping.energy.budget_j")
             draft.record("budget_spent_j", self.spent_j, "J", how=how, note=note)
             draft.record("planned_steps", self.planned, "steps", how="quoted", note="without a budget")
         if self.hours is not None:

@@ -49,12 +49,12 @@ class Energy(Spec):
     @model_validator(mode="after")
     def _fits_together(self) -> Energy:
         if self.threshold is not None and self.schedule is None:
-            raise ValueError("threshold is of a schedule: give energy.schedule=FILE")
+            raise ValueError("threshold is of a schedule: give early_stopping.energy.schedule=FILE")
         if self.power_w is not None and self.budget_j is None:
-            raise ValueError("power_w is what a budget reckons with: give energy.budget_j")
+            raise ValueError("power_w is what a budget reckons with: give early_stopping.energy.budget_j")
         if self.trace is not None and (self.budget_j is None or self.power_w is not None):
             raise ValueError(
-                "trace stands in for power_w, what a budget reckons with: give energy.budget_j, and one of the two"
+                "trace stands in for power_w, what a budget reckons with: give early_stopping.energy.budget_j, and one of the two"
             )
         return self
 
@@ -75,7 +75,7 @@ class Energy(Spec):
             if not found:
                 raise ArtifactError(f"{self.trace} has no power", fix="record a trace that lasts: --power_trace")
             return found, f"the mean of {self.trace}, recorded elsewhere"
-        return None if self.power_w is None else (self.power_w, "energy.power_w")
+        return None if self.power_w is None else (self.power_w, "early_stopping.energy.power_w")
 
     def hours(self) -> Hours | None:
         """The hours of the schedule; None without one. Raises SpecError for a file that is none."""

@@ -92,7 +92,8 @@ def world(monkeypatch) -> World:
     return found
 
 
-def make(out: Path, data_folder: Path, **changes) -> Artifact:
+def make(out: Path, data_folder: Path, energy: dict | None = None, **changes) -> Artifact:
+    changes["early_stopping"] = {"energy": energy or {}}
     return Train.read({**LONG, **changes}).make(out, {"data": Artifact.read(data_folder)}, QUIET)
 
 
@@ -108,7 +109,9 @@ def test_it_ends_within_two_percent_of_its_joules(noise, world, data_folder, tmp
     assert spent.value == pytest.approx(10_000.0, rel=0.02) and spent.how == "measured"
     assert made.figures["num_steps"].value == len(steps_of(made)) == pytest.approx(99, abs=8)
     assert "sufficed for no more" in made.figures["num_steps"].note and made.figures["planned_steps"].value == 120
-    assert json.loads((made.folder / "hone.json").read_text())["spec"]["energy"]["budget_j"] == 10_000.0
+    assert (
+        json.loads((made.folder / "hone.json").read_text())["spec"]["early_stopping"]["energy"]["budget_j"] == 10_000.0
+    )
 
 
 def test_wsd_is_shortened_before_its_decay(world, data_folder, tmp_path):
@@ -180,9 +183,11 @@ def test_without_a_sensor_it_says_so_and_may_model(world, data_folder, tmp_path,
     made = make(tmp_path / "train-b", data_folder, energy={"budget_j": 600_000.0, "power_w": 20.0})
     spent = made.figures["budget_spent_j"]
     assert spent.how == "modelled" and spent.value == pytest.approx(600_000.0, rel=0.02)  # 600 s a step
-    assert "seconds times 20 W, energy.power_w" in spent.note and len(steps_of(made)) == pytest.approx(50, abs=1)
+    assert "seconds times 20 W, early_stopping.energy.power_w" in spent.note and len(steps_of(made)) == pytest.approx(
+        50, abs=1
+    )
     world.joules = 0.0
-    with pytest.raises(SpecError, match=r"energy\.power_w stands in for a sensor"):
+    with pytest.raises(SpecError, match=r"early_stopping\.energy\.power_w stands in for a sensor"):
         make(tmp_path / "train-c", data_folder, energy={"budget_j": 6000.0, "power_w": 20.0})
 
 
@@ -250,7 +255,9 @@ def test_the_command_line_and_its_exit_code(world, data_folder, tmp_path, capfd)
     words = ["train", str(data_folder), f"--out={tmp_path / 'train-x'}", "--steps=20", "--seq_len=32", "--batch_size=4"]
     sizes = {"hidden_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96}
     words += [f"--model.{name}={value}" for name, value in sizes.items()]
-    words += [f"--energy.schedule={hours_file(tmp_path)}", "--energy.pause=exit", "--energy.budget_j=5000"]
+    words += [
+        f"--early_stopping.energy.{one}" for one in (f"schedule={hours_file(tmp_path)}", "pause=exit", "budget_j=5000")
+    ]
     assert main(words) == 75
     said = capfd.readouterr().err
     assert "paused after step 12 of 20" in said and "the same command resumes where it stopped" in said
@@ -261,20 +268,22 @@ def test_the_command_line_and_its_exit_code(world, data_folder, tmp_path, capfd)
 def test_fields_that_do_not_fit_together():
     with pytest.raises(SpecError, match="threshold is of a schedule"):
         Energy.read({"threshold": 3})
-    with pytest.raises(SpecError, match=r"give energy\.budget_j"):
+    with pytest.raises(SpecError, match=r"give early_stopping\.energy\.budget_j"):
         Energy.read({"power_w": 3})
-    assert Train.read({**SPEC, "energy": {"pause": "exit"}}).identity() == Train.read(SPEC).identity()
+    assert (
+        Train.read({**SPEC, "early_stopping": {"energy": {"pause": "exit"}}}).identity() == Train.read(SPEC).identity()
+    )
 
 
 def test_two_ranks_choose_alike(data_folder, tmp_path):
     """They look every `interval` steps: both end at the first look of a budget that is spent, and neither begins outside its hours."""
     energy = {"budget_j": 1.0, "power_w": 1e9, "interval": 3}
-    spec = {**LONG, "steps": 12, "checkpoint": {"interval": 6}, "energy": energy}
+    spec = {**LONG, "steps": 12, "checkpoint": {"interval": 6}, "early_stopping": {"energy": energy}}
     ended = [one.result for one in together(2, made, spec, str(data_folder), str(tmp_path / "train-a"))]
     assert ended[0] == ended[1] == Artifact.read(tmp_path / "train-a").content
     assert Artifact.read(tmp_path / "train-a").figures["num_steps"].value == 3
     path = tmp_path / "windows.csv"
     path.write_text("start,end\n2020-01-01,2020-01-02\n")
-    spec = {**LONG, "energy": {"schedule": str(path), "interval": 3}}
+    spec = {**LONG, "early_stopping": {"energy": {"schedule": str(path), "interval": 3}}}
     ended = [one.result for one in together(2, made, spec, str(data_folder), str(tmp_path / "train-b"))]
     assert ended[0] == ended[1] and "has no hours after now; step 0 of 120" in ended[0]
