@@ -115,7 +115,8 @@ def modelled(
     """The model of a unit of work that was measured at the full clock alone, where no other can be set.
 
     `compute_share`: the part of its seconds that follows the clock; `exponent` is between those of a voltage at its floor and above
-    it. What follows from it is modelled, never measured.
+    it. What follows is modelled, never measured, and an upper bound of what is saved: all power above rest is taken to follow the
+    clock, also the memory's, which does not.
     """
     assert 0 <= compute_share <= 1 and power_w >= idle_w, "a share, and no less than at rest"
     compute = time_s * compute_share

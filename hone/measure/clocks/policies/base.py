@@ -137,6 +137,7 @@ class Governor:
             return [Figure(name="clock_saving", value=None, unit="fraction", how="modelled", note=note)]
         share = model.compute_s / model.time_s(model.full_mhz)
         note = f"of joules a unit at {mhz:.0f} MHz; {self.refused}; t_cmp is taken as {share:.0%} of the time, P - idle as f^{model.exponent:g}"
+        note += ": at most that, since the memory's power is in it and does not follow the clock"
         full = model.full_mhz
         return [
             Figure(name="clock_mhz", value=mhz, unit="MHz", how="modelled", note=f"advised, not set: {self.refused}"),
