@@ -47,6 +47,7 @@ class Held:
         self._path, self._file = path, file
         self._before_w: float | None = None
         self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def set(self, setting: Setting) -> None:
         """Sets `setting` instead of the one before. Raises NvmlError when it is refused; then nothing is changed."""
@@ -55,17 +56,25 @@ class Held:
                 return
             if self._before_w is None and setting.limit_w is not None:
                 self._before_w = self.gpu.limits_w()[2]
-            self._note()  # before it is set: a process may be killed between the two
-            if setting.limit_w != self.now.limit_w:
-                self.gpu.set_limit_w(self._before_w if setting.limit_w is None else setting.limit_w)  # type: ignore[arg-type]
-            if setting.sm_mhz != self.now.sm_mhz:
-                try:
-                    self._lock_clock(setting.sm_mhz)
-                except NvmlError:
-                    if setting.limit_w != self.now.limit_w and self._before_w is not None:
-                        self.gpu.set_limit_w(self.now.limit_w or self._before_w)
-                    raise
+            self._note(setting)  # before it is set: a process may be killed between the two
+            try:
+                self._change(setting)
+            except NvmlError:
+                if self.now == FULL:
+                    self._path.unlink(missing_ok=True)
+                raise
             self.now = setting
+
+    def _change(self, setting: Setting) -> None:
+        if setting.limit_w != self.now.limit_w:
+            self.gpu.set_limit_w(self._before_w if setting.limit_w is None else setting.limit_w)  # type: ignore[arg-type]
+        if setting.sm_mhz != self.now.sm_mhz:
+            try:
+                self._lock_clock(setting.sm_mhz)
+            except NvmlError:
+                if setting.limit_w != self.now.limit_w and self._before_w is not None:
+                    self.gpu.set_limit_w(self.now.limit_w or self._before_w)
+                raise
 
     def _lock_clock(self, mhz: int | None) -> None:
         if mhz is None:
@@ -73,16 +82,28 @@ class Held:
         else:
             self.gpu.lock_clocks(mhz)
 
-    def _note(self) -> None:
-        row = {"uuid": self.gpu.uuid, "limit_before_w": self._before_w, "pid": os.getpid()}
+    def _note(self, setting: Setting) -> None:
+        """Notes what this process may have set when it is killed: what is set now, or `setting`."""
+        row = {"uuid": self.gpu.uuid, "pid": self._pid, "boot": _boot(), "limit_before_w": self._before_w}
+        row |= {"set": [self.now, setting]}
         write_atomic(self._path, json.dumps(row).encode())
 
     def restore(self) -> None:
-        """Gives back the clocks and the power limit that were there before, and forgets the note of them."""
+        """Ends this process's lock of the clock, gives back the power limit that was there before, and forgets the note of them.
+
+        What this process has not set it leaves alone; a fork of it (a worker that is ended by SIGTERM) restores nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._path.exists():
-                _undo(self.gpu, self._before_w, changed=self.now)
+            if self.now == FULL:
                 self._path.unlink(missing_ok=True)
+                return
+            if self.now.sm_mhz is not None:
+                self.gpu.reset_clocks()
+            if self.now.limit_w is not None and self._before_w is not None:
+                self.gpu.set_limit_w(self._before_w)
+            self._path.unlink(missing_ok=True)
             self.now = FULL
 
 
@@ -115,7 +136,8 @@ def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
         )
     with file:
         if path.exists():
-            _restore_noted(gpu, path)
+            with suppress(OSError):  # refused: what this process sets will be, too, which is said
+                _restore_noted(gpu, path)
         held = Held(gpu, path, file)
         _HELD.append(held)
         atexit.register(held.restore)
@@ -138,7 +160,8 @@ def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
 def restore_left(open_uuid: Callable[[str], Gpu], folder: Path | None = None) -> list[str]:
     """Restores the GPUs whose holder was killed; returns a line for each, to be said. `open_uuid` opens a GPU by its UUID.
 
-    A note whose holder lives is left alone, and one that cannot be undone stays, with the reason in its line.
+    A note whose holder lives is left alone, and one that cannot be undone stays, with the reason in its line. A clock or a limit that
+    is another one now than was set is somebody else's and stays as it is, and so does all after a reboot, which ends every setting.
     """
     said = []
     folder = folder or notes_folder()
@@ -148,8 +171,14 @@ def restore_left(open_uuid: Callable[[str], Gpu], folder: Path | None = None) ->
             continue
         with file:
             try:
-                _restore_noted(open_uuid(path.stem), path)
-                said.append(f"the clocks of {path.stem}, which a killed process had set, are restored")
+                undone = _restore_noted(open_uuid(path.stem), path)
+                if undone:
+                    said.append(f"the {undone} of {path.stem}, which a killed process had set, {_IS[undone]} restored")
+                elif path.exists():
+                    said.append(
+                        f"a killed process had set the clock of {path.stem}, which is lower now: an idle GPU's, or somebody else's, so it "
+                        f"is left; nvidia-smi -rgc ends a lock, rm {path} this note"
+                    )
             except OSError as error:
                 said.append(f"the clocks of {path.stem}, which a killed process had set, cannot be restored: {error}")
     return said
@@ -171,22 +200,47 @@ def _locked(path: Path) -> IO[str] | None:
     return file
 
 
-def _restore_noted(gpu: Gpu, path: Path) -> None:
-    """Undoes what the note in `path` says, and removes it. A note cut off by a full disk says nothing of a power limit."""
+def _restore_noted(gpu: Gpu, path: Path) -> str:
+    """Undoes what the note in `path` says where it is still so, and returns what that was, a key of `_IS`; '' for nothing.
+
+    The note is removed, save where the clock is lower than was set: NVML shows no lock, and an idle GPU may lower its clock below it.
+    """
     try:
-        watts = json.loads(path.read_text(encoding="utf8"))["limit_before_w"]
-    except (ValueError, KeyError):
-        watts = None
-    _undo(gpu, watts, changed=None)
-    path.unlink(missing_ok=True)
+        row = json.loads(path.read_text(encoding="utf8"))
+        settings, before_w, boot = [Setting(*one) for one in row["set"]], row["limit_before_w"], row["boot"]
+    except (ValueError, KeyError, TypeError):  # cut off, or of another version: nobody knows what was set
+        settings, before_w, boot = [], None, None
+    if boot != _boot():
+        settings = []
+    undone, stays = [], False
+    clocks = [one.sm_mhz for one in settings if one.sm_mhz is not None]
+    if clocks:
+        now = gpu.clocks_mhz()[0]
+        if any(abs(now - mhz) <= _STEP_MHZ for mhz in clocks):
+            gpu.reset_clocks()
+            undone.append("clocks")
+        else:
+            stays = now < min(clocks)
+    limits = [one.limit_w for one in settings if one.limit_w is not None]
+    if limits and before_w is not None and any(abs(gpu.limits_w()[2] - watts) < 1 for watts in limits):
+        gpu.set_limit_w(before_w)
+        undone.append("power limit")
+    if not stays:
+        path.unlink(missing_ok=True)
+    return " and ".join(undone)
 
 
-def _undo(gpu: Gpu, watts: float | None, changed: Setting | None) -> None:
-    """Ends a lock of `gpu`'s clock and sets its limit to `watts`. `changed`: what is set; None: not known, so all of it."""
-    if changed is None or changed.sm_mhz is not None:
-        gpu.reset_clocks()
-    if watts is not None:
-        gpu.set_limit_w(watts)
+_STEP_MHZ = 15
+"""Between neighbouring clocks of a GPU."""
+_IS = {"clocks": "are", "power limit": "is", "clocks and power limit": "are"}
+
+
+def _boot() -> str:
+    """The kernel's name of this boot: no setting of a GPU outlives it. '' where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _on_signals(restore: Callable[[], None]) -> dict[int, Any]:

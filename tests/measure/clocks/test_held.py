@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_after_kill_9_the_next_start_restores(tmp_path):
     killed.wait()
     assert json.loads(gpu.read_text()) == [1200, 450.0]
     said = restore_left(lambda uuid: FilePlant(gpu), notes)
-    assert said == ["the clocks of GPU-plant, which a killed process had set, are restored"]
+    assert said == ["the clocks and power limit of GPU-plant, which a killed process had set, are restored"]
     assert json.loads(gpu.read_text()) == [None, 700.0]
     assert restore_left(lambda uuid: FilePlant(gpu), notes) == []
 
@@ -117,11 +118,75 @@ def test_sigterm_restores_and_ends_the_process(tmp_path):
     assert json.loads(gpu.read_text()) == [None, 700.0] and list(notes.glob("*.json")) == []
 
 
+def note(notes: Path, setting: Setting) -> Path:
+    """The note of a process that had `setting` and was killed."""
+    gpu, left = Plant(limit=700.0), notes / "GPU-plant.json"
+    with holding(gpu, notes) as held:
+        held.set(setting)
+        kept = left.read_bytes()
+    left.write_bytes(kept)
+    return left
+
+
 def test_what_cannot_be_restored_stays_noted(tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (notes / "GPU-plant.json").write_text('{"limit_bef')  # cut off
-    said = restore_left(lambda uuid: Plant(permitted=False), notes)
-    assert "cannot be restored" in said[0] and (notes / "GPU-plant.json").exists()
+    left = note(tmp_path, Setting(sm_mhz=900))
+    said = restore_left(lambda uuid: Plant(permitted=False, locked=900), tmp_path)
+    assert "cannot be restored" in said[0] and left.exists()
     gpu = Plant(locked=900)
-    assert "are restored" in restore_left(lambda uuid: gpu, notes)[0] and gpu.locked is None
+    assert "are restored" in restore_left(lambda uuid: gpu, tmp_path)[0] and gpu.locked is None
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "since"),
+    [
+        (Setting(sm_mhz=900), Plant(locked=1500)),  # somebody has locked another clock since
+        (Setting(sm_mhz=900), Plant(locked=600)),
+        (Setting(limit_w=400.0), Plant(locked=900)),  # no clock was locked by the killed one
+        (Setting(limit_w=400.0), Plant(limit=350.0)),
+        (Setting(sm_mhz=900, limit_w=400.0), Plant(locked=1200, limit=500.0)),
+    ],
+)
+def test_what_somebody_else_has_set_since_stays(tmp_path, setting, since):
+    note(tmp_path, setting)
+    restore_left(lambda uuid: since, tmp_path)
+    assert since.calls == []
+    with holding(since, tmp_path):
+        pass
+    assert since.calls == []
+
+
+def test_a_clock_that_is_lower_now_is_said_and_left(tmp_path):
+    left = note(tmp_path, Setting(sm_mhz=900))
+    (said,) = restore_left(lambda uuid: Plant(locked=600), tmp_path)
+    assert "nvidia-smi -rgc" in said and left.exists()
+
+
+@pytest.mark.parametrize("change", ["boot", "cut off"])
+def test_a_note_of_another_boot_or_one_cut_off_sets_nothing(tmp_path, change):
+    left, gpu = note(tmp_path, Setting(900, 400.0)), Plant(locked=900, limit=400.0)
+    if change == "boot":
+        left.write_text(json.dumps(json.loads(left.read_text()) | {"boot": "an earlier one"}))
+    else:
+        left.write_text('{"limit_bef')
+    assert restore_left(lambda uuid: gpu, tmp_path) == [] and gpu.calls == [] and not left.exists()
+
+
+def test_a_limit_of_somebody_else_is_not_set_back_with_a_clock(tmp_path):
+    gpu = Plant()
+    with holding(gpu, tmp_path) as held:
+        held.set(Setting(limit_w=400.0))
+        held.set(Setting(sm_mhz=900))  # the limit is given back
+        gpu.limit = 350.0  # by an administrator
+    assert gpu.limit == 350.0 and gpu.locked is None
+
+
+def test_a_fork_restores_nothing(tmp_path):
+    gpu = FilePlant(tmp_path / "gpu.json")
+    with holding(gpu, tmp_path) as held:
+        held.set(Setting(sm_mhz=900))
+        if (child := os.fork()) == 0:
+            held.restore()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert json.loads(gpu.path.read_text())[0] == 900 and (tmp_path / "GPU-plant.json").exists()
