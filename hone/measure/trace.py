@@ -108,6 +108,10 @@ def read_trace(path: Path) -> list[Sample]:
         lines = path.read_text(encoding="utf8").splitlines(keepends=True)
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}", fix="check the path") from None
+    except UnicodeDecodeError:
+        raise ArtifactError(
+            f"{path} is no power trace: no text in UTF-8", fix="give log/power.csv of a stage"
+        ) from None
     if not lines or tuple(lines[0].strip().split(",")) != COLUMNS:
         raise ArtifactError(f"{path} is no power trace", fix=f"its first line is {','.join(COLUMNS)}")
     if not lines[-1].endswith("\n"):
@@ -119,11 +123,11 @@ def read_trace(path: Path) -> list[Sample]:
             power, energy, sm, mem, temp, util, throttle = (float(one) if one else None for one in rest)
             whole = [None if one is None else int(one) for one in (energy, sm, mem, throttle)]
             found.append(Sample(float(time_s), device, power, *whole[:3], temp, util, whole[3]))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ArtifactError(
                 f"{path}, line {number}: not the numbers of a power trace", fix="record it again"
             ) from None
-    return sorted(found)
+    return sorted(found, key=lambda row: row.timestamp_s)  # rows that are not shown cannot be compared
 
 
 class Summary(NamedTuple):
@@ -144,7 +148,9 @@ def summary(rows: Sequence[Sample]) -> Summary:
     counted = [row.energy_mj for row in rows if row.energy_mj is not None]
     shown = [(one, other) for one, other in pairs if one.power_w is not None and other.power_w is not None]
     added = sum((other.timestamp_s - one.timestamp_s) * (one.power_w + other.power_w) / 2 for one, other in shown)  # type: ignore[operator]
-    joules = (counted[-1] - counted[0]) / 1e3 if len(counted) > 1 else added if shown else None
+    # A counter that fell is one of a driver that was loaded anew, in a trace that another process goes on with.
+    grown = sum(max(after - before, 0) for before, after in pairwise(counted)) / 1e3
+    joules = grown if len(counted) > 1 else added if shown else None
     peak = max((row.power_w for row in rows if row.power_w is not None), default=None)
     mean = joules / seconds if joules is not None and seconds else None
     return Summary(seconds, joules, mean, peak, *(_lasted(pairs, bits) for bits in (POWER_CAP, THERMAL)))

@@ -149,3 +149,14 @@ def test_a_window_without_a_device_to_trace_says_so(tmp_path):
         pass
     peak = measured.figures()[-1]
     assert peak.name == "power_peak_w" and peak.value is None and "RAPL shows" in peak.note
+
+
+def test_rows_of_one_moment_are_read_whatever_they_show(tmp_path):
+    path = tmp_path / "power.csv"
+    path.write_text(",".join(COLUMNS) + "\n1,cuda:0,,,,,,,\n1,cuda:0,100,,,,,,\n")
+    assert [row.power_w for row in read_trace(path)] == [None, 100.0]
+
+
+def test_a_counter_that_begins_anew_counts_on():
+    rows = [Sample(float(at), "cuda:0", 100.0, mj) for at, mj in enumerate((5000, 6000, 10, 2010))]
+    assert summary(rows).joules == pytest.approx(3.0)

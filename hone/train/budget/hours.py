@@ -18,7 +18,7 @@ _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _WINDOW = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? )?(\d{1,2}):(\d\d) ?- ?(\d{1,2}):(\d\d)")
 _FORMS = (
     "write YAML with `allowed: [22:00-06:00, sat-sun 00:00-24:00]`, or with `hours:` (24 values of a day) and `threshold:`; or a "
-    "CSV with the columns start,end, or time,value and --energy.threshold"
+    "CSV with the columns start,end, or time,value and --early_stopping.energy.threshold"
 )
 
 
@@ -111,7 +111,9 @@ def read_hours(path: Path, threshold: float | None = None) -> Hours:
     zone = _zone(str(values.get("timezone", "UTC")), path)
     if "allowed" in values:
         if threshold is not None:
-            raise SpecError(f"{path} names the hours itself, without values", fix="leave --energy.threshold out")
+            raise SpecError(
+                f"{path} names the hours itself, without values", fix="leave --early_stopping.energy.threshold out"
+            )
         listed = values["allowed"] if isinstance(values["allowed"], list) else [values["allowed"]]
         found = Daily(tuple(_window(one, path) for one in listed), zone)
     else:
@@ -149,7 +151,8 @@ def _cheap(values: Any, threshold: Any, path: Path) -> tuple[tuple[int, int, int
 def _need_threshold(threshold: Any, path: Path) -> float:
     if not isinstance(threshold, int | float):
         raise SpecError(
-            f"{path} has values, and no threshold says which hours are good", fix="add --energy.threshold=VALUE"
+            f"{path} has values, and no threshold says which hours are good",
+            fix="add --early_stopping.energy.threshold=VALUE",
         )
     return float(threshold)
 
@@ -169,14 +172,18 @@ def _zone(name: str, path: Path) -> tzinfo:
 
 def _read_csv(path: Path, threshold: float | None) -> Dated:
     try:
-        lines = path.read_text(encoding="utf8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin UTF-8 with a mark
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}", fix="check the path") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is no text in UTF-8", fix=_FORMS) from None
     rows = [row for row in csv.reader(lines) if row]
     header = [name.strip().lower() for name in rows[0]] if rows else []
     if len(header) < 2 or len(rows) < 2 or (header[:2] != ["start", "end"] and header[0] != "time"):
         raise SpecError(f"{path} has other columns than start,end or time,value", fix=_FORMS)
     whole = [(number, row) for number, row in enumerate(rows[1:], 2)]
+    if short := [number for number, row in whole if len(row) < 2]:
+        raise SpecError(f"{path}, line {short[0]}: it has one column", fix=_FORMS)
     times = [_time(row[0], path, number) for number, row in whole]
     if header[1] == "end":
         windows = [(start, _time(row[1], path, number)) for start, (number, row) in zip(times, whole, strict=True)]

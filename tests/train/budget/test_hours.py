@@ -103,3 +103,17 @@ def test_a_missing_file(tmp_path):
     for name in ("none.yaml", "none.csv"):
         with pytest.raises(SpecError, match="none"):
             read_hours(tmp_path / name)
+
+
+def test_a_csv_with_a_byte_order_mark_is_read_and_one_column_is_named(tmp_path):
+    marked = tmp_path / "marked.csv"
+    marked.write_text("start,end\n2026-01-01T00:00,2026-01-01T01:00\n", encoding="utf-8-sig")
+    assert read_hours(marked).open_at(at("2026-01-01T00:30"))
+    with pytest.raises(SpecError, match="line 2: it has one column"):
+        read_hours(written(tmp_path, "start,end\n2026-01-01T00:00\n", "short.csv"))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="no text in UTF-8"):
+        read_hours(tmp_path / "bytes.csv")
+    with pytest.raises(SpecError, match=r"early_stopping\.energy\.threshold") as caught:
+        read_hours(written(tmp_path, "time,value\n2026-01-01T00:00,1\n2026-01-01T01:00,2\n", "prices.csv"))
+    assert "--early_stopping.energy.threshold=VALUE" in str(caught.value)
