@@ -11,7 +11,7 @@ from hone.base.errors import MachineError, SpecError
 from hone.base.spec import parse_scalar
 from hone.measure.clocks import CLOCKS
 from hone.measure.clocks.held import holding, restore_left
-from hone.measure.clocks.nvml import Gpu, NvmlGpu, open_gpu
+from hone.measure.clocks.nvml import Gpu, NvmlError, NvmlGpu, open_gpu
 from hone.measure.clocks.policies.base import Governor
 
 Open = Callable[[str], tuple[Gpu | None, str]]
@@ -56,7 +56,12 @@ def governed(
         yield None
         return
     with holding(gpu) as held:
-        yield CLOCKS.read(dict(clock)).begin(held, say=say)
+        try:
+            governor = CLOCKS.read(dict(clock)).begin(held, say=say)
+        except NvmlError as error:  # it does not list its clocks or its limits
+            governor = None
+            say(f"note: clock {clock['kind']} sets nothing: {error}")
+        yield governor
 
 
 def restore_what_is_left(say: Callable[[str], None], folder: Path | None = None) -> None:

@@ -8,11 +8,15 @@ from typing import Any, Protocol
 LIBRARY = "libnvidia-ml.so.1"
 IDLE, POWER_CAP, THERMAL = 0x1, 0x4 | 0x80, 0x20 | 0x40
 """Bits of `Gpu.throttle`: nothing to do; the power limit or the power brake; too hot, as the driver or the hardware says."""
-_NOT_SUPPORTED, _NO_PERMISSION = 3, 4
+_INVALID, _NOT_SUPPORTED, _NO_PERMISSION = 2, 3, 4
 _SM, _MEM = 1, 2
 _POWER_INSTANT = 186
 """NVML's field of the power now. The older call gives a mean over the last second on Ampere and later."""
-_WORDS = {_NOT_SUPPORTED: "not supported by this device", _NO_PERMISSION: "not permitted to this user"}
+_WORDS = {
+    _INVALID: "not a value of this device",
+    _NOT_SUPPORTED: "not supported by this device",
+    _NO_PERMISSION: "not permitted to this user",
+}
 
 
 class NvmlError(OSError):
@@ -21,6 +25,11 @@ class NvmlError(OSError):
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"{call}: {_WORDS.get(code, 'failed')} (NVML error {code})")
         self.code = code
+
+    @property
+    def invalid(self) -> bool:
+        """Whether the device has no such value."""
+        return self.code == _INVALID
 
     @property
     def refused(self) -> bool:

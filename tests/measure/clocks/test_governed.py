@@ -7,6 +7,7 @@ import pytest
 from hone.base.errors import MachineError, SpecError
 from hone.cli.options import circumstances
 from hone.measure.clocks.governed import from_options, governed
+from hone.measure.clocks.nvml import NvmlError
 from hone.serve.device.clocked import Clocked
 from tests.measure.clocks.plant import Plant
 
@@ -76,3 +77,31 @@ def test_an_engine_tells_its_steps():
     engine = Clocked(Engine(), Governor())
     assert [engine.step() for _ in range(3)] == [["out"]] * 3 and engine.cache_bytes == 7
     assert told == [(0, "prefill"), (4, "decode"), (4, "decode")]
+
+
+def test_a_gpu_that_lists_no_clocks_is_worked_on_without_a_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Silent(Plant):
+        def supported_mhz(self):
+            raise NvmlError("nvmlDeviceGetSupportedGraphicsClocks", 3)
+
+    said = []
+    with governed({"kind": "thermal"}, "cuda", said.append, open_one=lambda device: (Silent(), "")) as governor:
+        assert governor is None
+    assert len(said) == 1 and "sets nothing" in said[0] and "not supported" in said[0]
+
+
+def test_a_clock_that_the_gpu_has_not_is_an_error_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Strict(Plant):
+        def lock_clocks(self, mhz):
+            raise NvmlError("nvmlDeviceSetGpuLockedClocks", 2)
+
+    clock = {"kind": "fixed", "sm_mhz": 9000}
+    gpu = Strict()
+    with pytest.raises(MachineError, match="9000 MHz cannot be set") as caught:  # noqa: SIM117
+        with governed(clock, "cuda", print, open_one=lambda device: (gpu, "")):
+            raise AssertionError("begun")
+    assert "SUPPORTED_CLOCKS" in str(caught.value) and gpu.calls == []

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from hone.base.errors import MachineError
 from hone.base.figure import Figure
 from hone.base.table import Technique
 from hone.measure.clocks.fit import ClockModel, modelled
@@ -89,6 +90,11 @@ class Governor:
             self.held.set(setting)
             self.changes += changed
         except NvmlError as error:
+            if error.invalid:
+                raise MachineError(
+                    f"{setting} cannot be set: {error}",
+                    fix="take a clock that nvidia-smi -q -d SUPPORTED_CLOCKS lists, and a limit between those of nvidia-smi -q -d POWER",
+                ) from None
             if not error.refused:
                 raise
             self.refused = str(error)
