@@ -33,6 +33,8 @@ def bind_rank(run: Run) -> None:
     ranks = mesh.local_world_size or mesh.world_size
     gpu = run.device.startswith("cuda")
     if (ranks == 1 and not gpu) or run.executor.get("kind") != "serial":
+        if run.executor.get("kind") == "serial" and asked() not in ("auto", "none"):
+            run.say(f"--{OPTION}={asked()}: one process on a CPU is not bound, it uses all nodes")
         return
     local = mesh.local_rank if ranks > 1 else 0
     placement = place_of(local, ranks, run.device)

@@ -68,3 +68,11 @@ def test_where_nothing_is_placed_it_is_said_to_who_asked(
     assert bound_of(monkeypatch, run_of(2), ONE_NODE) == [None] and capsys.readouterr().err == ""
     monkeypatch.setenv(SETTING, "node")
     assert bound_of(monkeypatch, run_of(2), ONE_NODE) == [None] and ONE_NODE in capsys.readouterr().err
+
+
+def test_one_process_on_a_cpu_says_that_it_is_not_bound_to_who_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert bound_of(monkeypatch, run_of(1)) == [] and capsys.readouterr().err == ""
+    monkeypatch.setenv(SETTING, "exclusive")
+    assert bound_of(monkeypatch, run_of(1)) == [] and "is not bound" in capsys.readouterr().err
