@@ -53,7 +53,7 @@ def probe_machine(
     say: Callable[[str], None] = lambda _: None,
     limit_s: float = LIMIT_S,
 ) -> MachineProbe:
-    """Measures the memory hierarchy of this machine, in about 20 s on two idle cores, or 10 s when `quick`.
+    """Measures the memory hierarchy of this machine.
 
     `quick` has fewer and shorter turns. `gpus` takes every CUDA device that torch sees, too. `say` gets the name of each part as it
     begins; after `limit_s` none begins. Parts that are not measured are absent, with the reason in `notes`; nothing is guessed.
