@@ -19,7 +19,7 @@ _ABOUT = {
     "env": "\n\nPrints versions, machine and settings that decide how hone runs here: a block for bug reports.",
     "calibrate": "[--device=cuda] [--report[=FOLDER]] [--quick]\n\nMeasures bandwidth and matmul rates of this machine (a few seconds) and "
     "stores them for estimates. Under torchrun also the\nseconds of collectives between the ranks. With --report also the whole memory hierarchy, "
-    "links and disk (under a minute),\nas a table here, a page, Markdown and JSON in FOLDER (default: machine); --quick: fewer and shorter turns.",
+    "links and disk,\nas a table here, a page, Markdown and JSON in FOLDER (default: machine); --quick: fewer and shorter turns.",
 }
 
 
