@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.model.devices.base import Counts, SimulatedDevice
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+
+
+MOST_BITS = 24
+"""Of a binary code: float32 holds no more."""
 
 
 class Spiking(SimulatedDevice):
@@ -25,6 +29,14 @@ class Spiking(SimulatedDevice):
     percentile: float = Field(
         99.9, gt=0, le=100, description="Percentile of a token's input magnitudes that all T spikes together carry."
     )
+
+    @model_validator(mode="after")
+    def _bits_fit(self) -> Self:
+        if self.code == "binary" and self.steps > MOST_BITS:
+            raise ValueError(
+                f"steps of a binary code are its bits, of which float32 carries {MOST_BITS}: set steps to that or less"
+            )
+        return self
 
     def product(self, x: Tensor, held: Tensor | tuple[Tensor, ...], generator: Generator) -> tuple[Tensor, Counts]:
         from hone.ops.device.spiking import spiking_linear

@@ -119,3 +119,9 @@ def test_the_stage_says_that_its_figures_are_simulated(tiny_llama, tmp_path):
     plain = evaluate(tmp_path / "eval-plain", tiny_llama, data)
     assert plain.figures["perplexity"].value != made.figures["perplexity"].value
     assert json.loads(Eval(**fields).model_dump_json())["simulated_device"]["steps"] == 8
+
+
+def test_a_binary_code_has_no_more_bits_than_float32():
+    with pytest.raises(SpecError, match="float32 carries 24"):
+        DEVICES.read({"kind": "spiking", "code": "binary", "steps": 25})
+    assert DEVICES.read({"kind": "spiking", "steps": 1024}).steps == 1024
