@@ -76,8 +76,8 @@ def crowded(precisions: list[str]) -> list[Any]:
 
 
 def in_rooms(folder: str, settings: list[dict[str, Any]]) -> list[Any]:
-    """Trains with each of `settings` with exact sizes, in rooms, and in rooms that are too small in the second step: the losses and norms of the
-    steps, the room and the passes made again after them, and the rows that experts computed with."""
+    """Trains with each of `settings` with exact sizes, in rooms, and in rooms that are too small in the second step for the ranks that share experts
+    with rank 0: the losses and norms of the steps, the room and the passes made again after them, and the rows that experts computed with."""
     torch.set_num_threads(1)
     mesh, data, found = Mesh.from_environment(), PackedTokens(folder), []
     for setting in settings:
@@ -91,7 +91,7 @@ def in_rooms(folder: str, settings: list[dict[str, Any]]) -> list[Any]:
                 one.rooms.fixed = way != "exact"
                 moe.gate_up.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
                 for at in range(4):
-                    if way == "small" and at == 1:
+                    if way == "small" and at == 1 and 0 in moe.exchange.axis.ranks:
                         bound.rows = 1
                     step = one.step(batch(data, one.ranks, at, uneven=setting.get("uneven", False)))
                     steps.append([step.loss, step.grad_norm])

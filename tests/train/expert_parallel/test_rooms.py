@@ -17,11 +17,13 @@ MODEL = {"num_layers": 2, "feed_forward": ["swiglu", MOE]}
 
 
 def check(found: list[list[Any]], micro_batches: int, recomputed: bool) -> None:
-    for rank in found:
+    for number, rank in enumerate(found):
         for exact, rooms, small in zip(rank[::3], rank[1::3], rank[2::3], strict=True):
             for one in (rooms, small):
                 torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(exact[0]), rtol=2e-6, atol=2e-6)
-            assert exact[1:3] == [None, 0] and rooms[2] == 0 and small[2] == 1
+            assert (
+                exact[1:3] == [None, 0] and rooms[2] == 0 and small[2] == (number < 2)
+            )  # the others only make the pass again
             assert rooms[1] % 128 == 0 and len(rooms[3]) == 4 * micro_batches * (1 + recomputed)
             assert set(rooms[3][micro_batches * (1 + recomputed) :]) == {2 * rooms[1]}
             assert set(exact[3]).isdisjoint({2 * rooms[1]})
@@ -39,7 +41,10 @@ def test_two_ranks_have_the_numbers_of_exact_sizes(data_folder: Path) -> None:
 @pytest.mark.slow
 def test_ranks_of_other_experts_make_a_pass_again_together(data_folder: Path) -> None:
     setting = {"model": MODEL, "data_parallel": "zero3", "parallelism": {"expert_parallel_degree": 2}}
-    check(on_ranks(4, in_rooms, str(data_folder), [setting]), 1, recomputed=False)
+    found = on_ranks(4, in_rooms, str(data_folder), [setting])
+    check(found, 1, recomputed=False)
+    for rank in found:  # also those of ranks whose rows did fit
+        assert len(rank[2][3]) == len(rank[1][3]) + 1
 
 
 def counted(every: list[list[int]], room: int | None) -> Counted:
