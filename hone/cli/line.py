@@ -183,7 +183,7 @@ _ABOUT_REPORT = """usage: hone report LINE_FOLDER [--price_per_hour=3.4] [--grid
 
 Reads the line's artifacts and writes LINE_FOLDER/report/index.html, report.md and report.json.
   --price_per_hour=USD   price of an hour of the machine: also prices of runs and tokens
-  --grid=NAME            g CO2e/kWh, or DE, GB, FR (means of 2020), or a kind of plant: also carbon of runs and tokens
+  --grid=NAME            g CO2e/kWh, or a grid or kind of plant of the catalogue (SE, 'DE 2020', wind): also carbon of runs and tokens
   --pue=1.2              power of the building over that of the machine, for --grid
   --target_loss=NATS     validation loss: also the time until trainings reached it"""
 

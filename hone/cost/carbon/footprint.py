@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hone.base.errors import SpecError, did_you_mean
+from hone.base.errors import SpecError
 from hone.base.figure import Estimate
 from hone.cost.calculators.sheet import Calculator, Sheet
-from hone.cost.carbon.intensity import SHIPPED, shipped
+from hone.cost.catalogue.read import catalogue
 
 SCI = "Software Carbon Intensity, ISO/IEC 21031:2024: (E I + M) / R"
 J_PER_KWH = 3.6e6
-
-
-@functools.cache
-def rows() -> dict[str, Any]:
-    """Kilograms of making hardware, and grams a kWh of plants over their lives, with sources."""
-    return json.loads((Path(__file__).parent / "embodied.json").read_text(encoding="utf8"))
+WITH_SERVER = "a100-embodied"
+"""Key of the source in the catalogue whose kg of an accelerator have its share of a server in them."""
+SERVER = "a server for 8 accelerators without them: 5,700 kg by EcoLogits' methodology page (p5.48xlarge, Boavizta's method), unchecked"
 
 
 def embodied_kg(name: str) -> tuple[float, bool, str]:
     """kg CO2e of making `name`, whether its share of a server is in it, and its source. SpecError: it is not known, which is not 0."""
-    for row in rows()["hardware"]:
-        if row["name"].lower() == name.lower():
-            return float(row["kg"]), bool(row.get("with_server")), row["source"]
-    known = [row["name"] for row in rows()["hardware"] if row["name"] != "server"]
-    raise SpecError(
-        f"kg CO2e of making '{name}' are not known",
-        fix=f"{did_you_mean(name, known)}known: {', '.join(known)}; or give accelerator_kg from its maker",
-    )
-
-
-def plant_g_per_kwh(name: str) -> float:
-    """g CO2e/kWh of a kind of plant over its life (IPCC). SpecError: it is not known."""
-    for row in rows()["plants"]:
-        if row["name"] == name:
-            return float(row["g_per_kwh"])
-    known = [row["name"] for row in rows()["plants"]]
-    raise SpecError(f"no plant '{name}'", fix=f"{did_you_mean(name, known)}known: {', '.join(known)}")
+    row = catalogue().accelerator(name)
+    if row.embodied_kg is None:
+        known = [one.short for one in catalogue().accelerators if one.embodied_kg is not None]
+        raise SpecError(
+            f"kg CO2e of making '{name}' are not known",
+            fix=f"known: {', '.join(known)}; or give accelerator_kg from its maker",
+        )
+    source = catalogue().source(row, "embodied_kg")
+    return row.embodied_kg, row.source_of("embodied_kg") == WITH_SERVER, source.cited
 
 
 def grid_g_per_kwh(text: str) -> tuple[float, str]:
-    """g CO2e/kWh and its source, of '385' (a number), a site of the package (its mean of 2020), or a kind of plant. SpecError: none of them."""
+    """g CO2e/kWh and its source, of '385' (a number), or of a grid or kind of plant of the catalogue, 'DE' in its latest year or 'DE 2020'.
+
+    SpecError: none of them, or a number that is no intensity.
+    """
     try:
-        return float(text), "as given"
+        number = float(text)
     except ValueError:
-        pass
-    if text in SHIPPED:
-        return shipped(text).mean(), f"mean of 2020, {shipped(text).source}"
-    if any(row["name"] == text for row in rows()["plants"]):
-        return plant_g_per_kwh(text), rows()["plants_source"]
-    known = [*SHIPPED, *(row["name"] for row in rows()["plants"])]
-    raise SpecError(
-        f"no carbon intensity of '{text}'",
-        fix=f"{did_you_mean(text, known)}known: {', '.join(known)}; or give g CO2e/kWh as a number",
-    )
+        name, _, year = text.rpartition(" ") if text[-4:].isdigit() and " " in text else (text, "", "")
+        row = catalogue().grid(name, int(year) if year else None)
+        where = f"{row.title}, {row.year}" if row.kind == "country" else row.title
+        return row.g_per_kwh, f"{where}: {catalogue().source(row, 'g_per_kwh').cited}"
+    if not 0 <= number < 1e5:
+        raise SpecError(
+            f"grid: {text} is no carbon intensity", fix="give g CO2e/kWh, such as 385, or a grid, such as DE"
+        )
+    return number, "as given"
 
 
 def grams_of(energy: Estimate, g_per_kwh: float, pue: float = 1.0) -> Estimate:
@@ -88,7 +76,7 @@ class Footprint(Calculator):
         1.0, ge=1, description="Power of the building over that of the machines; large ones have 1.1 to 1.2."
     )
     grid: str = Field(
-        description="Where: g CO2e/kWh, or DE, GB, FR (means of 2020), or coal, gas, solar, nuclear, wind, hydro."
+        description="Where: g CO2e/kWh, a grid of the catalogue in its latest year or one named (DE, 'DE 2020'), or a kind of plant (coal, wind)."
     )
     market_g_per_kwh: float | None = Field(
         None, ge=0, description="Of the contract that was bought; a figure of its own, never added."
@@ -105,6 +93,12 @@ class Footprint(Calculator):
     use: float = Field(1.0, gt=0, le=1, description="Share of these years in which it is reserved by anyone.")
     units: float | None = Field(None, gt=0, description="Functional units of the run (R), such as tokens.")
     unit: str = Field("token", description="Name of one of them.")
+
+    @field_validator("grid", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        """A number stays a number in YAML and on the command line: --grid=385."""
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _energy_is_known(self) -> Self:
@@ -140,9 +134,11 @@ class Footprint(Calculator):
             g=intensity,
         )
         if self.accelerator or self.accelerator_kg is not None:
-            each, with_server, source = self.accelerator_kg or 0.0, False, "as given"
+            each, with_server, source = self.accelerator_kg or 0.0, False, "accelerator as given"
             if self.accelerator:
                 each, with_server, source = embodied_kg(self.accelerator)
+            if not with_server and "server_kg" not in self.model_fields_set:
+                source = f"{source}; {SERVER}"
             made = found.add(
                 "embodied (M)", "1000 * (kg + server / per) * gpus * hours / (years * 8760 * use)", "g CO2e", f"{SCI}; {source}",
                 kg=each, server=0.0 if with_server else self.server_kg, per=self.gpus_per_server, gpus=self.gpus,

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hone.base.errors import SpecError
 from hone.base.spec import Spec
+from hone.measure.machine import Gpu
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8", "float6", "float4", "int4")
 """Number formats that have a rate of their own."""
@@ -26,6 +27,11 @@ class Source(Spec):
         True,
         description="Whether it was read for this catalogue; false: well-known figures, to check before they decide anything.",
     )
+
+    @property
+    def cited(self) -> str:
+        """Its title, with a word where nobody read it for this catalogue."""
+        return self.title if self.checked else f"{self.title} (unchecked)"
 
 
 class Sourced(Spec):
@@ -55,6 +61,11 @@ class Accelerator(Sourced):
     match: str = Field("", description="Part of the name that the driver reports; alternatives separated by |.")
     vendor: str = Field("", description="Its maker.")
     architecture: str = Field("", description="Its maker's name of the generation.")
+    capability: str = Field(
+        "",
+        pattern=r"^(\d+\.\d+)?$",
+        description="CUDA's compute capability, as in 9.0; empty where there is none or it is unknown.",
+    )
     kind: Literal["gpu", "tpu", "asic", "cpu", "soc"] = Field("gpu", description="What it is.")
     year: int | None = Field(None, description="Year in which it was first sold, or announced.")
     announced: bool = Field(False, description="Whether it was announced and is not known to be sold.")
@@ -94,6 +105,13 @@ class Accelerator(Sourced):
     def native(self) -> tuple[str, ...]:
         """Number formats that it multiplies as they are: those with a rate, and others."""
         return tuple(dict.fromkeys([*self.flops_per_s, *self.formats]))
+
+    def gpu(self) -> Gpu:
+        """Itself as a machine describes a GPU, for plans of devices that are not here. Its memory must be known."""
+        assert self.memory_bytes is not None, f"the memory of {self.name} is unknown"
+        return Gpu(
+            name=self.name, memory_bytes=int(self.memory_bytes), capability=self.capability, num_multiprocessors=0
+        )
 
     @property
     def short(self) -> str:

@@ -7,6 +7,7 @@ import pytest
 from hone.base.errors import SpecError
 from hone.base.figure import Estimate
 from hone.cost.carbon.footprint import Footprint, grams_of, grid_g_per_kwh
+from hone.cost.carbon.intensity import shipped
 
 
 def test_llama_65b_is_173_tonnes():
@@ -38,7 +39,7 @@ def test_an_h100_hour_embodies_33_grams_and_emits_280():
 
 
 def test_location_and_market_are_two_figures():
-    found = Footprint(energy_j=3.6e6, grid="DE", market_g_per_kwh=0).sheet()
+    found = Footprint(energy_j=3.6e6, grid="DE 2020", market_g_per_kwh=0).sheet()
     assert found["operation, location-based (E I)"] == pytest.approx(313.4, abs=0.1)
     assert found["operation, market-based"] == 0
     assert any("mixing the two" in one for one in found.verdicts)
@@ -46,13 +47,27 @@ def test_location_and_market_are_two_figures():
 
 
 def test_what_is_unknown_is_refused():
-    with pytest.raises(SpecError, match="no carbon intensity of 'XX'"):
+    with pytest.raises(SpecError, match="no grid 'XX' in the catalogue"):
         Footprint(energy_j=1, grid="XX").sheet()
     with pytest.raises(SpecError, match="kg CO2e of making 'B200' are not known"):
         Footprint(energy_j=1, hours=1, grid="FR", accelerator="B200").sheet()
     with pytest.raises(SpecError, match=r"give energy_j .* or watts"):
         Footprint.read({"grid": "FR"})
-    assert grid_g_per_kwh("coal") == (1001.0, "IPCC SRREN 2011, Annex II, medians of life-cycle assessments")
+    with pytest.raises(SpecError, match="no carbon intensity"):
+        Footprint(energy_j=1, grid="-5").sheet()
+
+
+def test_grids_are_the_catalogues():
+    assert (
+        Footprint.from_overrides({"energy_j": "3.6e6", "grid": "385"}).sheet()["operation, location-based (E I)"] == 385
+    )
+    grams, source = grid_g_per_kwh("coal")
+    assert grams == 1001 and "IPCC" in source
+    assert grid_g_per_kwh("SE")[0] == pytest.approx(40.7) and "Sweden, 2023" in grid_g_per_kwh("SE")[1]
+    for site in ("DE", "GB", "FR"):  # the means of the traces in the package
+        assert grid_g_per_kwh(f"{site} 2020")[0] == pytest.approx(shipped(site).mean(), abs=0.1)
+    with pytest.raises(SpecError, match="no year 2019"):
+        grid_g_per_kwh("DE 2019")
 
 
 def test_a_bound_stays_a_bound():
