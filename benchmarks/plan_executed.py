@@ -35,6 +35,9 @@ from hone.plan.search.ways import Way
 FIRST = 3
 """Measurements from which the others' predictions are corrected."""
 
+LEAST = 5
+"""Candidates that must have run before a first choice is compared with the best of them."""
+
 TRAIN: dict[str, dict[str, Any]] = {
     "cpu": {"batch_size": [8], "seq_len": 128, "tokens": ["1M"], "space": {"micro_batch": [1, 2, 4, 8]}},
     "cuda": {
@@ -74,6 +77,11 @@ def main() -> None:
     picked = candidates(in_order(exact(ways, goal), goal), args.candidates)
     print(f"{len(ways)} ways, {len(picked)} to run, {time.perf_counter() - begun:.0f} s so far", flush=True)
     pairs = measured(picked, goal, args, begun)
+    print(f"{len(pairs)} of {len(picked)} candidates ran", flush=True)
+    if len(pairs) < LEAST or 0 not in pairs:
+        raise SystemExit(
+            f"no rows: they need {LEAST} candidates that ran, the first choice among them; --seconds, --candidates give more"
+        )
     rows = rows_of(picked, pairs, args)
     print(table(rows))
     for row in rows:
