@@ -21,7 +21,7 @@ ROOM = Path(hone.compress.__file__).parent
 ENGINE = (
     "stage.py", "spec.py", "step.py", "planning.py", "stream.py", "shards.py", "sizes.py", "matrix.py",
     "engine/job.py", "engine/running.py", "engine/layer_run.py", "engine/solving.py", "engine/modules.py", "engine/ends.py",
-    "engine/head.py", "plans/matrices.py", "plans/work.py", "plans/calibrated.py", "structured/chain.py", "written/result.py",
+    "engine/head.py", "plans/matrices.py", "plans/to_cost.py", "plans/calibrated.py", "structured/chain.py", "written/result.py",
 )  # fmt: skip
 RTN, GPTQ = {"kind": "rtn"}, {"kind": "gptq"}
 
