@@ -18,7 +18,7 @@ def planned_run(text: str, run: Any) -> Any:
     from hone.base.errors import SpecError
     from hone.base.ranks import Mesh
     from hone.cost.catalogue.read import catalogue
-    from hone.measure.machine import Gpu, machine_of
+    from hone.measure.machine import machine_of
 
     count, times, name = text.replace("\u00d7", "x").partition("x")
     known = [one for one in catalogue().accelerators if one.kind == "gpu" and one.memory_bytes is not None]
@@ -33,8 +33,7 @@ def planned_run(text: str, run: Any) -> Any:
     if sheet not in known:
         said = "no GPU" if sheet.kind != "gpu" else "of unknown memory"
         raise SpecError(f"--mesh={text}: {sheet.name} is {said}", fix=f"plans are made for {', '.join(short)}")
-    gpu = Gpu(name=sheet.name, memory_bytes=int(sheet.memory_bytes or 0), capability="", num_multiprocessors=0)
-    there = machine.model_copy(update={"gpus": (gpu,), "device": "cuda", "calibration": None})
+    there = machine.model_copy(update={"gpus": (sheet.gpu(),), "device": "cuda", "calibration": None})
     return replace(run, mesh=mesh, device="cuda", machine=_described(there))
 
 

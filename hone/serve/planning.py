@@ -246,8 +246,9 @@ def where_of(machine: Machine) -> Where:
     if not machine.device.startswith("cuda"):
         return Where()
     gpu = machine.gpus[int(machine.device.partition(":")[2] or 0)]
-    major, minor = map(int, gpu.capability.split("."))
-    return Where("cuda", (major, minor), gpu.num_multiprocessors, triton_version())
+    # A GPU without a CUDA capability, such as AMD's in a plan, has none of the kernels that ask for one.
+    major, _, minor = gpu.capability.partition(".")
+    return Where("cuda", (int(major or 0), int(minor or 0)), gpu.num_multiprocessors, triton_version())
 
 
 def reads_in_place_on(

@@ -28,6 +28,7 @@ def search(words: list[str], options: dict[str, str]) -> int:
     from hone.plan.search.goal import HERE, Goal
     from hone.plan.search.searching import search as search_for
 
+    count = _count(options["execute"]) if "execute" in options else 0
     goal = Goal.load(need(words, "GOAL"))
     changes = fields(options, *OF_GOAL)
     goal = goal.override(changes) if changes else goal
@@ -39,8 +40,10 @@ def search(words: list[str], options: dict[str, str]) -> int:
         print(f"{opened.folder} has the plan of this goal; --redo searches again")
         return 0
     found = search_for(goal, device=run.device, machine=machine_of(run), say=run.say)
-    if "execute" in options:
-        found = _executed(found, options["execute"], run)
+    if count:
+        from hone.plan.search.executing.refit import executed
+
+        found = executed(found, count, run)
     if isinstance(opened, Draft):
         with opened as draft:
             record.written(found, draft)
@@ -59,11 +62,10 @@ def _calibrated(run: Any) -> Any:
     return calibrated(run)
 
 
-def _executed(found: Any, count: str, run: Any) -> Any:
-    """`found` after the best `count` ways were run for some steps. Raises SpecError for another text than a number."""
+def _count(text: str) -> int:
+    """The number of ways of --execute=N. Raises SpecError for another text, before a search takes its minutes."""
     from hone.base.errors import SpecError
-    from hone.plan.search.executing.refit import executed
 
-    if not count.isdigit() or int(count) < 1:
-        raise SpecError(f"--execute={count} is no number of ways", fix="write --execute=3")
-    return executed(found, int(count), run)
+    if not text.isdigit() or int(text) < 1:
+        raise SpecError(f"--execute={text} is no number of ways", fix="write --execute=3")
+    return int(text)

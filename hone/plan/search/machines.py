@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from hone.base.errors import SpecError, did_you_mean
 from hone.base.figure import byte_count
+from hone.cost.catalogue.read import catalogue
 from hone.cost.roofline import data_sheets
 from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, KernelRate, MatmulRate
-from hone.measure.machine import Gpu, Machine, describe
+from hone.measure.machine import Machine, describe
 from hone.plan.search.goal import HERE, Goal, parts_of
 
 KEPT_FREE = 0.05
@@ -23,9 +22,6 @@ on an H200, forward (aiconfigurator's tables). Backward passes take 2.5 times as
 
 OP_S = 5e-6
 """Seconds to start a small operation on a GPU where nothing was measured."""
-
-CAPABILITY = {"A100": "8.0", "H100": "9.0", "H200": "9.0"}
-"""CUDA's compute capability by the first letters of a data sheet's name, which says what kernels run."""
 
 SPREAD = {"calibrated": 0.10, "assumed": 0.25}
 """Relative half-widths of predicted seconds: within 10 % on a calibrated machine, 25 % where a data sheet's rates are scaled
@@ -101,14 +97,8 @@ def fleet_of(text: str, goal: Goal, device: str = "cpu", machine: Machine | None
         calibration, rates = None, "bound"
     else:
         calibration, rates = assumed(sheet, goal.utilization), "assumed"
-    gpu = Gpu(
-        name=sheet["name"],
-        memory_bytes=int(sheet["memory_bytes"]),
-        capability=CAPABILITY.get(name[:4], "9.0"),
-        num_multiprocessors=0,
-    )
     there = Machine(
-        cpu="unknown", num_cores=64, num_threads=64, ram_bytes=1 << 40, gpus=(gpu,), os="Linux", python="", torch=None,
+        cpu="unknown", num_cores=64, num_threads=64, ram_bytes=1 << 40, gpus=(catalogue().accelerator(sheet["name"]).gpu(),), os="Linux", python="", torch=None,
         device="cuda", num_ranks=count, planned=True, calibration=calibration,
     )  # fmt: skip
     return _fleet(name, count, there, goal, rates, watts_of(name), price_of(name))
@@ -180,21 +170,10 @@ def precisions_of(fleet: Fleet) -> tuple[str, ...]:
     return ("bf16", "fp8", "fp8_blockwise") if eight else ("bf16",)
 
 
-@cache
-def _catalogue() -> Any:
-    """The catalogue of hardware and prices, where this version of hone has one; else None."""
-    try:
-        return importlib.import_module("hone.cost.catalogue.read").catalogue()
-    except ModuleNotFoundError:
-        return None
-
-
 def _accelerator(name: str) -> Any:
     """The catalogue's row of a device; None where there is none."""
-    if _catalogue() is None:
-        return None
     try:
-        return _catalogue().accelerator(name)
+        return catalogue().accelerator(name)
     except SpecError:
         return None
 
@@ -204,7 +183,7 @@ def price_of(name: str) -> float | None:
     row = _accelerator(name)
     if row is None:
         return None
-    return min((one.middle for one in _catalogue().prices_of(row, "on_demand")), default=None)
+    return min((one.middle for one in catalogue().prices_of(row, "on_demand")), default=None)
 
 
 def watts_of(name: str) -> float | None:
@@ -214,18 +193,9 @@ def watts_of(name: str) -> float | None:
 
 
 def catalogue_date() -> str | None:
-    """The latest date of the catalogue's sources; None without a catalogue."""
-    found = _catalogue()
-    dates = [] if found is None else [one.date for one in found.sources.values() if one.date != "unknown"]
+    """The latest date of the catalogue's sources; None where none has one."""
+    dates = [one.date for one in catalogue().sources.values() if one.date != "unknown"]
     return max(dates, default=None)
-
-
-def number_formats(target: str) -> frozenset[str] | None:
-    """The number formats by which a family of hardware gains something; None without a catalogue."""
-    try:
-        return frozenset(importlib.import_module("hone.cost.catalogue.formats").formats_of(target))
-    except ModuleNotFoundError:
-        return None
 
 
 def quoted_name(processor: str) -> str | None:

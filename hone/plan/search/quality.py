@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
-
-FITS = {
-    "Hoffmann et al. 2022, table A3": (1.69, 406.4, 0.34, 410.7, 0.28),
-    "Hoffmann et al. 2022, unrounded exponents": (1.69, 406.4, 0.3392, 410.7, 0.2849),
-    "Besiroglu et al. 2024, arXiv:2404.10102": (1.8172, 482.01, 0.3478, 2085.43, 0.3658),
-}
-"""E, A, alpha, B, beta of L = E + A / N^alpha + B / D^beta (arXiv:2203.15556). They differ by more than their authors' intervals, so
-their spread is shown with every loss."""
+from hone.cost.scaling.laws import LAWS
 
 MEASURES = ("kl_to_dense", "kl_to_reference", "loss_increase")
 """Figures of an artifact that say how many nats a token a compression costs, the first that is there."""
@@ -31,12 +24,16 @@ class Known(NamedTuple):
 
 
 def trained_loss(num_params: float, tokens: float) -> Known:
-    """The loss of `num_params` active parameters after `tokens`: the mean of `FITS`, and half of what lies between them.
+    """The loss of `num_params` active parameters after `tokens`: the mean of the published fits (`LAWS`), and half of what lies between them.
 
     Modelled: of web text in the vocabulary of those papers, with a schedule that ends at `tokens`.
     """
-    found = [e + a / num_params**alpha + b / tokens**beta for e, a, alpha, b, beta in FITS.values()]
-    return Known(statistics.mean(found), (max(found) - min(found)) / 2, "scaling law, three published fits")
+    found = [law.loss(num_params, tokens) for law in LAWS.values()]
+    return Known(
+        statistics.mean(found),
+        (max(found) - min(found)) / 2,
+        f"scaling law, {len(LAWS)} published fits of the same runs",
+    )
 
 
 def measured_losses(folders: Iterable[str]) -> dict[str, Known]:
@@ -56,7 +53,9 @@ def measured_losses(folders: Iterable[str]) -> dict[str, Known]:
                 "compression",
                 fix="give a folder of `hone compress` with calibration inputs, or of `hone eval --from.reference=DENSE`",
             )
-        found[key_of(steps)] = Known(figure.value, figure.ci95 or 0.0, f"measured in {folder}")
+        found[key_of(steps)] = Known(
+            figure.value, figure.interval.half_width if figure.interval else 0.0, f"measured in {folder}"
+        )
     return found
 
 

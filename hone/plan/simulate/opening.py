@@ -6,15 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hone.base.errors import SpecError
-from hone.measure.machine import Gpu, Machine, describe
+from hone.base.errors import SpecError, did_you_mean
+from hone.measure.machine import Machine, describe
 from hone.model.facts import CheckpointFacts
 from hone.plan.simulate.replica import EngineSizes
 from hone.plan.simulate.steps import PredictedSteps
 from hone.serve.spec import EngineSpec
-
-_CAPABILITY = {"H200": "9.0", "H100": "9.0", "A100": "8.0"}
-"""Compute capability of GPUs with a data sheet, for which the choice of kernels asks."""
 
 
 class Opened(NamedTuple):
@@ -30,7 +27,7 @@ def machine_named(name: str, device: str = "cpu") -> Machine:
 
     Raises SpecError for another name or a file that is no machine.
     """
-    from hone.cost.roofline import data_sheets
+    from hone.cost.catalogue.read import catalogue
 
     if not name:
         return describe(device)
@@ -41,13 +38,15 @@ def machine_named(name: str, device: str = "cpu") -> Machine:
             raise SpecError(
                 f"{name} describes no machine: {str(error).splitlines()[0]}", fix="give the JSON of a Machine"
             ) from None
-    sheet = next((row for row in data_sheets() if row["match"] == name), None)
+    known = [row for row in catalogue().accelerators if row.kind == "gpu" and row.memory_bytes and row.bytes_per_s]
+    sheet = next((row for row in known if name.lower() in {one.lower() for one in (row.name, *row.names)}), None)
     if sheet is None:
-        known = ", ".join(row["match"] for row in data_sheets())
-        raise SpecError(f"--machine={name} is neither a file nor a GPU with a data sheet", fix=f"one of: {known}")
-    capability = _CAPABILITY.get(name.split()[0], "9.0")
-    gpu = Gpu(name=sheet["name"], memory_bytes=int(sheet["memory_bytes"]), capability=capability, num_multiprocessors=0)
-    return describe("cpu").model_copy(update={"gpus": (gpu,), "device": "cuda", "calibration": None})
+        names = [row.short for row in known]
+        raise SpecError(
+            f"--machine={name} is neither a file nor a GPU with a data sheet",
+            fix=f"{did_you_mean(name, names)}one of: {', '.join(names)}",
+        )
+    return describe("cpu").model_copy(update={"gpus": (sheet.gpu(),), "device": "cuda", "calibration": None})
 
 
 def open_simulation(

@@ -71,8 +71,8 @@ def test_ways_of_other_machines_are_not_executed_here():
 
 
 @pytest.mark.slow
-def test_the_first_choice_is_near_the_best_that_ran(capsys):
-    """Six trainings of a tiny model, each run: the search's first is among the fastest, with room for what else the machine does."""
+def test_the_ledger_has_the_regret_of_the_ways_that_ran():
+    """Four trainings of a tiny model, each run: every one is measured, and the regret in the ledger is the first's time over the least."""
     from benchmarks.plan_executed import candidates, exact, goal_of, measured, rows_of
     from hone.plan.search.searching import fleets_of, in_order, priced
 
@@ -86,7 +86,9 @@ def test_the_first_choice_is_near_the_best_that_ran(capsys):
 
     pairs = measured(picked, goal, Asked, time.perf_counter())
     rows = rows_of(picked, pairs, Asked)
-    assert len(pairs) == 4 and rows[0]["value"] >= 1.0 and all(pair.measured > 0 for pair in pairs.values())
+    assert len(pairs) == 4 and all(pair.measured > 0 for pair in pairs.values())
+    least = min(pair.measured for pair in pairs.values())
+    assert rows[0]["value"] == pytest.approx(pairs[0].measured / least, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from hone.plan.search.limits import Tally
 from hone.plan.search.machines import fleet_of
 from hone.plan.search.quality import Known, key_of, measured_losses, trained_loss
 from hone.plan.search.searching import limits_of, search
-from hone.plan.search.serving.formats import FAST, FORMATS, formats_of
+from hone.plan.search.serving.formats import FORMATS, formats_of
 from hone.plan.search.serving.space import Servings, best
 from hone.plan.search.shapes import candidates_of
 
@@ -74,7 +74,7 @@ def test_closed_forms_are_near_the_steps_of_the_scheduler():
 
 def test_the_target_decides_which_formats_are_tried():
     tried = {}
-    for target in FAST:
+    for target in ("intel-vnni", "nvidia-hopper", "apple", "qualcomm"):
         goal = Goal.read({**GOAL, "target": target, "space": {}})
         tried[target] = {one.name for one in formats_of(goal, fleet_of("1xH100", goal))}
     assert "fp8" in tried["nvidia-hopper"] and not {"fp8", "nvfp4"} & tried["intel-vnni"]
@@ -83,6 +83,9 @@ def test_the_target_decides_which_formats_are_tried():
     assert [
         one.name for one in formats_of(Goal.read({**GOAL, "goal": "serve"}), fleet_of("1xH100", Goal.read(GOAL)))
     ] == ["16 bit"]
+    own = Goal.read({**GOAL, "target": None, "space": {}})
+    assert "nvfp4" in {one.name for one in formats_of(own, fleet_of("1xB200", own))}
+    assert not {"fp8", "nvfp4", "mxfp4"} & {one.name for one in formats_of(own, fleet_of("1xV100", own))}
     with pytest.raises(SpecError, match="did you mean 'int4 g128'"):
         formats_of(Goal.read({**GOAL, "space": {"formats": ["int4 g127"]}}), fleet_of("1xH100", Goal.read(GOAL)))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hone.base.errors import SpecError, did_you_mean
+from hone.cost.catalogue.formats import formats_of as number_formats
+from hone.cost.catalogue.read import catalogue
 from hone.plan.search.goal import Goal
-from hone.plan.search.machines import Fleet, number_formats
+from hone.plan.search.machines import Fleet
 from hone.plan.search.ways import Format
 
 PLAIN = Format("16 bit", (), 16.0)
@@ -25,27 +27,25 @@ FORMATS: Mapping[str, Format] = {
 }
 """By name. Bits of a weight with its part of a scale of 16 bits (of 8 in nvfp4 and mxfp4)."""
 
-FAST: Mapping[str, tuple[str, ...]] = {
-    "intel-vnni": ("16 bit", "int8", "int4 g128", "int4 g32"),
-    "nvidia-hopper": ("16 bit", "fp8", "int8", "int4 g128", "int4 g32"),
-    "apple": ("16 bit", "int8", "int4 g128", "int4 g32"),
-    "qualcomm": ("int8", "int4 g128", "int4 g32"),
-}
-"""The formats for which hardware has products or hone has kernels: VNNI multiplies int8; Hopper fp8 and int8, and int4 is widened in
-kernels; Apple's GPU multiplies 16 bits and widens; Qualcomm's matrix unit multiplies int8 and int4."""
-
-
 NUMBERS: Mapping[str, frozenset[str]] = {
-    "16 bit": frozenset({"bfloat16", "float16"}),
+    "16 bit": frozenset({"float32", "bfloat16", "float16"}),
     "fp8": frozenset({"float8"}),
     "int8": frozenset({"int8"}),
     "int4 g128": frozenset({"int4"}),
     "int4 g32": frozenset({"int4"}),
     "int3 g128": frozenset({"int3"}),
-    "nvfp4": frozenset({"float4"}),
-    "mxfp4": frozenset({"float4"}),
+    "nvfp4": frozenset({"nvfp4"}),
+    "mxfp4": frozenset({"mxfp4"}),
 }
-"""The number formats of the catalogue that a format of weights is made of."""
+"""The number formats of the catalogue that a format of weights is made of; a model of 16 bits is served in float32 where that is faster."""
+
+
+def _target_of(fleet: Fleet) -> str:
+    """What the catalogue calls the hardware of `fleet`: its accelerator, or the family of a processor that no data sheet is of."""
+    row = catalogue().of_processor(fleet.machine.processor)
+    if row is not None:
+        return row.name
+    return "nvidia-hopper" if fleet.on_gpu else "intel-vnni"
 
 
 def formats_of(goal: Goal, fleet: Fleet) -> tuple[Format, ...]:
@@ -58,10 +58,8 @@ def formats_of(goal: Goal, fleet: Fleet) -> tuple[Format, ...]:
                 fix=f"{did_you_mean(name, FORMATS)}known: {', '.join(FORMATS)}",
             )
     if not names:
-        target = goal.target or ("nvidia-hopper" if fleet.on_gpu else "intel-vnni")
-        gains = number_formats(target)
-        fast = FAST[target] if gains is None else tuple(name for name in FORMATS if gains & NUMBERS[name])
-        names = tuple(name for name in FORMATS if name in fast)
+        gains = set(number_formats(goal.target or _target_of(fleet)))
+        names = tuple(name for name in FORMATS if gains & NUMBERS[name])
     if not goal.compresses:  # a model is served as it is
         return (PLAIN,)
     return tuple(FORMATS[name] for name in names)
