@@ -261,6 +261,11 @@ def parts_of(machine: str) -> tuple[int, str]:
 
 
 def is_goal(path: Path) -> bool:
-    """Whether a YAML file is a goal, not a recipe: it has a key `goal`. Raises SpecError for a file that cannot be read."""
+    """Whether a YAML file is a goal, not a recipe: it has a key `goal`. Raises SpecError for a file that cannot be read or is neither."""
     values = read_yaml(path)
-    return isinstance(values, dict) and "goal" in values
+    if not isinstance(values, dict) or not values.keys() & {"goal", "line", "stages"}:
+        raise SpecError(
+            f"{path} is neither a recipe nor a goal",
+            fix="a recipe has the fields `line` and `stages`, a goal `goal` and `model`",
+        )
+    return "goal" in values

@@ -42,13 +42,16 @@ def test_a_mistake_names_its_field(fields, said):
     assert said in f"{error.value}"
 
 
-def test_a_file_with_a_key_goal_is_a_goal_and_anything_else_a_recipe(tmp_path):
+def test_a_file_with_a_key_goal_is_a_goal_and_one_with_stages_a_recipe(tmp_path):
     goal, recipe = tmp_path / "goal.yaml", tmp_path / "recipe.yaml"
     goal.write_text("goal: train\nmodel: {hidden_size: 64}\n")
     recipe.write_text("line: x\nstages: []\n")
     assert is_goal(goal) and not is_goal(recipe)
     with pytest.raises(SpecError, match="no file"):
         is_goal(tmp_path / "none.yaml")
+    recipe.write_text("foo: 1\n")
+    with pytest.raises(SpecError, match="neither a recipe nor a goal"):
+        is_goal(recipe)
 
 
 def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path):
