@@ -200,7 +200,9 @@ class Bench:
         for mhz in clocks[1:]:
             saved = 1 - model.energy_j(mhz) / model.energy_j(max(clocks))
             slower = model.time_s(mhz) / model.time_s(max(clocks))
-            more = {"note": f"{why}; {FOLLOWS['decode']:.0%} of the time is taken to follow the clock, and all power above rest"}
+            more = {
+                "note": f"{why}; {FOLLOWS['decode']:.0%} of the time is taken to follow the clock, and all power above rest"
+            }
             self.add(f"{name}, {mhz} MHz: energy saved", saved, "fraction", "modelled", **more)
             self.add(f"{name}, {mhz} MHz: time against full clocks", slower, "x", "modelled", **more)
 

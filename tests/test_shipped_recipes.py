@@ -15,7 +15,9 @@ from tests.train.conftest import write_data
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
-@pytest.mark.parametrize("name", ["case_study", "curation", "tiny", "verification"])  # the others begin with what tiny made
+@pytest.mark.parametrize(
+    "name", ["case_study", "curation", "tiny", "verification"]
+)  # the others begin with what tiny made
 def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     planned = {row.name: row for row in Recipe.load(RECIPES / f"{name}.yaml").plan("elsewhere", Run(quiet=True))}
