@@ -260,8 +260,8 @@ def test_other_mistakes(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "what", "fix"),
     [
-        (["report", "work/tiny", "--x"], "hone report has no option --x", "its options: none"),
-        (["report", "work/tiny", "--out=x"], "hone report has no option --out", "its options: none"),
+        (["report", "work/tiny", "--x"], "hone report has no option --x", "--price_per_hour, --grid"),
+        (["report", "work/tiny", "--out=x"], "hone report has no option --out", "--price_per_hour, --grid"),
         (["run", "recipes/tiny.yaml", "--out=x"], "--out names no field of a stage", "--STAGE.FIELD=VALUE"),
         (["plan", "recipes/tiny.yaml", "--quiet"], "--quiet names no field of a stage", "--STAGE.FIELD=VALUE"),
         (["show", "recipes/tiny.yaml", "--deep=1"], "hone show has no option --deep", "its options: none"),
