@@ -221,15 +221,29 @@ def test_a_formula_is_its_value():
     ]  # fmt: skip
 
 
+NEEDED = {
+    **{word: ["--model=llama-3-8b"] for word in ("flops", "train", "comm", "serve", "kv")},
+    "money train": ["--gpus=8", "--hours=24", "--usd_per_gpu_hour=2"],
+    "money serve": ["--tokens_per_s=1000", "--usd_per_gpu_hour=2"],
+    "money roi": ["--cost_usd=1000", "--monthly_usd=500"],
+    "money spot": [
+        "--work_h=20", "--deadline_h=40", "--usd_per_hour=3", "--spot_usd_per_hour=1", "--availability=0.7", "--mean_up_h=5",
+    ],
+    "carbon": ["--energy_j=1e6", "--grid=385"],
+    "size": ["--parameters=7e9"],
+}  # fmt: skip
+"""Fields that a word cannot do without."""
+
+
 def test_every_word_prints_and_gives_json(capsys, tmp_path):
     assert main(["cost"]) == 0
     listed = capsys.readouterr().out
     for word in WORDS:
         assert f"  {word} " in listed
-        sized = ["--model=llama-3-8b"] if word in ("flops", "train", "comm", "serve", "kv") else []
-        assert main(["cost", word, "--help"]) == 0 and capsys.readouterr().out
-        assert main(["cost", word, *sized]) == 0 and capsys.readouterr().out
-        assert main(["cost", word, *sized, "--json"]) == 0 and json.loads(capsys.readouterr().out)
+        words, sized = ["cost", *word.split()], NEEDED.get(word, [])
+        assert main([*words, "--help"]) == 0 and capsys.readouterr().out
+        assert main([*words, *sized]) == 0 and capsys.readouterr().out
+        assert main([*words, *sized, "--json"]) == 0 and json.loads(capsys.readouterr().out)
     for wrong in (
         ["cost", "kvv"],
         ["cost", "--json"],
