@@ -12,6 +12,9 @@ from hone.measure.probe.result import LatencyPoint, Sample, SizePoint, Transfer
 from hone.measure.topology.read import read_topology
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
 def of(value: float) -> Sample:
     return Sample(value=value, low=value, high=value, n=5)
 
@@ -81,6 +84,7 @@ def test_sizes_of_chains_are_whole_lines() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_a_gpu() -> None:
     from hone.measure.probe.gpu import probe_gpu
 
@@ -94,6 +98,7 @@ def test_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_managed_memory_is_what_the_host_wrote() -> None:
     from hone.measure.probe.managed import Managed
 
@@ -106,6 +111,7 @@ def test_managed_memory_is_what_the_host_wrote() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_copies_between_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
