@@ -11,7 +11,6 @@ from hone.measure.probe.gpu import gpu_levels, gpu_sizes
 from hone.measure.probe.result import LatencyPoint, Sample, SizePoint, Transfer
 from hone.measure.topology.read import read_topology
 
-
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
