@@ -73,10 +73,10 @@ def test_the_report_has_the_section_where_rates_are_stated(tmp_path: Path, capsy
     assert "Money and carbon" not in (folder / "report/index.html").read_text()
     assert main(["report", str(folder), "--price_per_hour=3.4", "--grid=FR", "--target_loss=2.5"]) == 0
     values = json.loads((folder / "report/report.json").read_text())["prices"]
-    assert values["rates"]["g_per_kwh"] == pytest.approx(56.3, abs=0.1) and "mean of 2020" in values["rates"]["source"]
+    assert values["rates"]["g_per_kwh"] == pytest.approx(56.0) and "2023" in values["rates"]["source"]
     assert '<section id="prices">' in (folder / "report/index.html").read_text()
     assert "## Money and carbon" in (folder / "report/report.md").read_text()
     assert main(["report", str(folder), "--price_per_hour=cheap"]) == 2
     assert "--price_per_hour=cheap is not a number" in capsys.readouterr().err
     assert main(["report", str(folder), "--grid=Mars"]) == 2
-    assert "no carbon intensity of 'Mars'" in capsys.readouterr().err
+    assert "no grid 'Mars' in the catalogue" in capsys.readouterr().err
