@@ -139,8 +139,8 @@ def unpermute(
 # The GPU path: hone.ops.moe.triton_kernels as torch ops.
 
 
-FEW_IDS = 2048
-"""Up to this many entries are sorted by comparing each with all: one kernel, less than a microsecond of comparisons."""
+FEW_IDS = 4096
+"""Up to this many entries are sorted by comparing each with all, in one kernel."""
 
 
 @torch.library.custom_op("hone::expert_order", mutates_args=())
@@ -156,16 +156,17 @@ def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     if num_ids <= FEW_IDS:
         programs = -(-num_ids // 16) + -(-num_experts // 16)
         place_few[(programs,)](
-            ids, place, order, ends, num_ids, num_experts, IDS=max(16, power_of_2(num_ids)), MINE=16, num_warps=4
+            ids, place, order, ends, num_ids, num_experts, IDS=max(16, power_of_2(num_ids)), MINE=16, num_warps=8
         )
         return place, order, ends
-    block = max(256, power_of_2(-(-num_ids // 128)))
+    # A block puts its own entries in order by and by, 64 at a time where there are 128 experts: many small blocks are faster.
+    block = 64 if num_ids <= 8192 else max(256, power_of_2(-(-num_ids // 128)))
     blocks, experts = -(-num_ids // block), max(16, power_of_2(num_experts))
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
     count_experts[(blocks,)](ids, counts, num_ids, num_experts, EXPERTS=experts, BLOCK=block, num_warps=4)
     place_by_expert[(blocks,)](
         ids, counts, place, order, ends, num_ids, num_experts, blocks,
-        EXPERTS=experts, BLOCK=block, STEP=max(16, min(256, 8192 // experts)), num_warps=8,
+        EXPERTS=experts, BLOCK=block, STEP=max(16, min(256, block, 8192 // experts)), num_warps=4 if block == 64 else 8,
     )  # fmt: skip
     return place, order, ends
 

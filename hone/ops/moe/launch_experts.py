@@ -43,14 +43,16 @@ def expert_shape(visits: int, experts: int, features: int, columns: int, block: 
     mean = visits / experts
     tokens = 16 if mean <= 9 else 32 if mean <= 20 else 64
     visited = experts * (1.0 - (1.0 - 1.0 / experts) ** visits)
-    block_n = 64
+    wide = not block and tokens == 64 and rows_each == 1
+    block_n = 128 if wide else 64
     while block_n > 16 and visited * -(-features // block_n) < _PROGRAMS:
         block_n //= 2
     block_n = min(block_n, max(16, power_of_2(features)))
-    block_k = block or min(128, max(16, power_of_2(columns)))
+    # Dense weights of several tokens take less of a stage each, so that more stages are under way.
+    block_k = block or min(128 if tokens == 16 else 64, max(16, power_of_2(columns)))
     stage = 2 * rows_each * block_n * block_k + 2 * tokens * block_k
     stages = max(2, min(6 if block_n < 64 else 4, (110 << 10) // stage))
-    return ExpertShape(block_n, tokens, block_k, stages, 4)
+    return ExpertShape(block_n, tokens, block_k, stages, 8 if block_n == 128 else 4)
 
 
 def _weights(weights: ExpertWeights, block_k: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def expert_swiglu(
 ) -> Choice:
     """`dtype` None: x and dense weights differ. `kind` of both weights, "mixed" where they differ; `plain`: no gradient."""
     dense = kind == "dense"
-    if dense and (not plain or visits > 32 * num_experts):
+    if dense and (not plain or visits > 48 * num_experts):
         return Choice("grouped", "many tokens per expert, or a gradient: sorted by expert, for grouped products")
     if not plain:
         return Choice("reference", "codes have no kernel with a gradient")

@@ -102,12 +102,12 @@ def best_experts(
 
 
 def logits_shape(num_tokens: int, num_experts: int, width: int) -> tuple[int, int, int, int]:
-    """(tokens and experts of a tile, parts of the width, warps): about 64 programs for few tokens."""
-    tokens = 16 if num_tokens <= 1024 else 64
-    tiles = triton.cdiv(num_tokens, tokens)
-    experts = min(32 if tiles <= 16 else 64, max(16, triton.next_power_of_2(num_experts)))
-    tiles *= triton.cdiv(num_experts, experts)
-    return tokens, experts, max(1, min(64 // tiles, width // 256, 8)), 4
+    """(tokens and experts of a tile, parts of the width, warps): 64 programs or more wherever parts allow it."""
+    tokens = 16 if num_tokens <= 128 else 64
+    experts = min(32 if num_tokens <= 32 else 64, max(16, triton.next_power_of_2(num_experts)))
+    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_experts, experts)
+    programs, most = (64, 8) if tokens == 16 else (256, 4)
+    return tokens, experts, max(1, min(programs // tiles, width // 256, most)), 4
 
 
 def launch_route(
