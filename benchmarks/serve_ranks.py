@@ -4,13 +4,14 @@ Sections, each a process of its own with a deadline (`--seconds`), printed as it
 - "reduce": the own all-reduce beside NCCL's, by bytes of the message, as replayed in a CUDA graph;
 - "same": greedy tokens of a small saved model on 1 rank, on tensor-parallel ranks and on pipeline stages;
 - "serve": the loads of `benchmarks.serve_load` ("batch 1", "throughput") with random weights, for every number of ranks
-  (`--stages` pipeline stages each), then "batch 1" with NCCL alone.
+  (`--stages` pipeline stages each), then "batch 1" with NCCL alone; with `--expert-parallel` experts divided by width, then whole.
 On a CPU (`--device cpu --shape small`) the sections but "reduce" run over gloo, for a trial of the script itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -167,7 +168,7 @@ def serve(args: argparse.Namespace) -> None:
     begun = time.perf_counter()
     fields = {
         "tensor_parallel_size": args.size, "pipeline_parallel_size": args.stages, "load_format": "dummy",
-        "max_num_seqs": MAX_NUM_SEQS, "max_model_len": 8192,
+        "max_num_seqs": MAX_NUM_SEQS, "max_model_len": 8192, "enable_expert_parallel": args.expert_parallel,
     }  # fmt: skip
     if args.device == "cuda":
         fields["gpu_memory_utilization"] = MEMORY
@@ -185,6 +186,7 @@ def serve(args: argparse.Namespace) -> None:
 
     go([[5] * 64], [16])
     about = {"ranks": args.size, "stages": args.stages, "one_shot": args.one_shot, "shape": args.shape}
+    about |= {"expert_parallel": True} if args.expert_parallel else {}
     say(
         section="serve",
         load="start-up",
@@ -193,8 +195,13 @@ def serve(args: argparse.Namespace) -> None:
         **about,
         sizes=engine.sizes,
     )
+    begun = time.perf_counter()
+    while engine.idle():
+        pass
+    say(section="serve", load="graphs captured while idle", value=time.perf_counter() - begun, unit="s", **about)
     for load in args.loads:
         say(section="serve", load=load, **measure(go, load, vocab_size), **about)
+    faulthandler.dump_traceback_later(15, exit=True)  # an end that hangs says where
     engine.close()
 
 
@@ -223,6 +230,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--loads", nargs="+", default=["batch 1", "throughput"])
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="of a mixture: once more, with whole experts a rank"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -243,6 +253,8 @@ def main() -> None:
         for count in args.ranks:
             words = ["--section", "serve", *shared, "--size", str(count), "--stages", str(args.stages)]
             run([*words, "--loads", *args.loads], args.seconds)
+            if args.expert_parallel and count > 1:
+                run([*words, "--loads", *args.loads, "--expert-parallel"], args.seconds)
         run([*words, "--loads", "batch 1", "--nccl"], args.seconds)
 
 
