@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process that a test starts would compile all of hone again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 10
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .PHONY: demo test test-all lint docs clean
 

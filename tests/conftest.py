@@ -83,6 +83,18 @@ def _files(folder: Path) -> set:
     return {(path, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers share the files, the longest come first: else one worker waits at the end for the other's."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    seconds: dict[Path, float] = {}
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        about = 0.1 if slow is None else slow.kwargs.get("seconds", 5.0)
+        seconds[item.path] = seconds.get(item.path, 0.0) + about
+    items.sort(key=lambda item: -seconds[item.path])  # a stable order: equal files and a file's tests stay as they were
+
+
 def pytest_collection_finish() -> None:
     """Garbage collection looks at what tests make, not at the million objects of their imports each time."""
     gc.collect()

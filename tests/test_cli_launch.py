@@ -157,7 +157,7 @@ def test_a_rank_saves_and_ends_when_its_launcher_dies(monkeypatch):
     assert threading.active_count() <= threads
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 def test_two_ranks_train_save_at_ctrl_c_and_go_on(tmp_path):
     out = tmp_path / "train-base"
     sizes = [f"--model.{name}={value}" for name, value in SHAPE.model_dump(exclude_defaults=True).items()]

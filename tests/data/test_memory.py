@@ -40,7 +40,7 @@ def write_rows(path: Path, seed: int, num_bytes: int = FILE_BYTES) -> None:
             size += file.write(json.dumps({"text": text}) + "\n")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=45)
 def test_three_times_the_text_needs_hardly_more_memory(tmp_path):
     peaks = []
     for count in (0, 1, 3):  # the first compiles what is not compiled yet

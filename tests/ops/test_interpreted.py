@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 FILES = sorted(Path(__file__).parent.rglob("interpreted*.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=150)
 def test_kernels_in_the_interpreter() -> None:
     """One process for all of them: a third of the time of several would be imports."""
     run_interpreted(*FILES)

@@ -20,7 +20,7 @@ def enough(one: soak.Soak) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=35)
 def test_nothing_is_left_of_a_load(tmp_path):
     fields = {"minutes": 0.35, "users": 16, "rest": 3.0, "killing": 0.4, "kill_every": 4.0, "seed": 5, "engine": "{}"}
     report = soak.soak(argparse.Namespace(**fields), tmp_path, enough)

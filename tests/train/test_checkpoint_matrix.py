@@ -1,4 +1,4 @@
-"""Checkpoints of every layout of a training, products of axes too, are read by every other one."""
+"""Checkpoints of every layout of a training, products of axes too, are read by others: every axis by every axis."""
 
 from __future__ import annotations
 
@@ -26,17 +26,37 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pipeline_parallel_degree": 2, "data_parallel": "zero1"}),
 ]
 PAIRS = [(reader, writer) for reader in range(len(LAYOUTS)) for writer in range(len(LAYOUTS))]
-"""All of them; the default tier takes those of one diagonal, in which every layout writes and reads once."""
+SAMPLE = [(reader, writer) for reader, writer in PAIRS if (reader - writer) % len(LAYOUTS) == 8]
+"""One diagonal, in which every layout writes and reads once."""
+
+
+def covering(pairs: list[tuple[int, int]], begun: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of `pairs` that `begun` lacks: together, whatever a layout has (an axis with its degree or technique, a number of
+    ranks) reads what whatever a layout has wrote. A product of axes is no more than its axes to a checkpoint, which is of whole
+    tensors by name."""
+
+    def meet(reader: int, writer: int) -> set[tuple[Any, Any]]:
+        ours, theirs = (
+            [num_ranks, *map(repr, layout.items())] for num_ranks, layout in (LAYOUTS[reader], LAYOUTS[writer])
+        )
+        return {(one, other) for one in ours for other in theirs}
+
+    missing = set().union(*(meet(*pair) for pair in pairs)) - set().union(*(meet(*pair) for pair in begun))
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda pair: len(meet(*pair) & missing)))
+        missing -= meet(*chosen[-1])
+    return chosen
 
 
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param([one for one in PAIRS if (one[0] - one[1]) % len(LAYOUTS) == 8], id="sample"),
-        pytest.param(PAIRS, id="all", marks=pytest.mark.slow),
+        pytest.param(SAMPLE, id="sample"),
+        pytest.param(covering(PAIRS, SAMPLE), id="covering", marks=pytest.mark.slow(seconds=40)),
     ],
 )
-def test_every_layout_reads_the_checkpoints_of_every_other(pairs, data_folder, tmp_path):
+def test_layouts_read_each_others_checkpoints(pairs, data_folder, tmp_path):
     layouts = [
         (
             num_ranks,

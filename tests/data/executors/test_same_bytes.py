@@ -65,7 +65,7 @@ def test_processes_write_what_one_process_writes(serial, source, tmp_path):
     assert made.figures["worker_memory_bytes"].value > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 def test_ray_writes_what_one_process_writes(serial, source, tmp_path):
     pytest.importorskip("ray")
     made = make(source, tmp_path / "data-text", {"kind": "ray", "workers": 2, "address": "local"})
@@ -85,7 +85,7 @@ def test_a_limit_ends_at_the_same_document(source, tmp_path):
     assert one.content == two.content and 100_000 < one.figures["input_bytes"].value <= 120_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize(
     ("executor", "kills"),
     [({"kind": "serial"}, 5), ({"kind": "processes", "workers": 2}, 3)],

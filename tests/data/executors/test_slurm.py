@@ -130,7 +130,7 @@ def test_mistakes_are_said(cluster, tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=35)
 def test_a_stage_on_slurm_writes_the_same_bytes(cluster, tmp_path, monkeypatch):
     from tests.data.executors.test_same_bytes import make
     from tests.data.stories import story

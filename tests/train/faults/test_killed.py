@@ -120,7 +120,7 @@ def test_the_others_end_with_one_error_and_the_training_goes_on(case, whole, dat
     assert rows[0] == pytest.approx(rows[1], abs=4e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_torchrun_starts_all_again_and_they_resume(num_ranks, data_folder, tmp_path):
