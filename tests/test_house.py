@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -55,12 +56,16 @@ def imports(source: str, module: str) -> set[str]:
     By name: the string of a `lazy("hone.x")`, a table's row, or any other that is the name of a module. A package that
     names itself to find its files imports nothing.
     """
-    tree, found = ast.parse(source), set()
+    return _imports(ast.parse(source), module)
+
+
+def _imports(tree: ast.Module, module: str) -> set[str]:
+    found = set()
     listed = {
         id(node)
-        for statement in tree.body
+        for statement in (tree.body if module in REGISTRIES else ())
         if isinstance(statement, ast.Assign | ast.AnnAssign)
-        and {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)} & REGISTRIES.get(module, set())
+        and {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)} & REGISTRIES[module]
         for node in ast.walk(statement)
     }
     for node in ast.walk(tree):
@@ -81,21 +86,55 @@ def imports(source: str, module: str) -> set[str]:
 
 def joined_imports(source: str) -> list[str]:
     """Calls of import_module, lazy and resolve with a name that is put together there: an f-string or a sum."""
+    return _joined_imports(ast.parse(source))
+
+
+def _joined_imports(tree: ast.Module) -> list[str]:
     return [
         ast.unparse(node)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "lazy", "resolve", "__import__")
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None))
+        in ("import_module", "lazy", "resolve", "__import__")
         and any(isinstance(one, ast.JoinedStr | ast.BinOp) for one in node.args)
     ]
+
+
+class File(NamedTuple):
+    """What the rules ask of one file; each is read and parsed once."""
+
+    path: str
+    lines: int
+    docstring: str | None
+    imports: set[str]
+    joined_imports: list[str]
+    long_functions: list[str]
+
+
+@functools.cache
+def files_of_hone() -> dict[str, File]:
+    """Every module's."""
+    found = {}
+    for module, path in MODULES.items():
+        text = path.read_text(encoding="utf8")
+        tree = ast.parse(text)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        found[module] = File(
+            path=str(path.relative_to(ROOT)),
+            lines=text.count("\n"),
+            docstring=ast.get_docstring(tree),
+            imports=_imports(tree, module),
+            joined_imports=_joined_imports(tree),
+            long_functions=[node.name for node in functions if node.end_lineno - node.lineno > 90],
+        )
+    return found
 
 
 @functools.cache
 def graph_of_hone() -> dict[str, set[str]]:
     """What every module of hone imports of it."""
     return {
-        module: {target for target in imports(path.read_text(encoding="utf8"), module) if target in MODULES}
-        for module, path in MODULES.items()
+        module: {target for target in file.imports if target in MODULES} for module, file in files_of_hone().items()
     }
 
 
@@ -189,27 +228,29 @@ def test_the_checks_can_fail():
     assert joined_imports(hidden) == ["importlib.import_module(f'hone.text.{name}')", "lazy('hone.' + name)"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_file(path: Path):
-    assert path.stem not in FORBIDDEN
-    text = path.read_text(encoding="utf8")
-    docstring = ast.get_docstring(ast.parse(text))
-    assert docstring, "no module docstring"
-    assert docstring.splitlines()[0].rstrip().endswith((".", "?")), "the docstring's first line is not one sentence"
-    assert text.count("\n") <= 450, "too long: split the file"
+def test_no_file_has_a_name_that_says_nothing():
+    assert [path for path in FILES if path.stem in FORBIDDEN] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_are_imported_by_their_whole_names(path: Path):
+def test_every_file_says_what_it_is():
+    """In its docstring, whose first line is one sentence."""
+    files = files_of_hone().values()
+    assert [file.path for file in files if not file.docstring] == []
+    first = {file.path: file.docstring.splitlines()[0].rstrip() for file in files}
+    assert {path: line for path, line in first.items() if not line.endswith((".", "?"))} == {}
+
+
+def test_files_are_short():
+    assert {file.path: file.lines for file in files_of_hone().values() if file.lines > 450} == {}, "split them"
+
+
+def test_modules_are_imported_by_their_whole_names():
     """A name put together where it is imported is an import that no check above sees."""
-    assert joined_imports(path.read_text(encoding="utf8")) == []
+    assert {file.path: file.joined_imports for file in files_of_hone().values() if file.joined_imports} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_fit_a_screen(path: Path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno <= 90, f"{node.name} is too long"
+def test_functions_fit_a_screen():
+    assert {file.path: file.long_functions for file in files_of_hone().values() if file.long_functions} == {}
 
 
 def test_folders_are_small():
@@ -240,7 +281,7 @@ def test_every_table_is_listed():
     literal = re.compile(r"^(\w+) = Table\(", re.MULTILINE)
     found = {
         f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')}:{name}"
-        for path in (ROOT / "hone").rglob("*.py")
+        for path in FILES
         for name in literal.findall(path.read_text(encoding="utf8"))
     }
     assert found == set(TABLES)
