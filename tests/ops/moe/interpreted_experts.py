@@ -50,18 +50,24 @@ def test_a_token_that_is_not_finite_chooses_experts_that_exist() -> None:
     assert ((ids >= 0) & (ids < 6)).all() and weights.isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("tokens", "alone"), [(1, True), (3, True), (3, False), (20, False)])
+KINDS = ["dense", "int4", "int8", "fp8"]
+WAYS = [(1, True), (3, True), (3, False), (20, False)]
+"""(tokens, whether they are served alone, each with its experts' rows)."""
+
+
+# Every kind with every way and every number of groups, every way with every number of groups.
+@pytest.mark.parametrize(
+    ("kind", "groups", "tokens", "alone"),
+    [(kind, 1 + (at + way) % 2, *WAYS[way]) for at, kind in enumerate(KINDS) for way in range(len(WAYS))],
+)
 def test_experts(kind: str, groups: int, tokens: int, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_experts, "ALONE", dict.fromkeys((True, False), 99 if alone else 0))
-    x = torch.randn(tokens, 128)
+    x = torch.randn(tokens, 64)
     ids = torch.stack([torch.randperm(7)[:2] for _ in range(tokens)])
     ids[ids == 3] = 4  # an expert without tokens, and one that may come twice
     shares = torch.rand(tokens, 2)
-    gate_up, down = weights_of(kind, 7, 96, 128, groups), weights_of(kind, 7, 128, 48 if kind == "dense" else 64, 2)
-    if kind != "dense":
-        gate_up = weights_of(kind, 7, 128, 128, groups)
+    inner = 24 if kind == "dense" else 64
+    gate_up, down = weights_of(kind, 7, 2 * inner, 64, groups), weights_of(kind, 7, 64, inner, 2)
     agree(lambda backend: [expert_swiglu(x, ids, shares, gate_up, down, backend=backend)])
 
 

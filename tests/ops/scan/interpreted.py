@@ -86,9 +86,9 @@ def channels(monkeypatch, dtype, strength, chunk, segments, parts, shape, share)
 @pytest.mark.parametrize(
     ("chunk", "segments", "parts", "shape", "share"),
     [
-        (64, 2, 2, (1, 202, 2, 40, 24), 2),
-        (64, 2, 3, (1, 262, 1, 72, 80), 1),
-        (16, 5, 4, (2, 130, 1, 16, 16), 1),
+        (64, 2, 2, (1, 138, 2, 40, 24), 2),
+        (32, 2, 3, (1, 138, 1, 72, 40), 1),
+        (16, 3, 4, (2, 66, 1, 16, 16), 1),
     ],
 )
 def test_a_decay_a_channel_however_it_is_cut(monkeypatch, chunk, segments, parts, shape, share):
