@@ -262,6 +262,7 @@ def _timed(name: str, mesh: Mesh, device: str, arguments: argparse.Namespace) ->
         row |= {
             "predicted": each * degrees.dp * arguments.seq_len / mesh.world_size / predicted,
             "predicted_peak_bytes": grown,
+            "config": _config(parallelism, mesh.world_size, each * degrees.dp, arguments),
         }
         note += f"; predicted {predicted:.4g} s and {grown / 2**30:.1f} GiB, {peak / 2**30:.1f} measured"
     if traced is not None:
@@ -309,6 +310,23 @@ def _sizes(
         fp8=fp8_products(arguments.precision),
         fp8_recipe=FP8_RECIPES.get(arguments.precision, ""),
     )
+
+
+def _config(parallelism: Parallelism, num_ranks: int, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `benchmarks.predicted.estimates` makes the estimates from again."""
+    return {
+        "room": "training",
+        "shape": arguments.shape,
+        **({"layers": arguments.layers} if arguments.layers else {}),
+        "batch_size": rows,
+        "seq_len": arguments.seq_len,
+        "precision": arguments.precision,
+        "passes": arguments.micro_batches,
+        "recomputation": json.loads(arguments.activation_checkpointing),
+        "parallelism": parallelism.model_dump(mode="json", exclude_defaults=True),
+        "ranks": num_ranks,
+        "compiled": arguments.compile,
+    }
 
 
 def _traced(step: Callable[[], Any], kept: Path | None) -> gaps.Account | None:

@@ -78,6 +78,8 @@ def run(
     prompts = [torch.randint(1, vocab, (asked.prompt_tokens,), generator=draw).tolist() for _ in range(count)]
     # What is compiled or captured on first use is no part of the run.
     served.generate(prompts[:concurrency], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    while served.idle():
+        pass
     begins, firsts, lasts = [0.0] * count, [0.0] * count, [0.0] * count
     begun, sent, done = time.perf_counter(), 0, 0
     while done < count:
