@@ -2,20 +2,22 @@
 
     python -m benchmarks.plan_executed --goal train                                        # a tiny model on this CPU, some minutes
     python -m benchmarks.plan_executed --goal train --device cuda --shape llama3-1b        # one GPU, about 100 s
-    python -m benchmarks.plan_executed --goal serve --device cuda --shape llama3-1b        # one GPU, about 120 s
+    python -m benchmarks.plan_executed --goal serve --device cuda --shape llama3-1b        # one GPU, about 150 s
 
 The candidates are the five that the search ranks first and five more at equal distances down its ranking. Each runs on its own, on random
-tokens with random weights; a training has real steps (forward, backward, AdamW), a server real requests. Rows say: the measured seconds of
-the first choice over those of the best that ran (1.00: the search was right), the mean error of all predictions, and the same after one
-correction from the three first.
+tokens with random weights; a training has real steps (forward, backward, AdamW), a server real requests, on a GPU those that it has served
+once before. Rows say: the measured seconds of the first choice over those of the best that ran (1.00: the search was right), the median error of all
+predictions, and the same after one correction from the three first. `--lines FILE` gets a line for each candidate as soon as it has run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch
@@ -23,7 +25,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 from benchmarks.ledger import append, table
 from benchmarks.serve import SHAPES
 from hone.base.errors import HoneError
-from hone.cli.options import calibrated, circumstances
+from hone.base.run import Run
+from hone.cli.options import calibrated, circumstances, kernels_of
+from hone.measure.calibrate import calibrate_all
 from hone.measure.machine import machine_of
 from hone.plan.search.exact import Refused, simulated
 from hone.plan.search.executing import serving, training
@@ -67,11 +71,13 @@ def main() -> None:
         "--rounds", type=int, default=1, help="each candidate runs so often, in turn; the fastest run counts"
     )
     parser.add_argument("--steps", type=int, default=4, help="steps of a training after two warm ones")
-    parser.add_argument("--seconds", type=float, default=130.0, help="no further candidate is begun after so long")
+    parser.add_argument("--seconds", type=float, default=150.0, help="no further candidate is begun after so long")
+    parser.add_argument("--lines", default="", help="file that gets a line for each candidate when it has run")
     parser.add_argument("--dry", action="store_true", help="no rows in the ledger")
     args = parser.parse_args()
     begun = time.perf_counter()
-    run = calibrated(circumstances({"device": args.device, "quiet": "true"}))
+    run = rated(circumstances({"device": args.device, "quiet": "true"}), args.goal)
+    print(f"calibrated, {time.perf_counter() - begun:.0f} s so far", flush=True)
     goal = goal_of(args)
     ways, _ = priced(goal, fleets_of(goal, run.device, machine_of(run)))
     picked = candidates(in_order(exact(ways, goal), goal), args.candidates)
@@ -88,6 +94,16 @@ def main() -> None:
         print(f"{row['figure']}: {row['note']}")
     if not args.dry:
         append("plan_executed", rows, args.device)
+
+
+def rated(run: Run, goal: str) -> Run:
+    """`run` with this machine's calibration; for a server's goal on a GPU of the one dtype that it serves."""
+    if goal == "train" or run.device == "cpu":
+        return calibrated(run)
+    machine = machine_of(run)
+    measured = calibrate_all(run.device, ["bfloat16"], machine.calibration, kernels=kernels_of(run.device))
+    run.machine = machine.model_copy(update={"calibration": measured}).model_dump(mode="json")
+    return run
 
 
 def goal_of(args: argparse.Namespace) -> Goal:
@@ -123,33 +139,44 @@ def candidates(ways: list[Way], count: int) -> list[Way]:
 def measured(ways: list[Way], goal: Goal, args: argparse.Namespace, begun: float) -> dict[int, Pair]:
     """What was predicted of each way beside the fastest of its runs; those for which no time is left are missing."""
     found: dict[int, list[float]] = {}
+    models = serving.Models(args.device)
     for turn in range(args.rounds):
         for place, way in enumerate(ways):
             if time.perf_counter() - begun > args.seconds and place not in found:
                 continue
             try:
-                took = once(way, goal, args)
+                took, told = once(way, goal, args, models)
             except HoneError as error:
                 print(f"{way.label()}: {error.what[:200]}", flush=True)
                 continue
             found.setdefault(place, []).append(took)
+            spent = time.perf_counter() - begun
+            line = {"rank": place, "way": way.label(), "predicted_s": seconds_of(way), "measured_s": took, **told}
+            more = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
             print(
-                f"{turn}  {way.label():60} predicted {seconds_of(way):.4g} s, took {took:.4g} s, {time.perf_counter() - begun:.0f} s so far",
+                f"{turn}  {way.label():60} predicted {seconds_of(way):.4g} s, took {took:.4g} s; {more}; {spent:.0f} s so far",
                 flush=True,
             )
+            if args.lines:
+                with Path(args.lines).open("a", encoding="utf8") as file:
+                    file.write(json.dumps({"turn": turn, **line, "spent_s": spent}) + "\n")
     return {
         place: Pair(kinds_of(ways[place])[0], seconds_of(ways[place]), min(times)) for place, times in found.items()
     }
 
 
-def once(way: Way, goal: Goal, args: argparse.Namespace) -> float:
-    """Seconds of a step (the fastest), or of an output token of all sequences together."""
+def once(way: Way, goal: Goal, args: argparse.Namespace, models: serving.Models) -> tuple[float, dict[str, float]]:
+    """Seconds of a step (the fastest), or of an output token of all sequences together; and what else the run says."""
     if way.engine is not None:
         assert way.format is not None, "a way that serves has a format"
-        return 1 / serving.run(way.candidate, way.format, way.engine, goal.requests, device=args.device).tokens_per_s
+        sizes = {"device": args.device, "models": models}
+        served = serving.run(way.candidate, way.format, way.engine, goal.requests, **sizes)
+        told = served._asdict()
+        return 1 / told.pop("tokens_per_s"), told
     assert way.train is not None, "a way trains or serves"
-    sizes = {"seq_len": goal.seq_len, "device": args.device, "steps": args.steps, "budget_s": 60.0}
-    return training.step_seconds(way.candidate, way.train, **sizes).fastest_s
+    more = {"seq_len": goal.seq_len, "device": args.device, "steps": args.steps, "budget_s": 60.0}
+    took = training.step_seconds(way.candidate, way.train, **more)
+    return took.fastest_s, {"median_s": took.seconds, "steps": float(took.num)}
 
 
 def rows_of(ways: list[Way], pairs: dict[int, Pair], args: argparse.Namespace) -> list[dict[str, Any]]:

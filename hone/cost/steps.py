@@ -55,8 +55,12 @@ def forward_seconds(
     seq_len: int,
     dtype: str = "float32",
     logit_tokens: int | None = None,
+    launched: bool = True,
 ) -> Estimate:
-    """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all)."""
+    """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all).
+
+    `launched`: its operations are started one by one; else something else starts them, such as a CUDA graph.
+    """
     rows = tokens if logit_tokens is None else logit_tokens
     products: list[Product] = [((tokens, *matmul), "forward") for layer in dims.layers for matmul in layer.matmuls]
     if dims.vocab_size:
@@ -67,7 +71,7 @@ def forward_seconds(
         "attention": attention_seconds(machine, flops, dtype, seq_len=seq_len),
         "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False),
     }
-    starts = len(products) + FORWARD_OPS * dims.num_layers + AROUND_OPS
+    starts = len(products) + FORWARD_OPS * dims.num_layers + AROUND_OPS if launched else 0
     return sum_up(machine, parts, starts, dtype)
 
 

@@ -168,6 +168,7 @@ def serving_of(
         split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device, machine.processor),
         vocab_size=dims.vocab_size * spec.tensor_parallel_size,
         offload=offload if streams else None,
+        coded=_coded(model) if machine.device.startswith("cuda") and where_of(machine).capability >= (8, 9) else "",
         compiled=not streams
         and kept.dtype == dtype
         and _keeps_all(spec, model)
@@ -182,6 +183,22 @@ def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float |
         return read_weights(dims, dtype, model.weights_bytes, _looked_up(model, dtype))
     matrices = sparse_saving(spec, model, dtype)
     return read_weights(dims, dtype, BYTES[dtype] * dims.num_params - matrices * READ_24) if matrices else None
+
+
+def _coded(model: CheckpointFacts) -> str:
+    """The recipe of fp8 by which a GPU multiplies the layers' weights and rounded inputs as codes; empty where it does not."""
+    if not model.packed:
+        return ""
+    assert model.quantization is not None, "packed weights have a config"
+    names = model.config.linears(0)
+    name, one = next(iter(names.items()))
+    found = linear_of(model.quantization, f"model.layers.0.{name}", one.in_features)
+    if found is None or found[0] != "rounded_inputs":
+        return ""
+    scheme = found[1]["scheme"]
+    if (scheme.number, scheme.activations.number, scheme.bits, scheme.activations.bits) != ("e4m3", "e4m3", 8, 8):
+        return ""
+    return "blockwise" if scheme.activations.per == "group" else "rowwise"
 
 
 def sparse_saving(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float:

@@ -26,6 +26,7 @@ from hone.cost.serve.serving import (
     serving_seconds,
     touched_pages,
 )
+from hone.cost.steps import FP8_GAIN
 from hone.measure.calibration import Bandwidth, Calibration, MatmulRate
 from hone.measure.machine import Machine
 from hone.model.decoder import build
@@ -85,6 +86,30 @@ def test_a_short_prompt_takes_its_launches_a_long_one_its_products():
     short, shorter = (one.step_seconds(prefill(tokens)).value for tokens in (100, 10))
     assert short == shorter == pytest.approx(one.launched_s, rel=0.02)
     assert one.step_seconds(prefill(8192)).value > 4 * short
+
+
+def test_prompts_that_come_again_are_a_replay_unless_they_are_long():
+    one = serving()
+    first, later = (one.step_seconds(prefill(100), again=again).value for again in (False, True))
+    assert first == pytest.approx(one.launched_s, rel=0.02) and later < 0.3 * first
+    assert one.step_seconds(prefill(8192), again=True) == one.step_seconds(prefill(8192))  # its launches are hidden
+    mixed = decode(16)._replace(chunks=((0, 100),))
+    assert one.step_seconds(mixed, again=True).value < 0.3 * one.step_seconds(mixed).value
+    assert serving(captured=False).step_seconds(mixed, again=True) == serving(captured=False).step_seconds(mixed)
+
+
+def test_weights_of_fp8_codes_are_multiplied_at_their_own_rate():
+    plain, coded = (serving(coded=coded, read_bytes=8e9) for coded in ("", "rowwise"))
+    assert plain.coded_gain == 1.0 and coded.coded_gain == FP8_GAIN  # this calibration has no fp8 linears
+    times = plain.step_seconds(prefill(8192)).value / coded.step_seconds(prefill(8192)).value
+    assert 1.3 < times < FP8_GAIN
+    ledger = (
+        row("serve", "llama3-8b-fp8, serve_load: prefill")["value"]
+        / row("serve", "llama3-8b-kv-fp8, serve_load: prefill")["value"]
+    )
+    assert times == pytest.approx(ledger, rel=0.25)
+    assert plain.step_seconds(decode(1)) == coded.step_seconds(decode(1))  # one row reads its weights
+    assert coded.step_seconds(decode(256)).value < plain.step_seconds(decode(256)).value
 
 
 def test_pages_are_read_in_place_where_the_dispatch_says_so(monkeypatch):

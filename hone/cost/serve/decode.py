@@ -50,6 +50,7 @@ def decode_step_seconds(
     cache_width: float | None = None,
     in_place: bool = False,
     captured: bool = False,
+    coded_gain: float = 1.0,
 ) -> Estimate:
     """One decoding step of `num_seqs` sequences that each attend to `context` cached positions.
 
@@ -57,13 +58,14 @@ def decode_step_seconds(
     `cache_width`: bytes of a cached number in pages, where it is not that of `dtype`.
     `in_place`: a GPU's kernels read the pages in place; else they are gathered (read, written), then read.
     `captured`: the step is the replay of a CUDA graph, without launch overhead of kernels; implies `in_place`.
+    `coded_gain`: how many times as fast as in `dtype` the layers' products are, where their weights are multiplied as codes.
     """
     width = BYTES[dtype] if cache_width is None or not (in_place or captured) else cache_width
     # Keys and values of the sequences' cached positions.
     cached = width * num_seqs * dims.state_values(context)
     if in_place or captured:
         eight = width < BYTES[dtype] and width < 2
-        return _in_place(dims, machine, num_seqs, cached, dtype, weights_bytes, captured, eight)
+        return _in_place(dims, machine, num_seqs, cached, dtype, weights_bytes, captured, eight, coded_gain)
     products = _products(dims, num_seqs)
     gathered = 3.0 * cached
     weights_s = seconds(machine, num_bytes=weights_bytes, dtype=dtype).value if weights_bytes else 0.0
@@ -90,6 +92,7 @@ def _in_place(
     weights_bytes: float | None,
     captured: bool,
     eight: bool,
+    coded_gain: float,
 ) -> Estimate:
     """A step of the GPU's kernels: matmuls, then pages and activations at the read rate, and the gaps between kernels."""
     calibration = machine.calibration
@@ -101,7 +104,8 @@ def _in_place(
         everything = dims.matmul_params + sum((1.0 - one.routed.share) * one.routed.params for one in dims.layers)
         weights_bytes *= dims.read_params(num_seqs) / everything
         weights_s = weights_bytes / (rate if bound else QUANTIZED * calibration.read_bytes_per_s)
-    flops = 2.0 * num_seqs * dims.matmul_params
+    head = dims.vocab_size * dims.hidden_size
+    flops = 2.0 * num_seqs * ((dims.matmul_params - head) / coded_gain + head)
     if bound:
         matmuls_s = max(weights_s, flops / speed_of_light(machine, dtype)[0])
     elif num_seqs <= STREAM_ROWS or weights_bytes is not None:

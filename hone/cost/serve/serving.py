@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from hone.base.figure import Estimate
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.ranks import Split
-from hone.cost.roofline import attention_seconds, copy_rate, seconds
+from hone.cost.roofline import attention_seconds, copy_rate, linear_seconds, seconds
+from hone.cost.serve.captured import most_mixed, padded_tokens
 from hone.cost.serve.decode import decode_step_seconds, decode_step_starts
 from hone.cost.serve.offload import ExpertCopies, Offload
-from hone.cost.steps import Product, forward_seconds, product_seconds, traffic_seconds
+from hone.cost.steps import FP8_BLOCK_GAIN, FP8_GAIN, Product, forward_seconds, product_seconds, traffic_seconds
 from hone.measure.machine import Machine
 
 # On a CPU, in starts of an operation (2.7 us on the machine where they were measured: a model 32 wide, so that only Python
@@ -46,6 +48,9 @@ are within 15 % of what the load "throughput" of benchmarks/serve_load.py took."
 LAUNCHED_PER_LAYER = 160
 """Time of a layer in operation starts when Python launches its kernels one by one: 31 to 34 ms per step of 32 layers were
 measured where a start takes about 5 us, 17 ms of 16 layers where it takes 7.5 us."""
+
+_MANY_ROWS = 8192
+"""Rows at which products of codes are compared with those of a dtype: both are bound by arithmetic."""
 
 MOST_CAPTURED = 512
 """Sequences up to which decode steps are captured as CUDA graphs: with more, kernels take longer than their launches."""
@@ -195,18 +200,23 @@ class Serving:
     """Bytes of a cached number, its part of a scale included; None: those of `dtype`."""
     offload: Offload | ExpertCopies | None = None
     """Layers whose weights every step copies from host memory."""
+    coded: str = ""
+    """The recipe of `hone.ops.fp8` by which a GPU multiplies the layers' weights as codes of fp8; empty: in `dtype`."""
 
     @property
     def cached_width(self) -> float:
         return BYTES[self.dtype] if self.cache_width is None else self.cache_width
 
-    def step_seconds(self, step: StepKind) -> Estimate:
-        """Seconds of one step of that kind, the copies of streamed layers included."""
-        computed = self.computed_seconds(step)
+    def step_seconds(self, step: StepKind, *, again: bool = False) -> Estimate:
+        """Seconds of one step of that kind, the copies of streamed layers included.
+
+        `again`: a step of as many tokens came before, so that one with prompts has a graph, too, where launches cost it time.
+        """
+        computed = self.computed_seconds(step, again=again)
         return computed if self.offload is None else self.offload.beside(computed, self.machine, step.num_tokens)
 
-    def computed_seconds(self, step: StepKind) -> Estimate:
-        """Seconds in which a step of that kind computes.
+    def computed_seconds(self, step: StepKind, *, again: bool = False) -> Estimate:
+        """Seconds in which a step of that kind computes; `again` as in `step_seconds`.
 
         Pipeline stages work on as many parts of the decoding sequences in turn; chunks of prompts follow one another.
         """
@@ -214,7 +224,7 @@ class Serving:
         if stages > 1 and step.decoding:
             step = step._replace(decoding=-(-step.decoding // stages), samples=-(-step.samples // stages))
         if self.in_place:
-            alone = self._on_gpu(step)
+            alone = self._on_gpu(step, again=again)
         elif self.compiled and not step.chunks and step.decoding <= MOST_COMPILED:
             alone = self._compiled(step)
         else:
@@ -231,9 +241,26 @@ class Serving:
         """Seconds of launching a step's kernels one by one from Python, which overlap the GPU's work."""
         return seconds(self.machine, num_ops=LAUNCHED_PER_LAYER * self.dims.num_layers, dtype=self.dtype).value
 
-    def _on_gpu(self, step: StepKind) -> Estimate:
-        captured = self.captured and not step.chunks and step.decoding <= MOST_CAPTURED
-        work = self._mixed(step) if step.chunks else self._decoding(step, captured)
+    @cached_property
+    def coded_gain(self) -> float:
+        """How many times as fast as in `dtype` the products of layers with many rows are as codes: as calibrated, else assumed."""
+        shapes = [(_MANY_ROWS, *matmul) for layer in self.dims.layers for matmul in layer.matmuls]
+        if not self.coded or not shapes:
+            return 1.0
+        took = [linear_seconds(self.machine, shape, self.coded, held=True, trained=False) for shape in shapes]
+        if None in took:
+            return FP8_BLOCK_GAIN if self.coded == "blockwise" else FP8_GAIN
+        return product_seconds(self.machine, [(shape, "forward") for shape in shapes], self.dtype) / sum(
+            map(float, took)
+        )  # type: ignore[arg-type]
+
+    def _on_gpu(self, step: StepKind, *, again: bool) -> Estimate:
+        if step.chunks:
+            captured = again and step.num_tokens <= most_mixed(self.dims.num_layers, max(self.dims.matmul_params, 1))
+        else:
+            captured = step.decoding <= MOST_CAPTURED
+        captured = captured and self.captured
+        work = self._mixed(step, captured) if step.chunks else self._decoding(step, captured)
         device_s = work.value if captured else max(work.value, self.launched_s)
         host_s = REPLAY_STEP_S + REPLAY_SEQ_S * (step.decoding + len(step.chunks))
         formula = f"device {device_s * 1e3:.2f} ms + around it {host_s * 1e3:.2f} ms"
@@ -251,9 +278,10 @@ class Serving:
             cache_width=self.cache_width,
             in_place=True,
             captured=captured,
+            coded_gain=self.coded_gain,
         )
 
-    def _mixed(self, step: StepKind) -> Estimate:
+    def _mixed(self, step: StepKind, captured: bool) -> Estimate:
         """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once."""
         whole = forward_seconds(
             self.dims,
@@ -262,7 +290,14 @@ class Serving:
             seq_len=1,
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
+            launched=not captured,
         )
+        if self.coded:
+            layers: list[Product] = [
+                ((step.num_tokens, *matmul), "forward") for layer in self.dims.layers for matmul in layer.matmuls
+            ]
+            saved_s = (1 - 1 / self.coded_gain) * product_seconds(self.machine, layers, self.dtype)
+            whole = whole.model_copy(update={"value": whole.value - saved_s})
         # The products of experts' tokens are counted for one token's experts; together they visit more.
         read = BYTES[self.dtype] * self.dims.read_params(step.num_tokens)
         least = seconds(self.machine, num_bytes=read, op_bytes=read, dtype=self.dtype).value
@@ -368,13 +403,16 @@ def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> E
     """The whole run, from the first request to the last token."""
     total, counts, bound = 0.0, {"decode": 0, "mixed": 0}, False
     spent = {"decode": 0.0, "mixed": 0.0}
-    known: dict[StepKind, Estimate] = {}
+    known: dict[tuple[StepKind, bool], Estimate] = {}
+    sizes: set[int] = set()  # of graphs with prompts, which are captured when they come a second time
     for step in schedule(traffic, batching):
-        kind = step._replace(repeats=1, context=round(step.context))
-        if kind not in known:
-            known[kind] = serving.step_seconds(kind)
-        took = known[kind]
+        kind, size = step._replace(repeats=1, context=round(step.context)), padded_tokens(step.num_tokens)
+        again = bool(step.chunks) and size in sizes
+        if (kind, again) not in known:
+            known[kind, again] = serving.step_seconds(kind, again=again)
+        took = known[kind, again]
         name = "mixed" if step.chunks else "decode"
+        sizes |= {size} if step.chunks else set()
         spent[name] += step.repeats * took.value
         counts[name] += step.repeats
         total, bound = total + step.repeats * took.value, bound or took.bound

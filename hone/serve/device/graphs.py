@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hone.cost.serve.captured import MIXED_TOKENS, most_mixed, padded_tokens
 from hone.cost.serve.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops import sample
@@ -22,15 +23,6 @@ from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import PagedBuffers
 from hone.serve.paging.sharing import NONE_SHARED, SharedPages, shared_pages
 from hone.serve.step import ForwardBatch, SamplingMetadata
-
-MIXED_TOKENS = 8192
-"""Most tokens of a captured step with prompts."""
-
-_LAUNCH_S, _FLOPS = 1.2e-3, 5e14
-"""Seconds to launch a layer out of Python, and products a second of a GPU: from them, how long steps and their launches take."""
-
-_MOST_TIMES = 4
-"""A step that takes this many times longer than its launch needs none either way: the step before it may be shorter."""
 
 _SHARING = 8
 """Fewest sequences for which a graph that reads shared pages once is captured."""
@@ -63,13 +55,6 @@ def padded_shared(num_seqs: int) -> int:
     """The same where pages are read once, which makes padding cheap: a power of 2, or three quarters of one."""
     above = 1 << (num_seqs - 1).bit_length()
     return above // 4 * 3 if above >= 4 and num_seqs <= above // 4 * 3 else above
-
-
-def padded_tokens(num_tokens: int) -> int:
-    """The tokens of the graph that serves a mixed step of `num_tokens`: a multiple of 64, or of a sixteenth of a power of 2."""
-    above = 1 << (num_tokens - 1).bit_length()
-    step = max(64, above // 16)
-    return -(-num_tokens // step) * step
 
 
 @dataclass
@@ -109,9 +94,9 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._broken = False
         self._most = min(MOST_CAPTURED, len(table))
-        launch_s = _LAUNCH_S * model.config.num_layers  # alike on all ranks
-        self._most_mixed = min(MIXED_TOKENS, int(_MOST_TIMES * launch_s * _FLOPS / (2 * model.config.active_params)))
-        """Tokens up to which launching a mixed step out of Python may make the device wait."""
+        self._most_mixed = most_mixed(
+            model.config.num_layers, model.config.active_params, MIXED_TOKENS
+        )  # alike on all ranks
         self._states: Tensor | None = None
         """Hidden states [T, D] that the last replay left: one place for all graphs, whose own memory is then the same, too."""
         self._found: tuple[object, SharedPages] = None, NONE_SHARED
@@ -178,6 +163,11 @@ class StepGraphs:
             if size not in self._captured:
                 return self._capture(size)
         return False
+
+    @torch.inference_mode()
+    def capture_seen(self) -> int:
+        """Captures every size that has come and has no graph, so that the same load runs again without a capture; how many."""
+        return sum(self._capture(key) for key in list(self._seen) if key not in self._captured and not self._broken)
 
     def hidden(self, key: GraphKey, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, D] of a graph that draws nothing, valid until the next call."""

@@ -77,7 +77,7 @@ def test_the_ledger_has_the_regret_of_the_ways_that_ran():
     from hone.plan.search.searching import fleets_of, in_order, priced
 
     class Asked:
-        goal, device, shape, rounds, steps, seconds, candidates = "train", "cpu", "tiny", 1, 1, 60.0, 4
+        goal, device, shape, rounds, steps, seconds, candidates, lines = "train", "cpu", "tiny", 1, 1, 60.0, 4, ""
 
     goal = goal_of(Asked).model_copy(update={"batch_size": (4,)})
     ways, _ = priced(goal, fleets_of(goal))

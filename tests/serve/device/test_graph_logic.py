@@ -270,6 +270,27 @@ def test_graphs_captured_while_idle_serve_all_sizes(gpu: None, monkeypatch: pyte
     assert one.runner.graphs.num_captured == count and replayed(one) == one.stats()["steps"]
 
 
+def test_a_load_that_has_run_once_runs_again_without_a_capture(gpu: None) -> None:
+    """Once the sizes that came are captured, too, the same requests find a graph in each step."""
+    one = engine(decoder(), max_num_seqs=6, max_num_batched_tokens=256, enable_prefix_caching=False)
+
+    def load() -> None:
+        for number in range(9):
+            prompt = [(3 * number + 5 * at) % 61 for at in range(2 + 4 * number + 60 * (number == 0))]
+            one.add(request(str(number), prompt, KINDS["greedy"](number)))
+        drain(one)
+
+    load()
+    before, steps = one.runner.graphs.num_captured, one.stats()["steps"]
+    assert replayed(one) < steps, "the first step of a size with prompts has no graph"
+    assert one.runner.graphs.capture_seen() > 0
+    count, already = one.runner.graphs.num_captured, replayed(one)
+    load()
+    assert one.runner.graphs.num_captured == count > before
+    assert replayed(one) - already == one.stats()["steps"] - steps
+    assert one.runner.graphs.capture_seen() == 0
+
+
 def test_what_reads_a_value_cannot_be_captured(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then steps are launched, and the engine says so once."""
     _say.cache_clear()

@@ -150,13 +150,16 @@ class Servings:
         prefill, before = 0.0, 0
         while before < prompt:
             part = min(max(chunk - count, 1), prompt - before)
-            prefill += serving.step_seconds(StepKind(0, 0.0, ((before, part),), 1, 1)).value
+            prefill += serving.step_seconds(StepKind(0, 0.0, ((before, part),), 1, 1), again=True).value
             before += part
         # Requests of equal lengths begin together, so that a step has the prompts of as many as fit; each answer pays for one prompt.
         together = max(min(count, chunk // prompt), 1)
         shared = prefill
         if together > 1:
-            shared = serving.step_seconds(StepKind(0, 0.0, ((0, prompt),) * together, together, 1)).value / together
+            shared = (
+                serving.step_seconds(StepKind(0, 0.0, ((0, prompt),) * together, together, 1), again=True).value
+                / together
+            )
         each = decode + count / output * shared
         longest = prompt + output
         memory = serve_bytes(
