@@ -84,6 +84,11 @@ class Facts(BaseModel):
         raise NotImplementedError(f"{cls.__name__}.of")
 
     @classmethod
+    def marks(cls, folder: Path) -> bool:
+        """Whether `folder` is one of such an artifact."""
+        return (folder / cls.mark).exists()
+
+    @classmethod
     def refuse(cls, folder: Path) -> None:
         """Raises ArtifactError when `folder`, which lacks `mark`, is something known that is not such an artifact."""
 
@@ -101,7 +106,7 @@ def facts_of(artifact: Artifact) -> Facts:
     marks = []
     for row in FACTS.values():
         cls = resolve(row)
-        if (artifact.folder / cls.mark).exists():
+        if cls.marks(artifact.folder):
             return cls.of(artifact.folder)
         cls.refuse(artifact.folder)
         marks.append(f"no {cls.mark} ({cls.noun})")

@@ -49,6 +49,7 @@ def train_bytes(
     device: str = "cpu",
     divided: Divided | None = None,
     fp8: float = 0.0,
+    trained: ModelDims | None = None,
 ) -> Estimate:
     """Growth of memory at the peak of training.
 
@@ -62,23 +63,26 @@ def train_bytes(
     number of tokens whose logits exist at once (default: all). `kernels`: attention and loss run in the GPU kernels of hone.ops, which store no masks, overwrite
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
     float32 weights are in memory before. `divided`: the ranks of a data-parallel training, of which this is one.
-    `fp8`: linears keep fp8 codes of their inputs, of so many bytes a number.
+    `fp8`: linears keep fp8 codes of their inputs, of so many bytes a number. `trained`: the weights that are trained (None: all);
+    the others have no masters, no gradients and no state.
     """
     width = BYTES[dtype]
     half = width < 4
-    params, vocab, hidden = dims.num_params, dims.vocab_size, dims.hidden_size
+    own = trained or dims
+    params, vocab, hidden = own.num_params, dims.vocab_size, dims.hidden_size
     weights = 4 * params + (width * params if half else 0) - (4 * params if model_loaded else 0)
-    update = update or adamw(dims)
+    update = update or adamw(own)
     gradients = (4 if wide or passes > 1 else width) * params
-    head = vocab * hidden
+    head = vocab * hidden if trained is None else 0
     taken = head * width + (4 * head if wide else 0)  # the head's gradient, and its float32 copy
     state = update.state_bytes
     if divided is not None and divided.num_ranks > 1:
-        weights, gradients = divided.weights_bytes(dims, width), divided.gradient_bytes(dims, passes)
+        weights, gradients = divided.weights_bytes(own, width), divided.gradient_bytes(own, passes)
         state, taken = state / divided.of("optimizer"), head * (width + 4)
     summed = gradients if passes > 1 else 0
     if summed and divided is not None and divided.num_ranks > 1:
-        summed = divided.summed_bytes(dims)
+        summed = divided.summed_bytes(own)
+    weights += width * (dims.num_params - params)
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0

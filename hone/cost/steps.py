@@ -92,6 +92,7 @@ def train_step_seconds(
     loss_chunk: int | None = None,
     piece_len: int | None = None,
     sequence_ranks: int = 1,
+    trained: ModelDims | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
@@ -100,13 +101,14 @@ def train_step_seconds(
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
     `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
     length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
+    `trained`: the weights that are trained, as in `pass_seconds` (None: all).
     """
     once = pass_seconds(
         dims, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
         replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
-        piece_len=piece_len, sequence_ranks=sequence_ranks,
+        piece_len=piece_len, sequence_ranks=sequence_ranks, trained=trained,
     )  # fmt: skip
-    last = update_seconds(update or adamw(dims), dims, machine, dtype)
+    last = update_seconds(update or adamw(trained or dims), trained or dims, machine, dtype)
     value = micro_batches * once.value + last.value
     formula = f"{micro_batches} x ({once.formula}) + {last.formula}"
     if fp8 and held:
@@ -153,10 +155,12 @@ def pass_seconds(
     loss_chunk: int | None = None,
     piece_len: int | None = None,
     sequence_ranks: int = 1,
+    trained: ModelDims | None = None,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
 
     `fp8`: the products of layers' linears that are of fp8 codes, which are cast before, as in `train_step_seconds`.
+    `trained`: of each layer the last products, those of adapters; the weights of all others are frozen and get no gradient.
     """
     vocab, hidden = dims.vocab_size, dims.hidden_size
     products: list[Product] = []
@@ -164,12 +168,13 @@ def pass_seconds(
     attention, times = 0.0, Counter(recomputed)
     for index, layer in enumerate(dims.layers):
         again = times[index]
-        for out_features, in_features in layer.matmuls:
+        frozen = 0 if trained is None else len(layer.matmuls) - len(trained.layers[index].matmuls)
+        for place, (out_features, in_features) in enumerate(layer.matmuls):
             shape = batch_tokens, out_features, in_features
             if fp8 and not any(size % 16 for size in shape):
                 linears.append((shape, again))
             else:
-                products += _three(*shape, forwards=1 + again)
+                products += _three(*shape, forwards=1 + again)[: -1 if place < frozen else None]
         flops = layer.mixing.mixing_flops(seq_len) * batch_tokens
         attention += attention_seconds(machine, flops, dtype, train=True, seq_len=piece_len or seq_len)
         attention += again * attention_seconds(machine, flops, dtype, seq_len=piece_len or seq_len) if again else 0.0
@@ -182,7 +187,7 @@ def pass_seconds(
     # A CPU's rates hardly depend on so many rows.
     chunk = min(loss_chunk or batch_tokens, batch_tokens) if machine.device.startswith("cuda") else batch_tokens
     for rows in _chunks(batch_tokens, chunk) if vocab else ():
-        products += _three(rows, vocab, hidden, forwards=1)
+        products += _three(rows, vocab, hidden, forwards=1)[: None if trained is None else -1]
     twice = replace(dims, layers=tuple(dims.layers[index] for index in (*recomputed, *replayed)))
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
@@ -195,7 +200,7 @@ def pass_seconds(
             for of, backward in ((dims, False), (twice, False), (dims, True))
         ),
         "loss": loss_seconds(machine, batch_tokens, vocab, train=True, dtype=dtype)
-        + _head_seconds(dims, machine, dtype),
+        + (_head_seconds(dims, machine, dtype) if trained is None else 0.0),
     }
     starts = (
         len(products)

@@ -164,6 +164,11 @@ class ModelConfig(Spec):
             found = {
                 path: replace(one, offset=offset) if isinstance(one, NormSpec) else one for path, one in found.items()
             }
+        return found | self.adapter_parameters(index)
+
+    def adapter_parameters(self, index: int) -> dict[str, ParameterSpec]:
+        """Those of `parameters` that adapters add to layer `index`."""
+        found: dict[str, ParameterSpec] = {}
         for path, linear in self.linears(index).items():
             around = self.wrappers(index, path, linear)
             for depth, (adapter, pieces) in enumerate(reversed(around)):
@@ -217,6 +222,13 @@ class ModelConfig(Spec):
         return inner + sum(end.num_params for end in self.ends().values()) + self.hidden_size
 
     @property
+    def trained_params(self) -> int:
+        """Parameters that a training changes: all, or those of its adapters if it has any."""
+        if not self.adapters:
+            return self.num_params
+        return sum(one.num_params for at in range(self.num_layers) for one in self.adapter_parameters(at).values())
+
+    @property
     def active_params(self) -> int:
         """Parameters used for one token: of the experts, those it is routed to."""
         linears = (one for index in range(self.num_layers) for one in self.linears(index).values())
@@ -233,6 +245,20 @@ class ModelConfig(Spec):
             tie_embeddings=self.tie_embeddings,
             layers=tuple(self._layer_dims(index) for index in range(self.num_layers)),
         )
+
+    def trained_dims(self) -> ModelDims | None:
+        """The sizes of the adapters' parameters alone, which are trained then; None without adapters: all are."""
+        if not self.adapters:
+            return None
+        own = [self.adapter_parameters(index).values() for index in range(self.num_layers)]
+        products = [tuple(one for part in parts for one in part.matmuls) for parts in own]
+        layers = tuple(
+            replace(one, matmuls=found, matrices=found, routed=Routed())
+            for one, found in zip(self.dims().layers, products, strict=True)
+        )
+        count = self.trained_params
+        sizes = {"num_params": count, "active_params": count, "vocab_size": 0, "layers": layers}
+        return replace(self.dims(), tie_embeddings=True, **sizes)
 
     def _layer_dims(self, index: int) -> LayerDims:
         layer = self.layers[index]
@@ -262,6 +288,12 @@ class ModelConfig(Spec):
         tokens on average, fewer with a window). A training step costs 3 times this.
         """
         return self.dims().flops_per_token(seq_len)
+
+    def train_flops_per_token(self, seq_len: int) -> float:
+        """The same of a step: 3 times, without the gradients of weights that are frozen beside adapters (4 a weight, not 6)."""
+        trained, whole = self.trained_dims(), self.dims()
+        frozen = 0 if trained is None else whole.matmul_params - trained.matmul_params
+        return 3 * whole.flops_per_token(seq_len) - 2.0 * frozen
 
     def state_bytes(self, seq_len: int, bytes_per_value: float = 2) -> float:
         """Bytes of state that decoding keeps after `seq_len` tokens of a sequence, all layers."""

@@ -12,10 +12,9 @@ from hone.base.artifact import MANIFEST, Artifact
 from hone.base.errors import ArtifactError
 from hone.base.plan import Facts
 from hone.cost.memory import BYTES
-from hone.model.adapters.peft import with_adapter
+from hone.model.adapters.peft import opened
 from hone.model.config import ModelConfig
-from hone.model.families.stored import read_config
-from hone.model.folder import no_whole_model, weights_bytes
+from hone.model.folder import is_adapter, no_whole_model, weights_bytes
 from hone.model.weights.header import DTYPES, FLOATS, read_header
 
 POSITION_FILE = "position.json"
@@ -113,20 +112,24 @@ class CheckpointFacts(Facts):
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """The facts of a Hugging Face folder. Raises ArtifactError for a corrupt file, SpecError for a config hone cannot run."""
+        """The facts of a Hugging Face folder, or of an adapter's with its model. Raises ArtifactError for a corrupt file, SpecError for a config hone cannot run."""
         from hone.model.tokenizer import identity_of
 
-        values, config = read_config(folder)
+        where, _, values, _, config = opened(folder)
         stated = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
         return cls(
             where=str(folder),
-            config=with_adapter(config, values, folder),
-            dtype=stated if stated in BYTES else _dtype(folder),
+            config=config,
+            dtype=stated if stated in BYTES else _dtype(where),
             quantization=values.get("quantization_config"),
             weights_bytes=weights_bytes(folder),
-            tokenizer=identity_of(folder),
+            tokenizer=identity_of(folder if (folder / "tokenizer.json").exists() else where),
             trained=Trained.of(folder),
         )
+
+    @classmethod
+    def marks(cls, folder: Path) -> bool:
+        return super().marks(folder) or (is_adapter(folder) and no_whole_model(folder) is None)
 
     @classmethod
     def refuse(cls, folder: Path) -> None:

@@ -17,6 +17,8 @@ HUB = "hf:"
 CONFIG = "config.json"
 ADAPTER = "adapter"
 """The subfolder of a model folder that keeps its adapter (hone.model.adapters.peft)."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder with an adapter alone is recognized, in PEFT's format; it names the folder of the model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
-_ABOUT_WEIGHTS = {CONFIG, "hone.json", "adapter_config.json", "quantize_config.json", "quant_config.json"}
+_ABOUT_WEIGHTS = {CONFIG, "hone.json", ADAPTER_CONFIG, "quantize_config.json", "quant_config.json"}
 """Files that say what the weights beside them are: whoever writes other weights writes them anew, or they would be wrong."""
 _COMPANIONS = re.compile(
     r"(?!\.)(?!.*\.index\.json$).*\.(json|jinja|model|tiktoken|txt|md|rst|py)|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^.]*",
@@ -53,29 +55,55 @@ def model_folder(where: Path | str) -> Path:
 
 
 def refuse_others(path: Path) -> None:
-    """Raises ArtifactError when `path` is no model folder that hone opens: an adapter, a GGUF file, an empty folder ..."""
+    """Raises ArtifactError when `path` is no model folder that hone opens: an adapter without its model, a GGUF file, an empty folder ..."""
     if not path.is_dir():
         raise no_folder(path)
-    if not (path / CONFIG).exists():
+    if is_adapter(path):
+        base_of(path)
+    elif not (path / CONFIG).exists():
         raise no_whole_model(path) or ArtifactError(
             f"{path} has no {CONFIG}: it is not a model folder",
             fix="point at a folder that `hone train` or transformers wrote",
         )
 
 
-def no_whole_model(folder: Path) -> ArtifactError | None:
-    """The error of a folder without config.json that holds an adapter or a GGUF file; None when it holds neither."""
-    if (folder / "adapter_config.json").exists():
-        if folder.name == ADAPTER and (folder.parent / CONFIG).exists():
-            return ArtifactError(
-                f"{folder} is the adapter of the model in {folder.parent}",
-                fix=f"give {folder.parent}, which applies it",
-            )
-        base = _base_of(folder / "adapter_config.json")
-        return ArtifactError(
-            f"{folder} is an adapter (adapter_config.json), not a whole model: it belongs to {base}",
-            fix="merge it into its model first (peft: model.merge_and_unload().save_pretrained(FOLDER)), then give FOLDER",
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder has an adapter in PEFT's format and no model: it is opened as its base model with the adapter."""
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / CONFIG).exists()
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of the model to which the adapter in `folder` belongs, by its base_model_name_or_path.
+
+    A relative path is tried from the working directory, then from `folder`. Raises ArtifactError when it names no model folder.
+    """
+    if folder.name == ADAPTER and (folder.parent / CONFIG).exists():
+        raise ArtifactError(
+            f"{folder} is the adapter of the model in {folder.parent}",
+            fix=f"give {folder.parent}, which applies it",
         )
+    named = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    if named.startswith(HUB):
+        return fetched(named)
+    for path in (Path(named), folder / named):
+        if named and (path / CONFIG).exists():
+            return path
+    said = f"belongs to {named}, which is no model folder here" if named else "does not name its model"
+    hub = f", or {HUB}{named}" if _NAME.fullmatch(named) else ""
+    raise ArtifactError(
+        f"{folder} is an adapter ({ADAPTER_CONFIG}), not a whole model: it {said}",
+        fix=f"set base_model_name_or_path in its {ADAPTER_CONFIG} to the folder of its model{hub}",
+    )
+
+
+def no_whole_model(folder: Path) -> ArtifactError | None:
+    """The error of a folder without config.json that holds an adapter whose model is not here, or a GGUF file; None for any other."""
+    if is_adapter(folder):
+        try:
+            base_of(folder)
+        except ArtifactError as error:
+            return error
+        return None
     gguf = sorted(folder.glob("*.gguf"))
     return _gguf(gguf[0]) if gguf else None
 
@@ -103,13 +131,6 @@ def _gguf(path: Path) -> ArtifactError:
         f"{path} {there}: hone opens folders of safetensors",
         fix="use the model that it was converted from (a folder with config.json, or hf:OWNER/NAME)",
     )
-
-
-def _base_of(path: Path) -> str:
-    try:
-        return str(read_json(path).get("base_model_name_or_path") or "a model that it does not name")
-    except ArtifactError:
-        return "a model that cannot be read from it"
 
 
 def fetched(where: str) -> Path:
@@ -151,9 +172,10 @@ def _line(error: BaseException) -> str:
 
 
 def weights_bytes(folder: Path | str) -> int:
-    """Bytes of the *.safetensors files of the folder and of its adapter; 0 when it has none."""
+    """Bytes of the *.safetensors files of the folder and of its adapter, of an adapter those of its model too; 0 when it has none."""
     folder = Path(folder)
-    return sum(path.stat().st_size for where in (folder, folder / ADAPTER) for path in where.glob("*.safetensors"))
+    places = (folder, base_of(folder)) if is_adapter(folder) else (folder, folder / ADAPTER)
+    return sum(path.stat().st_size for where in places for path in where.glob("*.safetensors"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families import FAMILIES
 from hone.model.families.config_json import OWN, own_format, to_hf
-from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, CONFIG, copy_tokenizer, model_folder, read_json
 from hone.model.quantized.kv_cache import rounding_paths
 from hone.model.shards import Shards, write_json, write_tensors
@@ -28,22 +27,23 @@ from hone.ops.dispatch import say_once
 
 
 class Checkpoint(ModelSource):
-    """A Hugging Face folder, read lazily: only the requested tensors are in memory.
+    """A Hugging Face folder, or PEFT's of an adapter, read lazily: only the requested tensors are in memory.
 
     Raises ArtifactError for a missing or corrupt file or tensor, SpecError for a config hone cannot run.
     """
 
     def __init__(self, folder: Path | str) -> None:
         folder = model_folder(folder)
-        values, plain = read_config(folder)
-        if not plain.tie_embeddings and read_json(folder / CONFIG).get("tie_word_embeddings"):
+        where, adapter, values, plain, config = peft.opened(folder)
+        if not plain.tie_embeddings and read_json(where / CONFIG).get("tie_word_embeddings"):
             say_once(
-                f"{folder} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
+                f"{where} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
                 "used, as in transformers"
             )
-        config, weights = peft.with_adapter(plain, values, folder), shards_of(folder, plain)
-        if peft.KEY in values:
-            weights = peft.AdaptedShards(weights, Shards(folder / ADAPTER, peft.WEIGHTS), config)
+        weights = shards_of(where, plain)
+        if adapter is not None:
+            weights = peft.AdaptedShards(weights, Shards(adapter, peft.WEIGHTS), config)
+            folder = folder if (folder / "tokenizer.json").exists() else where
         super().__init__(folder, config, values, weights, quantization=values.get("quantization_config"))
 
 
@@ -102,7 +102,7 @@ def save(
         named = stack_experts(named, FAMILIES[config.family].stacked)
     write_tensors(named, folder, max_shard_bytes)
     if adapter is not None:
-        peft.write(folder, adapter, factors)
+        peft.write(folder / ADAPTER, decoder.config, factors)
     if tokenizer_from is not None:
         copy_tokenizer(Path(tokenizer_from), folder)
 

@@ -180,7 +180,7 @@ class Parallelism(Spec):
         """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs, `timed` how
         long the layers of a part take, by which they are divided into stages."""
         dims = config.dims()
-        degree, update = self.tensor_parallel_degree, cost(dims)
+        degree, update = self.tensor_parallel_degree, cost(config.trained_dims() or dims)
         part = part_of(config.local(degree).dims(), degree) if degree > 1 else None
         if self.expert_parallel_degree > 1:
             part = experts.part_of(dims, expert_params(config), self.expert_parallel_degree)

@@ -37,9 +37,9 @@ GROWTH_INTERVAL = 1000
 INITIAL_SCALE = 2.0**16
 
 
-def saved_dtype(precision: Precision, export_dtype: ExportDtype | None) -> str:
-    """The dtype of the saved weights, as torch names it."""
-    return export_dtype or TORCH_NAMES[precision]
+def saved_dtype(precision: Precision, export_dtype: ExportDtype | None, *, adapted: bool = False) -> str:
+    """The dtype of the saved weights, as torch names it; of an adapter, which is small, that of its masters, as PEFT saves it."""
+    return export_dtype or ("float32" if adapted else TORCH_NAMES[precision])
 
 
 class LossScaler:

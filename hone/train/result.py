@@ -15,7 +15,6 @@ from hone.base.table import Technique
 from hone.cost.train.training import CHECKPOINTS
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
-from hone.model.folder import weights_bytes
 from hone.train.continuation.plan import TrainPlan
 from hone.train.mask import sparsity
 from hone.train.precision import TORCH_NAMES, Precision
@@ -88,7 +87,11 @@ def record(
     steps = [row for row in rows if "loss" in row]
     tail = [row["loss"] for row in steps[-10:] if row["loss"] is not None] or [math.nan]
     draft.record("num_params", config.num_params, "parameters")
-    draft.record("model_bytes", weights_bytes(draft.folder), "B", note=rounding.note)
+    if config.adapters:
+        note = f"{config.trained_params / config.num_params:.3%} of all; the others are frozen"
+        draft.record("trained_params", config.trained_params, "parameters", note=note)
+    size = sum(path.stat().st_size for path in draft.folder.glob("*.safetensors"))
+    draft.record("model_bytes", size, "B", note=rounding.note)
     if rounding.dtype != "float32":
         note = f"norm of what {rounding.dtype} takes from the float32 masters, relative to theirs"
         draft.record("rounding_error", rounding.error, "fraction", note=note)
@@ -107,7 +110,7 @@ def record(
     draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
     rate, steps_per_s = watch.rate()
     mfu = watch.mfu(steps_per_s) if rate else None
-    note = "of all positions computed, padding included: 6 a weight, head included, plus causal-halved attention; peak as calibrated"
+    note = "of all positions computed, padding included: 6 a weight (4 if it is frozen), head included, plus causal-halved attention; peak as calibrated"
     draft.record(
         "tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="without padding; evaluation left out"
     )

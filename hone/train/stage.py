@@ -16,7 +16,6 @@ from hone.base.run import Run
 from hone.base.spec import Circumstance
 from hone.base.table import Choice, Technique
 from hone.cost.energy import with_energy
-from hone.cost.memory import BYTES
 from hone.cost.train.cut import cut
 from hone.cost.train.figures import estimate
 from hone.cost.train.offload import estimate_left
@@ -28,11 +27,14 @@ from hone.measure.clocks.governed import governed
 from hone.measure.machine import Machine, machine_of
 from hone.measure.warm import warm_up
 from hone.measure.window import Window, power_trace
+from hone.model.adapters import ADAPTERS
 from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, reasons
+from hone.train.adapters.fits import with_adapter
+from hone.train.adapters.saving import saved_weights, saver
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
@@ -92,6 +94,9 @@ class Train(Prolonged):
     )
     keep_every: int = Field(
         2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
+    )
+    adapter: Annotated[Technique, Choice(ADAPTERS)] | None = Field(
+        None, description="Trains this adapter and nothing of 'model', and saves a PEFT folder; empty: all weights."
     )
     optimizer: Annotated[Technique, Choice(OPTIMIZERS, default="adamw")] = Field(
         AdamW(kind="adamw"), description="Update of the weights from their gradients."
@@ -182,6 +187,7 @@ class Train(Prolonged):
             wants_teacher=self.objective.from_teacher or self.init == "teacher",
             seq_len=self.seq_len,
         )
+        config = with_adapter(self, config, given)
         marks = [one.same_as for one in data]
         start, epoch = start_of(self, marks, given.get("model")), epoch_of(data, self.seq_len)
         if all(one.exact for one in data) and not machine.planned:
@@ -209,8 +215,7 @@ class Train(Prolonged):
         made = CheckpointFacts(
             where=self.stage,
             config=config,
-            dtype=work.saved_dtype,
-            weights_bytes=BYTES[work.saved_dtype] * config.num_params,
+            **saved_weights(config, work.saved_dtype, given.get("model")),
             tokenizer=data[0].tokenizer,
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
@@ -271,8 +276,10 @@ class Train(Prolonged):
             early.governor = governor
             checkpoints = self.checkpoint.opened(draft.state / "checkpoints", mesh)
             at = plan.schedule.kept_after(plan.steps)
-            saved = saved_dtype(self.precision, self.checkpoint.export_dtype)
-            saves = partial(self.parallelism.save, trainer, first.folder, saved)
+            saved = saved_dtype(
+                self.precision, self.checkpoint.export_dtype, adapted=bool(trainer.model.config.adapters)
+            )
+            saves = saver(trainer, parents, first.folder, saved)
             place = partial(start.place_of, plan.schedule, plan.steps, self.batch_size, reading.position)
             growing, val = growth.Growing(plan.grown, draft, run), reading.sources.val
             score = partial(self._loss, trainer, val) if val.num_sequences(self.seq_len) else None

@@ -29,6 +29,8 @@ class Training(Protocol):
     @property
     def objective(self) -> Objective: ...
     @property
+    def adapter(self) -> Any: ...
+    @property
     def init(self) -> Any: ...
     @property
     def keep_every(self) -> int: ...
@@ -39,46 +41,52 @@ class Training(Protocol):
 
 
 class Read:
-    """Makes the weights of a decoder, in float32 on `device`, from the files of `checkpoint`, a part at a time.
+    """Makes the weights of a decoder, in `dtype` on `device`, from the files of `checkpoint`, a part at a time.
 
     Files are mapped: the ranks of a machine read them from its disk once, and no rank has more of them than a part.
     """
 
-    def __init__(self, checkpoint: ModelSource, device: str) -> None:
-        self._checkpoint, self._device = checkpoint, device
+    def __init__(self, checkpoint: ModelSource, device: str, dtype: Any) -> None:
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
 
     def make(self, part: Module, path: str) -> None:
         """As `hone.model.decoder.Maker.make`. Raises ArtifactError as `Checkpoint` does."""
-        self._checkpoint.load_part(part, path, self._device, torch.float32)
+        self._checkpoint.load_part(part, path, self._device, self._dtype)
         self._checkpoint.close()
 
 
 def starting_models(
     spec: Training, parents: dict[str, Artifact], data: PackedTokens | None, device: str, *, in_parts: bool = False
 ) -> tuple[Decoder, Decoder | None]:
-    """(model in float32, teacher in the compute dtype or None) on `device`.
+    """(model in float32, teacher in the compute dtype or None) on `device`. Of a model with adapters these alone are float32 and are
+    trained; its weights are in the compute dtype.
 
     With init: teacher the model has every `keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
     or a random one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
     device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
     teacher is.
     """
+    from hone.model.adapters.trainable import Trainable
     from hone.model.decoder import Drawn, build, unmade
     from hone.model.growth.base import grown_checkpoint
     from hone.model.hf import Checkpoint, load
     from hone.train.student import from_teacher
 
+    computed = getattr(torch, TORCH_NAMES[spec.precision])
     copies, reads = spec.init == "teacher", spec.objective.from_teacher
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or copies else None
     if "model" in parents:
         checkpoint = Checkpoint(parents["model"].folder)
         if growths := growths_of(spec.init):  # tensors of the larger model are made one at a time of those in the files
             checkpoint = grown_checkpoint(checkpoint, growths, spec.seed)
+        dtype = torch.float32
+        if spec.adapter is not None or checkpoint.config.adapters:
+            checkpoint, dtype = Trainable(checkpoint, spec.adapter, spec.seed), computed
         if in_parts:
             model = checkpoint.empty()
-            model.maker = Read(checkpoint, device)
+            model.maker = Read(checkpoint, device, dtype)
         else:
-            model = checkpoint.build(device, torch.float32)
+            model = checkpoint.build(device, dtype)
     elif copies:
         assert teacher is not None, "planned without a teacher"
         model = from_teacher(teacher, spec.keep_every)
@@ -87,4 +95,4 @@ def starting_models(
         config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
         drawn = Drawn(config, device, spec.seed)
         model = unmade(config, drawn) if in_parts else build(config, device=device, seed=spec.seed)
-    return model, teacher.to(getattr(torch, TORCH_NAMES[spec.precision])) if teacher is not None and reads else None
+    return model, teacher.to(computed) if teacher is not None and reads else None

@@ -27,7 +27,7 @@ class Watch:
     `steps.jsonl` in `folder` is content: equal for two runs of one spec, and on a resume the lines after the
     checkpoint's step are dropped. `timing.jsonl` and TensorBoard events in `log` differ from run to run.
     `curves` get the same points as TensorBoard, `progress` every line of both files. Tokens are those of documents, padding is none.
-    MFU (model FLOPs utilization) is 3 x `forward_flops_per_token` x positions/s / `peak_flops_per_s`, with the
+    MFU (model FLOPs utilization) is `train_flops_per_token` (None: 3 x `forward_flops_per_token`) x positions/s / `peak_flops_per_s`, with the
     `step_positions` that a step computes, padding included: 6 a weight (head
     included, embedding lookup not) plus causal-halved attention, recomputation not counted; None without a peak. With
     `full_flops_per_token`, which count attention to masked positions too as torchtitan does, it is `mfu_full_attention`.
@@ -44,6 +44,7 @@ class Watch:
         tokens: int = 0,
         step_positions: int = 0,
         forward_flops_per_token: float = 0.0,
+        train_flops_per_token: float | None = None,
         full_flops_per_token: float = 0.0,
         peak_flops_per_s: float | None = None,
         progress: Progress | None = None,
@@ -62,7 +63,7 @@ class Watch:
         self._tokens = tokens
         """Those of the steps before `resume_at`, then of every logged one."""
         self._step_positions = step_positions
-        self._flops_per_token = 3 * forward_flops_per_token
+        self._flops_per_token = train_flops_per_token or 3 * forward_flops_per_token
         self._full = full_flops_per_token / forward_flops_per_token if forward_flops_per_token else None
         self._peak = peak_flops_per_s
         self._progress = progress

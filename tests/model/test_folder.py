@@ -43,7 +43,7 @@ def test_what_is_no_model_folder_says_what_it_is(opened, tmp_path):
     for path, what, way in [
         (gguf, "small-Q4_0.gguf is a GGUF file", "safetensors"),
         (converted, "small-Q4_0.gguf is a GGUF file", "safetensors"),
-        (adapter, "is an adapter .* belongs to owner/base", "merge"),
+        (adapter, "is an adapter .* belongs to owner/base", "base_model_name_or_path"),
         (plain, "is a file, not a model folder", "config.json"),
         ("owner/name", "no folder owner/name", "hf:owner/name"),
     ]:
@@ -54,7 +54,7 @@ def test_what_is_no_model_folder_says_what_it_is(opened, tmp_path):
 
 def test_show_and_generate_say_it_too(tmp_path, capsys):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("not json")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     for words in (["show", str(tmp_path / "adapter")], ["generate", str(tmp_path / "adapter"), "hello"]):
         assert main(words) == 2
         assert "is an adapter" in capsys.readouterr().err

@@ -34,7 +34,8 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
     num_params, width = work.model.num_params, work.saved_width
     beside = beside_bytes(work.model.vocab_size)
-    weights = f"{num_params:,} parameters x {width} bytes"
+    saved = work.saved_params
+    weights = f"{saved:,} parameters x {width} bytes"
     found = {
         "time_s": Estimate(
             value=work.steps * step.value + evaluation + around,
@@ -51,10 +52,11 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
         ),
         MEMORY: growth_bytes(work, machine.device),
         "num_params": Estimate(value=float(num_params), unit="parameters", formula="config", tolerance=0.0),
+        **trained(work),
         **counts(work),
-        "model_bytes": Estimate(value=float(width * num_params), unit="B", formula=weights, tolerance=0.02),
+        "model_bytes": Estimate(value=float(width * saved), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
-            value=float(work.num_models * (width * num_params + beside) + work.log_bytes),
+            value=float(work.num_models * (width * saved + beside) + work.log_bytes),
             unit="B",
             formula=(f"{work.num_models} models x ({weights}" if work.num_models > 1 else weights)
             + f" + tokenizer and manifest {human_bytes(beside)}{')' * (work.num_models > 1)} + logs "
@@ -63,7 +65,7 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
     }
     state = state_bytes(work)
     one = checkpoint_bytes(work)
-    told = f"float32 weights {human_bytes(4 * num_params)} + optimizer {human_bytes(state)}"
+    told = f"float32 weights {human_bytes(4 * saved)} + optimizer {human_bytes(state)}"
     if work.num_checkpoints:
         formula = f"{work.num_checkpoints} x ({told})"
         found[CHECKPOINTS] = Estimate(value=work.num_checkpoints * one, unit="B", formula=formula, tolerance=0.05)
@@ -81,7 +83,7 @@ def checkpoint_bytes(work: Training) -> float:
     # Ranks that combine weights every so many steps keep an optimizer's state each; of `kept_bytes` local_sgd's 4 are the weights.
     velocity = divided.kept_bytes - 4 if divided.every and not divided.peers else 0.0
     delayed = BYTES[work.dtype] if not work.offload.exact else 0  # the next step's weights
-    return (4 + velocity + delayed) * work.model.num_params + state_bytes(work)
+    return (4 + velocity + delayed) * work.saved_params + state_bytes(work)
 
 
 def state_bytes(work: Training) -> float:
@@ -89,6 +91,15 @@ def state_bytes(work: Training) -> float:
     parts, whole = work.model.num_params / work.part.num_params, work.update.whole_state_bytes
     each = (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
     return each * (work.divided.num_ranks if work.divided.every else 1)
+
+
+def trained(work: Training) -> dict[str, Estimate]:
+    """The parameters that are trained, where some are frozen."""
+    if work.trained is None:
+        return {}
+    count, whole = work.trained.num_params, work.model.num_params
+    formula = f"{count / whole:.3%} of {whole:,}; the others are frozen"
+    return {"trained_params": Estimate(value=float(count), unit="parameters", formula=formula, tolerance=0.0)}
 
 
 def counts(work: Training) -> dict[str, Estimate]:
@@ -153,7 +164,7 @@ def with_more(step: Estimate, work: Training, machine: Machine) -> Estimate:
     if copied:
         formula = f"{step.formula} + waits for copies of activations {copied:.3g} s (link rates may be assumed)"
         step = step.model_copy(update={"value": step.value + copied, "formula": formula})
-    here = update_seconds(updated(work, work.update), work.part, machine, work.dtype).value
+    here = update_seconds(updated(work, work.update), work.trained or work.part, machine, work.dtype).value
     step = stepped(step, here, work.offload, work.load, machine)
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
@@ -238,7 +249,7 @@ def play_options(work: Training, machine: Machine) -> dict[str, Any]:
 
 def exchange_s(work: Training, device: str, times: Transfers) -> float:
     """Seconds in which gradients and weights travel in a step."""
-    each = work.divided.step_s(work.part, work.dtype, work.gradient_accumulation_steps, device, times)
+    each = work.divided.step_s(work.trained or work.part, work.dtype, work.gradient_accumulation_steps, device, times)
     return work.updates * each
 
 
@@ -249,7 +260,11 @@ def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate
     times = collectives(machine, work.tensor.degree)
     moved = exchange_s(work, device, times)
     # A pipeline's sums begin when its passes have ended, those of an asynchronous one when an update is due.
-    waits = moved if work.pipeline is not None else work.divided.exposed_s(work.part, work.dtype, device, times)
+    waits = (
+        moved
+        if work.pipeline is not None
+        else work.divided.exposed_s(work.trained or work.part, work.dtype, device, times)
+    )
     told = ""
     if work.context_degree > 1 and work.context is not None:
         passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)
@@ -289,6 +304,7 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         device=device,
         divided=work.divided,
         fp8=work.keeps_codes,
+        trained=work.trained,
     )
     if work.holds_codes:
         held = 2 * coded_params(work.part, work.fp8_recipe)
@@ -315,7 +331,7 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         formula = f"{growth.formula} + rows of experts on their way {human_bytes(rows)}"
         growth = growth.model_copy(update={"value": growth.value + rows, "formula": formula})
     if work.snapshot and work.num_checkpoints and not on_gpu:
-        copied = (4 * work.part.num_params + work.update.state_bytes) / work.divided.of("optimizer")
+        copied = (4 * (work.trained or work.part).num_params + work.update.state_bytes) / work.divided.of("optimizer")
         formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"
         growth = growth.model_copy(update={"value": growth.value + copied, "formula": formula})
     if work.teacher is None:
@@ -355,7 +371,7 @@ def _around_s(work: Training, machine: Machine) -> float:
     """Seconds in which the first weights are drawn and the last ones written, hashed and made durable."""
     drawn = DRAW_S * work.model.num_params / min(8, machine.num_threads)
     kept = checkpoint_bytes(work) if work.keeps_state else 0
-    return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.model.num_params + kept)
+    return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.saved_params + kept)
 
 
 def _evaluation_s(work: Training, machine: Machine) -> float:

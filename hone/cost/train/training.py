@@ -92,6 +92,8 @@ class Training:
     """The products of the layers' linears that are of fp8 codes."""
     fp8_recipe: str = "rowwise"
     """How they are coded."""
+    trained: ModelDims | None = None
+    """The weights of adapters, where these alone are trained, saved, and in checkpoints; None: all are."""
 
     @property
     def holds_codes(self) -> bool:
@@ -117,6 +119,11 @@ class Training:
         if self.pipeline is not None:
             return self.pipeline.parts[self.pipeline.largest]
         return self.tensor.dims or self.model
+
+    @property
+    def saved_params(self) -> int:
+        """Weights that are saved: those that are trained."""
+        return (self.trained or self.model).num_params
 
     @property
     def load(self) -> Load:
@@ -177,6 +184,7 @@ class Training:
             "loss_chunk": self.loss_chunk(device),
             "piece_len": self.piece_len,
             "sequence_ranks": self.tensor.degree if self.tensor.sequence else 1,
+            "trained": self.trained,
         }
 
     @property

@@ -42,6 +42,10 @@ class Adapter(Technique):
         """The module that replaces `inner`: an `hone.model.adapters.wrap.Adapted`."""
         raise NotImplementedError
 
+    def start(self, module: nn.Module) -> None:
+        """To be called once on what `wrap` made, when a new adapter's training begins: the linear has its weights, and the adapter's
+        parameters are drawn. For adapters whose first values depend on the weights they wrap."""
+
 
 def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[str]) -> Wrappers:
     """The `adapters` that wrap `linear`; `modules` are the checkpoint modules that hold its rows.

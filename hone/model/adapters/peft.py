@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.model.adapters import ADAPTERS
 from hone.model.families import FAMILIES
-from hone.model.folder import ADAPTER, read_json
+from hone.model.families.stored import read_config
+from hone.model.folder import ADAPTER, base_of, is_adapter, read_json
+from hone.model.folder import ADAPTER_CONFIG as CONFIG
 from hone.model.weights.tensors import layer_modules
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ shards = lazy("hone.model.shards")
 
 KEY = "peft_adapter"
 """The key of config.json that names the adapter's folder."""
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
@@ -43,25 +44,53 @@ _REFUSED = (
 """Keys of adapter_config.json that change what an adapter computes, and that are empty or false in the ones hone runs."""
 
 
-def with_adapter(config: ModelConfig, values: dict[str, Any], folder: Path) -> ModelConfig:
-    """`config` with the adapter that the config.json `values` of `folder` name, if any. Raises ArtifactError for another."""
-    if KEY not in values:
-        return config
-    if values[KEY] != ADAPTER or config.adapters:
-        raise ArtifactError(
-            f"{folder}: {KEY} in config.json is {values[KEY]!r}, which names no adapter that hone applies",
-            fix=f"name the subfolder '{ADAPTER}', or remove the key to load the model without the adapter",
-        )
-    adapter = read(folder / ADAPTER)
+class Opened(NamedTuple):
+    """What a folder says of its model, before a tensor is read."""
+
+    model: Path
+    """The folder of its weights."""
+    adapter: Path | None
+    """That of its adapter's, if it has one."""
+    values: dict[str, Any]
+    """config.json's."""
+    plain: ModelConfig
+    """The model without the adapter."""
+    config: ModelConfig
+
+
+def opened(folder: Path) -> Opened:
+    """The model in `folder`: a model folder, in which config.json may name an adapter, or an adapter's, which names its model.
+
+    Raises ArtifactError for an adapter that hone does not compute, or whose model is not there.
+    """
+    if is_adapter(folder):
+        where, own = base_of(folder), folder
+        values, plain = read_config(where)
+    else:
+        where, own = folder, folder / ADAPTER
+        values, plain = read_config(folder)
+        if KEY not in values:
+            return Opened(folder, None, values, plain, plain)
+        if values[KEY] != ADAPTER or plain.adapters:
+            raise ArtifactError(
+                f"{folder}: {KEY} in config.json is {values[KEY]!r}, which names no adapter that hone applies",
+                fix=f"name the subfolder '{ADAPTER}', or remove the key to load the model without the adapter",
+            )
     try:
-        return adapted(config, adapter)
+        return Opened(where, own, values, plain, adapted(plain, read(own)))
     except SpecError as error:
-        raise ArtifactError(f"{folder / ADAPTER}: {error.what}", fix=error.fix) from None
+        raise ArtifactError(f"{own}: {error.what}", fix=error.fix) from None
 
 
 def adapted(config: ModelConfig, adapter: LoRA) -> ModelConfig:
-    """`config` with `adapter`. Raises SpecError when it names no linear."""
-    return type(config).read({**config.model_dump(mode="json"), "adapters": [adapter.model_dump(mode="json")]})
+    """`config` with `adapter`, which chooses its linears by the names that a PEFT folder stores (`target_modules`).
+
+    Raises SpecError when it names no linear.
+    """
+    values = config.model_dump(mode="json")
+    found = type(config).read({**values, "adapters": [adapter.model_dump(mode="json")]})
+    names = target_modules(found, (module_of(key) for key in keys(found).values()))
+    return type(config).read({**values, "adapters": [adapter.model_dump(mode="json") | {"target_modules": names}]})
 
 
 def read(folder: Path) -> LoRA:
@@ -85,27 +114,35 @@ def read(folder: Path) -> LoRA:
     return ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": sorted(targets)})
 
 
-def config_values(adapter: LoRA) -> dict[str, Any]:
-    """The adapter_config.json of `adapter`, with the keys that PEFT and vLLM read."""
+def config_values(adapter: LoRA, modules: Iterable[str], base: str | None = None) -> dict[str, Any]:
+    """The adapter_config.json of `adapter` around `modules`, with the keys that PEFT and vLLM read; `base` is its model's folder."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
-        "target_modules": sorted(adapter.target_modules),
+        "target_modules": sorted(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
 
 
-def write(folder: Path, adapter: LoRA, tensors: dict[str, Tensor]) -> None:
-    """Writes the adapter of the model folder `folder`; `tensors` by their keys."""
-    where = folder / ADAPTER
-    where.mkdir(exist_ok=True)
+def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: str | None = None) -> None:
+    """Writes the adapter of `config` as the folder `where`; `tensors` by their keys. `base`: the folder of its model, to which it is
+    applied wherever it lies; None: it lies in it."""
+    where.mkdir(exist_ok=True, parents=True)
+    adapter = alone(config)
+    assert adapter is not None, "no PEFT folder holds these adapters"
+    modules = target_modules(config, (module_of(key) for key in tensors))
     shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    shards.write_json(where / CONFIG, config_values(adapter))
+    shards.write_json(where / CONFIG, config_values(adapter, modules, base))
+
+
+def module_of(key: str) -> str:
+    """The checkpoint module to which the tensor `key` of adapter_model.safetensors belongs."""
+    return key.removeprefix(PREFIX).partition(".lora_")[0]
 
 
 def without(

@@ -37,7 +37,7 @@ class Growth(Technique):
 
 def grown_config(config: ModelConfig, growths: Sequence[Growth]) -> ModelConfig:
     """The config after all `growths`, in turn. Raises SpecError as `Growth.grow` does."""
-    if config.adapters:
+    if config.adapters and growths:
         raise SpecError(
             "a model with adapters cannot be grown: a larger one has no linears of their shape",
             fix="merge the adapters into the weights first",

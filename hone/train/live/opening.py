@@ -60,6 +60,7 @@ def watch_of(
         tokens=trainer.tokens,
         step_positions=spec.batch_size * spec.seq_len,
         forward_flops_per_token=config.flops_per_token(spec.seq_len),
+        train_flops_per_token=config.train_flops_per_token(spec.seq_len),
         # A causal sequence of 2 n - 1 tokens has n positions to attend to on average: those of n tokens without a mask.
         full_flops_per_token=config.flops_per_token(2 * spec.seq_len - 1),
         peak_flops_per_s=peak and peak * run.mesh.world_size,

@@ -49,7 +49,7 @@ def training_of(
         batch_size=spec.batch_size,
         seq_len=spec.seq_len,
         dtype=dtype,
-        saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype),
+        saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype, adapted=bool(config.adapters)),
         epoch=epoch,
         segments=keep_all(config.num_layers),
         update=masked(shared.update, dims) if "mask" in given else shared.update,
@@ -76,4 +76,5 @@ def training_of(
         pipeline=shared.pipeline,
         fp8=fp8_products(spec.precision),
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
+        trained=config.trained_dims(),
     )

@@ -1,0 +1,83 @@
+"""A model whose adapters are to be trained: its own weights frozen in one dtype, those of the adapters in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hone.model.adapters.base import Adapter
+from hone.model.adapters.peft import adapted
+from hone.model.adapters.wrap import Adapted
+from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder, DecoderLayer, draw_initial
+from hone.model.families.stored import refuse_unread
+from hone.model.linear_spec import ParameterSpec
+from hone.model.weights import values as checked
+from hone.model.weights.model import ModelSource, expected_shapes
+
+
+class Trainable(ModelSource):
+    """The model of `source`, in which the parameters of its adapters alone require gradients, and are float32.
+
+    With `adapter` it is a new one around a model that has none, drawn from `seed` as `hone.model.decoder.build` would; else they are
+    those that the source stores.
+    """
+
+    def __init__(self, source: ModelSource, adapter: Adapter | None = None, seed: int = 0) -> None:
+        config = source.config if adapter is None else adapted(source.config, adapter)
+        how = {"quantization": source.quantization, "hadamards": source.hadamards}
+        super().__init__(source.folder, config, source.values, source.weights, **how)
+        self._drawn_from = None if adapter is None else seed
+        self._names = adapter_names(config)
+
+    def check(self, decoder: Decoder) -> None:
+        """As `ModelSource.check`, of the tensors that are not drawn."""
+        expected = expected_shapes(decoder)
+        for name, shape in expected.items():
+            if name in self._names and self._drawn_from is not None:
+                continue
+            found = self.shape(name)
+            if not checked.fits(found, shape):
+                raise checked.misfit(self.file(name), name, found, shape)
+        refuse_unread({name: self.file(name) for name in self.names()}, expected, self.config)
+
+    def load_layer(self, layer: DecoderLayer, index: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        """As `ModelSource.load_layer`; then new adapters begin, and all else is frozen."""
+        super().load_layer(layer, index, device, dtype)
+        for module in layer.modules() if self._drawn_from is not None else ():
+            if isinstance(module, Adapted):
+                module.spec.start(module)
+        own = self.config.adapter_parameters(index)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name in own and own[name].trained)
+
+    def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
+        """As `ModelSource.load_part`; what is outside the layers is frozen."""
+        super().load_part(part, path, device, dtype)
+        if not path.startswith("layers."):
+            part.requires_grad_(False)
+
+    def _set(
+        self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        if name not in self._names:
+            super()._set(module, attribute, name, device, dtype)
+        elif self._drawn_from is None:
+            super()._set(module, attribute, name, device, torch.float32)
+        else:
+            path, spec = self._names[name]
+            drawn = torch.empty(spec.shape)
+            draw_initial(drawn, f"{self._drawn_from}/{path}", spec.initial)
+            setattr(module, attribute, nn.Parameter(drawn.to(device)))
+
+
+def adapter_names(config: ModelConfig) -> dict[str, tuple[str, ParameterSpec]]:
+    """The path in the decoder and the declaration of every parameter of the adapters of `config`, by its name in hone's checkpoints."""
+    found = {}
+    for index in range(config.num_layers):
+        names = config.singles(index)
+        for path, spec in config.adapter_parameters(index).items():
+            found[names[path]] = (f"layers.{index}.{path}", spec)
+    return found

@@ -1,0 +1,62 @@
+"""What a training of adapters asks of its spec and its inputs: one error for what does not go with frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.base.errors import SpecError
+from hone.model.adapters.peft import adapted, alone
+from hone.model.config import ModelConfig
+from hone.model.facts import CheckpointFacts
+from hone.train.precision import FP8_RECIPES
+
+
+def with_adapter(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts]) -> ModelConfig:
+    """`config` with the adapter that the train stage `spec` adds, if any. Raises SpecError where it does not fit the model or the spec."""
+    if spec.adapter is not None:
+        config = _added(spec, config, given)
+    if config.adapters:
+        _check(spec, config)
+    return config
+
+
+def _added(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts]) -> ModelConfig:
+    if "model" not in given:
+        raise SpecError("adapter needs a model whose weights it leaves as they are", fix="give --from.model=FOLDER")
+    if given["model"].config.adapters:
+        raise SpecError(
+            f"adapter is given, and {given['model'].where} has an adapter already",
+            fix="leave adapter out to train on with that one, or merge it into its model first",
+        )
+    if spec.init != "random":
+        raise SpecError("adapter leaves the model as it is, and init makes another one", fix="leave one of them out")
+    return adapted(config, spec.adapter)
+
+
+def _check(spec: Any, config: ModelConfig) -> None:
+    """Raises SpecError for what a training of adapters cannot do."""
+    if alone(config) is None:
+        kinds = ", ".join(one.kind for one in config.adapters)
+        raise SpecError(f"adapters {kinds} are of no PEFT folder", fix="train one adapter")
+    layout = spec.parallelism
+    wrong = {
+        "precision": spec.precision in FP8_RECIPES and spec.precision,
+        "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree > 1 and layout.tensor_parallel_degree,
+        "parallelism.pipeline_parallel_degree": layout.pipeline_parallel_degree > 1 and layout.pipeline_parallel_degree,
+        "parallelism.expert_parallel_degree": layout.expert_parallel_degree > 1 and layout.expert_parallel_degree,
+        "parallelism.offload": layout.offload.kind != "none" and layout.offload.kind,
+        "parallelism.data_parallel": layout.data_parallel.kind not in ("ddp", "zero1", "zero2")
+        and layout.data_parallel.kind,
+    }
+    ways = {
+        "precision": "precision: bf16",
+        "parallelism.offload": "offload: none: an adapter's optimizer state is small",
+        "parallelism.data_parallel": "data_parallel ddp, zero1 or zero2: frozen weights are whole on every rank",
+    }
+    for field, value in wrong.items():
+        if value:
+            way = ways.get(field, "ranks that share the batch alone: data_parallel ddp, zero1 or zero2")
+            raise SpecError(
+                f"{field} {value} does not train adapters, whose model is frozen and not divided", fix=f"take {way}"
+            )
