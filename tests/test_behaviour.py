@@ -20,6 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "model/test_linear.py",
         "model/quantized/test_quantized.py",
         "model/quantized/test_dequantizing.py",
+        "model/quantized/test_nf4.py",
         "model/test_activations.py",
         "model/quantized/test_low_rank.py",
         "model/sparse/test_semi_structured.py",

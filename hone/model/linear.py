@@ -37,6 +37,7 @@ LINEARS = Table(
         "dense": "hone.model.linear:Dense",
         "packed_int": "hone.model.quantized.packed_int:PackedInt",
         "dequantizing": "hone.model.quantized.dequantizing:Dequantizing",
+        "nf4": "hone.model.quantized.nf4:NF4",
         "low_rank": "hone.model.quantized.low_rank:LowRank",
         "rounded_inputs": "hone.model.quantized.rounded_inputs:RoundedInputs",
         "semi_structured": "hone.model.sparse.semi_structured:SemiStructured",

@@ -14,6 +14,7 @@ from hone.ops.linear.sparse import sparse_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.moe.experts import choose_experts, expert_swiglu
+from hone.ops.nf4.api import dequantize_nf4
 from hone.ops.norm.api import rms_norm
 from hone.ops.paged.api import attend_latent, attend_paged, quantize_kv, write_kv
 from hone.ops.paged.shared import attend_shared
@@ -38,6 +39,7 @@ __all__ = [
     "choose_experts",
     "clamped_swiglu",
     "count_tokens",
+    "dequantize_nf4",
     "expert_swiglu",
     "fp8_linear",
     "fp8_trained_linear",

@@ -257,6 +257,15 @@ def _sparse_linear(
     return Choice("gluon", f"{rows} rows: the compressed weight is read once and unpacked in registers")
 
 
+def _dequantize_nf4(where: Where, *, dtype: torch.dtype, width: int) -> Choice:
+    """`width`: weights of a block, which share a scale."""
+    if width % 8:
+        return Choice("reference", f"the kernel reads 8 codes at once, and {width} share a scale")
+    if dtype not in UP_TO_32:
+        return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
+    return Choice("triton", "both levels of scales in one pass over memory")
+
+
 _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
 _PASSES = ("adamw_step", "widen", "clamped_swiglu")
 _SWEEPS = ("round_compensated", "prune_compensated")
@@ -273,6 +282,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "fp8_block_product": _fp8_block_product,
     "fp8_grouped_linear": _fp8_grouped_linear,
     "sparse_linear": _sparse_linear,
+    "dequantize_nf4": _dequantize_nf4,
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "rms_norm": _rms_norm,
     **dict.fromkeys(
@@ -318,6 +328,7 @@ NO_GPU: dict[str, Choice] = {
     ),
     **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
+    "dequantize_nf4": Choice("reference", "no GPU: torch looks up two codes at a time"),
 }
 """Choices without a GPU, for any case."""
 
@@ -344,6 +355,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fp8_block_product": ("reference", "cublas", "triton"),
     "fp8_grouped_linear": ("reference", "gluon"),
     "sparse_linear": ("reference", "torch", "gluon"),
+    "dequantize_nf4": ("reference", "triton"),
     **dict.fromkeys(("input_codes", "fp8_cast"), ("reference", "triton")),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),

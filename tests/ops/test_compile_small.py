@@ -18,6 +18,7 @@ from hone.ops.moe import triton_visits as alone
 from hone.ops.moe.api import few_shape
 from hone.ops.moe.launch_experts import ALONE_ROWS, expert_shape, tile_of
 from hone.ops.moe.weights import ExpertWeights
+from hone.ops.nf4 import triton_kernels as nf4
 from hone.ops.norm import triton_kernels as norm
 from hone.ops.rope import triton_kernels as turn
 from hone.ops.rounding import triton_kernels as rounding
@@ -42,6 +43,15 @@ def test_norm() -> None:
     for record in (forward, backward):
         assert record.clean
         assert record.count("LDG.E.128") or record.count("LDG.E.EF.128")
+
+
+def test_nf4() -> None:
+    types = {"words": "*i32", "scales": "*u8", "first": "i32", "num_words": "i32"}
+    types |= bf16("out") | fp32("table", "values", "outer", "offsets")
+    shape = {"BLOCK_WORDS": 8, "WORDS": nf4.WORDS_A_PROGRAM, "NESTED": True, "SHARED": 256}
+    record = compile_simple(nf4.dequantize, types, shape, 4)
+    assert record.clean and record.registers <= 64  # 8 programs fit a multiprocessor
+    assert record.count("STG.E.128") == 4  # 8 weights of 16 bits at once
 
 
 def test_gate() -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes of bitsandbytes."""
-SMALLEST = 1e-38
-"""What bitsandbytes divides an all-zero block by."""
 
 
 class NF4(Quantizer):
@@ -65,28 +63,21 @@ class NF4(Quantizer):
     def apply(self, matrix: Matrix) -> None:
         import torch
 
-        from hone.model.quantized.layouts import bitsandbytes_4bit as layout
+        from hone.model.quantized.layouts.bitsandbytes_4bit import quantize
         from hone.model.quantized.scheme import Stored
-        from hone.ops.rounding.numbers import nearest
 
         weights = matrix.weight.float()
-        rows, columns = weights.shape
-        blocks = weights.reshape(rows, -1, self.block_size)
-        scales = blocks.abs().amax(-1)
-        steps = (blocks * (1.0 / scales.clamp(min=SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
-        codes = nearest(steps, self.number).view(rows, columns)
-        raw: dict[int, dict[str, Any]] = {}
         dtype = torch.float32 if matrix.stored_dtype == torch.float64 else matrix.stored_dtype
-        begin = 0
-        for count in matrix.modules or (rows,):
-            part, state = {}, {}
-            if self.double_quant:
-                part, state, read = layout.nest(scales[begin : begin + count].flatten())
-                scales[begin : begin + count] = read.view(count, -1)
-            described = layout.describe(self.number, (count, columns), dtype, self.block_size, **state)
-            raw[begin] = part | described
-            begin += count
-        matrix.stored = Stored(self.scheme(columns), codes, scales, raw=raw)
+        counts = list(matrix.modules or (len(weights),))
+        scheme = self.scheme(weights.shape[1])
+        found = [quantize(part, scheme, dtype) for part in weights.split(counts)]
+        begins = [sum(counts[:index]) for index in range(len(counts))]
+        matrix.stored = Stored(
+            scheme,
+            torch.cat([one.codes for one in found]),
+            torch.cat([one.scales for one in found]),
+            raw={begin: one.raw[0] for begin, one in zip(begins, found, strict=True)},
+        )
 
 
 class FP4(NF4):

@@ -72,6 +72,8 @@ def linear_of(values: dict[str, Any], module: str, columns: int = 0) -> tuple[st
         return None
     if found.activations is not None:
         return "rounded_inputs", {"scheme": found}
+    if found.number in ("nf4", "fp4"):
+        return "nf4", {"scheme": found}
     plain = found.number == "int" and found.symmetric and not found.permuted
     whole = found.block is not None and columns > 0 and columns % found.block[1] == 0
     return "packed_int" if plain and (whole or found.strategy in ("group", "channel")) else "dequantizing", {

@@ -13,7 +13,7 @@ from hone.base.errors import SpecError
 from hone.compress import QUANTIZERS
 from hone.compress.matrix import Matrix
 from hone.model.quantized.layouts import layout_of
-from hone.model.quantized.layouts.bitsandbytes_4bit import dynamic_map
+from hone.ops.nf4.reference import dynamic_map
 from hone.ops.rounding.numbers import NUMBERS
 
 

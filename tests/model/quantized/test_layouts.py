@@ -11,6 +11,7 @@ from hone.model.quantized import config as config_of
 from hone.model.quantized.config import linear_of
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.layouts import LAYOUTS, layout_of
+from hone.model.quantized.nf4 import NF4
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.scheme import Quantization, Scheme, Stored
 from hone.ops import formats
@@ -187,8 +188,8 @@ BLOCKS = {
         ("awq", {}, "dequantizing", Scheme(4, 32, "awq", symmetric=False)),
         ("awq", {"symmetric": True}, "packed_int", Scheme(4, 32, "awq")),
         ("fp8", {}, "dequantizing", Scheme(8, layout="fp8", number="e4m3", block=(128, 128))),
-        ("bitsandbytes", {}, "dequantizing", Scheme(4, 64, "nf4-nested", number="nf4")),
-        ("bitsandbytes", {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}, "dequantizing",
+        ("bitsandbytes", {}, "nf4", Scheme(4, 64, "nf4-nested", number="nf4")),
+        ("bitsandbytes", {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}, "nf4",
          Scheme(4, 64, "fp4", number="fp4")),
         ("bitsandbytes", {"load_in_4bit": False, "load_in_8bit": True}, "packed_int", Scheme(8, layout="llm-int8")),
     ],
@@ -278,11 +279,12 @@ def test_a_weight_that_bitsandbytes_made_is_read_and_written_back(
     stored = layout_of(scheme).read(scheme, part, 192)
     theirs = functional.dequantize_4bit(packed, state)
     assert torch.equal(stored.weight(dtype), theirs)
-    module = Dequantizing(192, 192, False, scheme=scheme)
-    module.load([part, part])
-    assert torch.equal(module.dequantize(dtype), torch.cat([theirs, theirs]))
-    for one in module.parts([96, 96]):
-        assert_equal(one, part)
+    for kind in (Dequantizing, NF4):
+        module = kind(192, 192, False, scheme=scheme)
+        module.load([part, part])
+        assert torch.equal(module.dequantize(dtype), torch.cat([theirs, theirs]))
+        for one in module.parts([96, 96]):
+            assert_equal(one, part)
 
 
 def test_llm_int8_of_bitsandbytes_is_read_and_written() -> None:

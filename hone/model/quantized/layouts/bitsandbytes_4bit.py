@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts.base import Entry, Layout
 from hone.model.quantized.scheme import Scheme, Stored
-from hone.ops.rounding import numbers
+from hone.ops.nf4.reference import NESTED_BLOCK, Nested, dynamic_map, table
+from hone.ops.nf4.reference import quantize as rounded
 
-NESTED_BLOCK = 256
-"""Scales that share a scale of their own."""
 STATE_BYTES = 256
 """Length of the JSON that hone writes: padded with spaces, so that a file's size is known in advance."""
 
@@ -59,11 +57,23 @@ class Bitsandbytes4(Layout):
         part = {
             "weight": ((indices[0::2] << 4) | indices[1::2]).unsqueeze(1),
             "weight.absmax": stored.scales.flatten(),
-            "weight.quant_map": _table(self.number).clone(),  # every module has its own in a file
+            "weight.quant_map": table(self.number, torch.device("cpu")).clone(),  # every module has its own in a file
         }
         return part | stored.raw[0]
 
     def read(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> Stored:
+        packed, state = self.described(scheme, part, columns)
+        indices = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1, columns)
+        kept = [self.state]
+        scales = part["weight.absmax"]
+        if self.nested:
+            kept += ["weight.absmax", "weight.nested_absmax", "weight.nested_quant_map"]
+            scales = nested(part, state).unnested(scales)
+        raw = {suffix: part[suffix] for suffix in kept}
+        return Stored(scheme, indices.view(torch.int8) - 8, scales.view(len(indices), -1), raw={0: raw})
+
+    def described(self, scheme: Scheme, part: dict[str, Tensor], columns: int) -> tuple[Tensor, dict[str, Any]]:
+        """(the bytes of a module's codes, its quant_state). Raises ArtifactError when they are not what `scheme` says."""
         packed, state = part["weight"].flatten(), self._state(part[self.state])
         rows = 2 * len(packed) // columns
         wanted = {"quant_type": self.number, "blocksize": scheme.group_size, "shape": [rows, columns]}
@@ -73,16 +83,9 @@ class Bitsandbytes4(Layout):
                 f"a weight's quant_state is {found} in {packed.dtype}, the model's is {wanted} in torch.uint8",
                 fix="pair the weights with the config.json they were saved with",
             )
-        if not torch.equal(part["weight.quant_map"].cpu(), _table(self.number)):
+        if not torch.equal(part["weight.quant_map"].cpu(), table(self.number, torch.device("cpu"))):
             raise ArtifactError(f"quant_map is not the table of {self.number}", fix="quantize the model again")
-        indices = torch.stack((packed >> 4, packed & 15), dim=-1).view(rows, columns)
-        kept = [self.state]
-        scales = part["weight.absmax"]
-        if self.nested:
-            kept += ["weight.absmax", "weight.nested_absmax", "weight.nested_quant_map"]
-            scales = _unnested(scales, part["weight.nested_absmax"], part["weight.nested_quant_map"], state)
-        raw = {suffix: part[suffix] for suffix in kept}
-        return Stored(scheme, indices.view(torch.int8) - 8, scales.view(rows, -1), raw={0: raw})
+        return packed, state
 
     def _state(self, stored: Tensor) -> dict[str, Any]:
         try:
@@ -106,6 +109,18 @@ def describe(number: str, shape: tuple[int, int], dtype: torch.dtype, block: int
     return {f"weight.quant_state.bitsandbytes__{number}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
+def quantize(weights: Tensor, scheme: Scheme, dtype: torch.dtype) -> Stored:
+    """The weights [N, K] of one whole checkpoint module in the form of `scheme`; `dtype` is that of the model's weights."""
+    codes, scales = rounded(weights, scheme.number, scheme.group_size)
+    part, state = dict[str, Tensor](), dict[str, Any]()
+    if scheme.layout.endswith("-nested"):
+        part, state, read = nest(scales.flatten())
+        scales = read.view_as(scales)
+    rows, columns = weights.shape
+    part |= describe(scheme.number, (rows, columns), dtype, scheme.group_size, **state)
+    return Stored(scheme, codes, scales, raw={0: part})
+
+
 def nest(absmax: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
     """Scales float32 [n] of one module quantized again: (their tensors, their JSON values, the scales as read back).
 
@@ -114,40 +129,21 @@ def nest(absmax: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
     offset = absmax.mean()
     blocks = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
-    table = dynamic_map().to(absmax.device, copy=True)  # every module has its own in a file
+    values = dynamic_map().to(absmax.device, copy=True)  # every module has its own in a file
     steps = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1)
-    bounds = (table[:-1] + table[1:]) / 2
+    bounds = (values[:-1] + values[1:]) / 2
     codes = torch.bucketize(steps, bounds, out_int32=True).to(torch.uint8).flatten()[: len(absmax)]
     state = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset.item()}
-    part = {"weight.absmax": codes, "weight.nested_absmax": largest, "weight.nested_quant_map": table}
-    return part, state, _unnested(codes, largest, table, state)
+    part = {"weight.absmax": codes, "weight.nested_absmax": largest, "weight.nested_quant_map": values}
+    return part, state, nested(part, state).unnested(codes)
 
 
-def _unnested(codes: Tensor, largest: Tensor, table: Tensor, state: dict[str, Any]) -> Tensor:
-    """Scales float32 [n] of nested tensors. Raises ArtifactError for blocks of another length."""
+def nested(part: dict[str, Tensor], state: dict[str, Any]) -> Nested:
+    """The nested scales of a module. Raises ArtifactError for blocks of another length."""
     if state.get("nested_blocksize") != NESTED_BLOCK:
         raise ArtifactError(
             f"nested_blocksize is {state.get('nested_blocksize')}, bitsandbytes writes {NESTED_BLOCK}",
             fix="quantize the model again",
         )
-    each = largest.repeat_interleave(NESTED_BLOCK)[: len(codes)]
-    return table[codes.int()] * each + torch.tensor(state["nested_offset"], dtype=torch.float32, device=codes.device)
-
-
-@cache
-def dynamic_map() -> Tensor:
-    """bitsandbytes' 256 values of 8-bit dynamic quantization, float32, ascending (Dettmers 2016, arXiv:1511.04561):
-    seven decades, the i-th with 2^i midpoints of equal steps from a tenth of its end, both signs, 0 and 1."""
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
-        values += [*middles, *(-middle for middle in middles)]
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
-@cache
-def _table(number: str) -> Tensor:
-    found = numbers.NUMBERS[number]
-    assert isinstance(found, numbers.Values), f"{number} has no table of values"
-    return torch.tensor(found.values, dtype=torch.float32)
+    largest = part["weight.nested_absmax"]
+    return Nested(part["weight.nested_quant_map"], largest, torch.full_like(largest, state["nested_offset"]))
