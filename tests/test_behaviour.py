@@ -45,6 +45,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "executor": tuple(f"data/executors/test_{name}.py" for name in ("same_bytes", "deaths", "slurm")),
     "schedule": ("train/schedules/test_schedule.py",),
     "objective": ("train/objectives/test_objectives.py",),
+    "divergence": ("train/objectives/test_divergences.py",),
     "optimizer": (
         "train/optimizers/test_optimizers.py",
         "train/optimizers/test_optimizers_more.py",

@@ -37,6 +37,7 @@ TABLES: tuple[str, ...] = (
     "hone.data:EXECUTORS",
     "hone.train:SCHEDULES",
     "hone.train:OBJECTIVES",
+    "hone.train.objectives.divergences:DIVERGENCES",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",
     "hone.train:FP8_PRECISIONS",

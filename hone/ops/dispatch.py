@@ -145,9 +145,13 @@ def _rms_norm(
     return Choice("triton", "one pass over memory")
 
 
-def _linear_cross_entropy(where: Where, *, dtype: torch.dtype, softcap: bool = False) -> Choice:
+def _linear_cross_entropy(
+    where: Where, *, dtype: torch.dtype, softcap: bool = False, divergence: bool = False
+) -> Choice:
     if softcap:
         return Choice("reference", "the kernel has no softcap on the logits")
+    if divergence:
+        return Choice("reference", "of a teacher the kernel has KL(teacher || student) over one vocabulary alone")
     if dtype not in UP_TO_32:
         return Choice("reference", f"the kernel takes dtypes of 16 and 32 bits, not {dtype}")
     return Choice("triton", "library products around one kernel a chunk")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hone.cost.chunks import VOCABULARY_CHUNK, kernel_chunk_tokens
 from hone.ops.loss.api import add_product, scale_, summed_wide
+from hone.ops.loss.divergence import FORWARD_KL, Divergence, terms
 from hone.ops.loss.rows import row_gradients_, row_sums
 from hone.parallel.axis import Axis
 
@@ -24,6 +25,7 @@ class Teacher(NamedTuple):
     alpha: float
     temperature: float = 1.0
     softcap: float | None = None
+    divergence: Divergence = FORWARD_KL
 
 
 def vocabulary_cross_entropy(
@@ -44,8 +46,8 @@ def vocabulary_cross_entropy(
     is the whole (`regions.copied`). The sum of exponentials is that of all ranks: a loss that takes its own rows' sum for the
     whole is off by about log n. Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
-    With a `teacher` it is alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of that: both softmaxes are over
-    all ranks' rows, whose largest logits and sums are exchanged together.
+    With a `teacher` it is alpha t^2 D(softmax(teacher / t), softmax(student / t)) + (1 - alpha) of that, D the teacher's divergence:
+    both softmaxes are over all ranks' rows, whose largest logits and sums are exchanged together.
     """
     if chunk_tokens is None:
         chunk_tokens = kernel_chunk_tokens(len(x_TD)) if x_TD.is_cuda else VOCABULARY_CHUNK
@@ -119,7 +121,8 @@ def _text(logits: Tensor, place: Tensor, valid: Tensor, axis: Axis, wants: bool)
 def _distilled(
     student: Tensor, theirs: Tensor, place: Tensor, valid: Tensor, axis: Axis, teacher: Teacher
 ) -> tuple[Tensor, Tensor]:
-    """`_text` with a teacher's logits [T, V]: two exchanges of a few numbers a token, where one is enough without."""
+    """`_text` with a teacher's logits [T, V]: two exchanges of a few numbers a token, three for divergences other than forward KL,
+    where one is enough without."""
     alpha, temperature = teacher.alpha, teacher.temperature
     own = valid & (place >= 0) & (place < student.shape[1])
     place = torch.where(own, place, 0)[:, None]
@@ -132,9 +135,18 @@ def _distilled(
     distance = (wanted * (theirs - student)).sum(-1) / temperature
     sums = torch.stack([soft.sum(-1), wanted.sum(-1), plain.sum(-1), distance, chosen])
     _done(axis.all_reduce(sums))
-    divergence = sums[3] / sums[1] - sums[1].log() + sums[0].log()
+    if teacher.divergence.kind == "forward_kl":
+        divergence = sums[3] / sums[1] - sums[1].log() + sums[0].log()
+        slope = (soft / sums[0][:, None]).sub_(wanted.div_(sums[1][:, None]))
+    else:
+        log_p, log_q = theirs / temperature - sums[1].log()[:, None], student / temperature - sums[0].log()[:, None]
+        parts, slopes = terms(teacher.divergence, log_p, log_q)
+        q = log_q.exp()
+        found = torch.stack([parts.sum(-1), (q * slopes).sum(-1)])
+        _done(axis.all_reduce(found))
+        divergence, slope = found[0], slopes.sub_(found[1][:, None]).mul_(q)
+    slope.mul_(alpha * temperature)
     losses = alpha * temperature**2 * divergence + (1 - alpha) * (sums[2].log() - sums[4])
-    slope = (soft / sums[0][:, None]).sub_(wanted.div_(sums[1][:, None])).mul_(alpha * temperature)
     slope.addcdiv_(plain, sums[2][:, None].expand_as(plain), value=1 - alpha)
     slope.scatter_add_(1, place, (alpha - 1) * own[:, None].to(slope.dtype))
     return losses, slope.mul_(valid[:, None])

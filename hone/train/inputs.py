@@ -37,6 +37,24 @@ def same_tokens(parent: CheckpointFacts, data: DataFacts, role: str) -> None:
     raise SpecError(said, fix=f"tokenize the data with the {role}'s tokenizer, or use another {role}")
 
 
+def same_vocabulary(config: ModelConfig, teacher: CheckpointFacts, data: DataFacts, parts: int) -> None:
+    """Raises SpecError where a student of `config` cannot be compared with `teacher`, token by token: their vocabularies may differ
+    in padding, if both are known to be the data's and each of the `parts` of tensor-parallel ranks has the same rows of both."""
+    sizes = f"the student has {config.vocab_size} tokens and {teacher.where} {teacher.config.vocab_size}"
+    if config.vocab_size == teacher.config.vocab_size:
+        return
+    if None in (teacher.tokenizer, data.tokenizer):
+        raise SpecError(
+            f"{sizes}, and without the tokenizers of {teacher.where} and the data none can tell whether that is padding",
+            fix="add the tokenizer's files to both, or use a teacher with as many tokens",
+        )
+    if parts > 1:
+        raise SpecError(
+            f"{sizes}: tensor-parallel ranks would have different tokens of the two",
+            fix="set parallelism.tensor_parallel_degree: 1, or pad both to one size",
+        )
+
+
 def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
     """The teacher's config with layers 0, n, 2n, ... only. Raises SpecError when that removes no layer."""
     if not 1 < keep_every <= teacher.num_layers:

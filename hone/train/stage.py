@@ -45,7 +45,7 @@ from hone.train.faults.memory import WAYS, on_ranks, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
 from hone.train.growth.init import Init, growths_of
-from hone.train.inputs import config_of, data_of
+from hone.train.inputs import config_of, data_of, same_vocabulary
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
@@ -196,6 +196,8 @@ class Train(Prolonged):
         if "mask" in given:
             check_mask(given["mask"], config)
         teacher = given["teacher"].config if self.objective.from_teacher else None
+        if teacher is not None:
+            same_vocabulary(config, given["teacher"], data[0], self.parallelism.tensor_parallel_degree)
         divided = self.parallelism.divided(machine.num_ranks)
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)

@@ -62,9 +62,11 @@ def linear_cross_entropy(
     if teacher is not None:
         _check_teacher(teacher, targets.numel(), len(weight), label_smoothing)
     capped = softcap is not None or (teacher is not None and teacher.softcap is not None)
-    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype, softcap=capped)
-    if capped and chosen == "triton":
-        raise SpecError("the kernel of linear_cross_entropy has no softcap on the logits", fix="leave backend out")
+    divergence = teacher is not None and not teacher.plain
+    chosen = backend_of("linear_cross_entropy", x.device, backend, dtype=x.dtype, softcap=capped, divergence=divergence)
+    if (capped or divergence) and chosen == "triton":
+        lacks = "softcap on the logits" if capped else "divergence but KL(teacher || student) over one vocabulary"
+        raise SpecError(f"the kernel of linear_cross_entropy has no {lacks}", fix="leave backend out")
     if chosen != "triton":
         return reference.linear_cross_entropy(
             x, weight, targets, reduction=reduction, ignore_index=ignore_index, z_loss=z_loss,
@@ -108,10 +110,16 @@ def _check_teacher(teacher: Teacher, num_tokens: int, vocab_size: int, label_smo
             f"the teacher's hidden {hidden} and weight {weight} are not [..., E] of {num_tokens} tokens and [V, E]",
             fix="give the teacher's last hidden states of the same tokens, and its head's weight",
         )
-    if weight[0] != vocab_size:
+    shared = teacher.shared_vocab
+    if weight[0] != vocab_size and shared is None:
         raise SpecError(
             f"the teacher's weight {weight} does not have the {vocab_size} tokens of the student's",
-            fix=f"use a teacher with the student's tokenizer, its weight cut or padded to {vocab_size} rows",
+            fix=f"use a teacher with the student's tokenizer, and give shared_vocab={min(weight[0], vocab_size)} if one is padded",
+        )
+    if shared is not None and not 0 < shared <= min(weight[0], vocab_size):
+        raise SpecError(
+            f"shared_vocab is {shared}; the student has {vocab_size} tokens, the teacher {weight[0]}",
+            fix=f"give a number from 1 to {min(weight[0], vocab_size)}",
         )
     if not teacher.temperature > 0:
         raise SpecError(

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hone.cost.chunks import default_chunk_tokens
+from hone.ops.loss.divergence import FORWARD_KL, Divergence, apart
 
 
 @dataclass(frozen=True)
 class Teacher:
     """A teacher's output for the same tokens: its last hidden states after the norm [..., E] and its head's weight [V, E].
 
-    The loss becomes alpha t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - alpha) of the loss without it.
-    Hinton et al. 2015, arXiv:1503.02531.
+    The loss becomes alpha t^2 D(softmax(teacher / t), softmax(student / t)) + (1 - alpha) of the loss without it, where D is a
+    divergence, KL(teacher || student) by default. Hinton et al. 2015, arXiv:1503.02531.
     """
 
     hidden: Tensor
@@ -27,6 +28,15 @@ class Teacher:
     temperature: float = 1.0
     softcap: float | None = None
     """Cap of the teacher's logits: softcap * tanh(logit / softcap)."""
+    divergence: Divergence = FORWARD_KL
+    shared_vocab: int | None = None
+    """Ids, from 0, that both vocabularies have, where one is padded further: D is that of the distributions over these alone.
+    None: the vocabularies are of one size."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the divergence over whole vocabularies that kernels compute."""
+        return self.divergence.kind == "forward_kl" and self.shared_vocab is None
 
 
 def linear_cross_entropy(
@@ -87,9 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 theirs = (teacher_hidden[begin : begin + chunk_tokens] @ teacher.weight.T).to(exact)
                 theirs = _capped(theirs, teacher.softcap)
-                loss, grad = _teacher_chunk(
-                    logits, theirs, chosen, ignore_index, z_loss, teacher.alpha, teacher.temperature, wants_grad
-                )
+                loss, grad = _teacher_chunk(logits, theirs, chosen, ignore_index, z_loss, teacher, wants_grad)
             total = total + loss  # not in place: torch.compile of 2.11 would treat the sum as one without gradients
             if grad is None:
                 continue
@@ -151,32 +159,33 @@ def _cross_entropy_chunk(
 
 def _teacher_chunk(
     student: Tensor,
-    teacher: Tensor,
+    theirs: Tensor,
     targets: Tensor,
     ignore_index: int,
     z_loss: float,
-    alpha: float,
-    temperature: float,
+    teacher: Teacher,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`_cross_entropy_chunk` with a teacher's logits [T, V]: the mix that `Teacher` describes, and its grad."""
+    """`_cross_entropy_chunk` with a teacher's logits `theirs` [T, V]: the mix that `Teacher` describes, and its grad."""
+    alpha, temperature, shared = teacher.alpha, teacher.temperature, teacher.shared_vocab
     valid = targets != ignore_index
     chosen = targets.masked_fill(~valid, 0)[:, None]
-    soft = F.log_softmax(student / temperature, dim=-1)
-    teacher_log_probs = F.log_softmax(teacher / temperature, dim=-1)
-    plain = soft if temperature == 1.0 else F.log_softmax(student, dim=-1)
-    share = teacher_log_probs.exp()
-    divergence = (share * (teacher_log_probs - soft)).sum(-1)
+    soft = F.log_softmax(student[:, :shared] / temperature, dim=-1)
+    wanted = F.log_softmax(theirs[:, :shared] / temperature, dim=-1)
+    plain = soft if temperature == 1.0 and shared is None else F.log_softmax(student, dim=-1)
+    divergence, grad = apart(teacher.divergence, wanted, soft, wants_grad=wants_grad)
     text = -plain.gather(1, chosen)[:, 0]
     log_sum = student.logsumexp(-1) if z_loss else None
     if log_sum is not None:
         text = text + z_loss * log_sum.square()
     losses = alpha * temperature**2 * divergence + (1 - alpha) * text
     total = losses.masked_fill(~valid, 0).sum()
-    if not wants_grad:
+    if grad is None:
         return total, None
-    # d KL / d student = (softmax(student / t) - softmax(teacher / t)) / t, times t^2.
-    grad = soft.exp().sub_(share).mul_(alpha * temperature)
+    # The gradient by the student's logits is that by logits / t, divided by t, times t^2.
+    grad = grad.mul_(alpha * temperature)
+    if grad.shape[1] < student.shape[1]:
+        grad = F.pad(grad, (0, student.shape[1] - grad.shape[1]))
     if log_sum is None:
         grad.add_(plain.exp(), alpha=1 - alpha)
     else:

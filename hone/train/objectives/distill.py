@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
+from hone.base.table import Choice, Technique
 from hone.train.objectives.base import Objective
+from hone.train.objectives.divergences import DIVERGENCES
+from hone.train.objectives.divergences.kl import ForwardKL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,14 +18,19 @@ if TYPE_CHECKING:
 
 
 class Distill(Objective):
-    """alpha T^2 KL(teacher || student) at temperature T + (1 - alpha) cross entropy. Hinton et al. 2015, arXiv:1503.02531."""
+    """alpha T^2 D(teacher, student) at temperature T + (1 - alpha) cross entropy. Hinton et al. 2015, arXiv:1503.02531."""
 
     paper: ClassVar[str] = "arXiv:1503.02531"
     from_teacher: ClassVar[bool] = True
     alpha: float = Field(
         0.9, ge=0, le=1, description="Weight of the teacher's distribution; that of the text is 1 - alpha."
     )
-    temperature: float = Field(1.0, gt=0, description="Temperature of both distributions.")
+    temperature: float = Field(
+        1.0, gt=0, description="Temperature T of both distributions in D, whose gradient T^2 keeps as large."
+    )
+    divergence: Annotated[Technique, Choice(DIVERGENCES)] = Field(
+        ForwardKL(kind="forward_kl"), description="D, how far the student's distribution is from the teacher's."
+    )
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
@@ -39,6 +47,7 @@ class Distill(Objective):
             targets.flatten(),
             alpha=self.alpha,
             temperature=self.temperature,
+            divergence=self.divergence.computed(),
             softcaps=(model.config.logits_softcap, teacher.config.logits_softcap),
             divided=getattr(model, "vocabulary", None),
         )
