@@ -119,7 +119,6 @@ def test_quiet_keeps_what_warns(capsys):
             "nothing is calibrated",
         ),
         (["train", "MODEL", "--from.model=MODEL", "--model.num_layers=3", "--out=x"], "that of --from.model"),
-        (["train", "MODEL", "--keep_every=3", "--out=x"], "no teacher's layers"),
         (["train", "MODEL", "--checkpoint.interval=0", "--checkpoint.keep_latest_k=3", "--out=x"], "no checkpoints"),
         (
             ["data", "MODEL", "--tokenizer.path=MODEL", "--tokenizer.vocab_size=300", "--out=x"],

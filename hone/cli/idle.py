@@ -26,12 +26,10 @@ def _idle(verb: str, spec: Any, inputs: Mapping[str, str]) -> list[tuple[tuple[s
     if verb == "compress" and spec.calibration_text is None and "data" not in inputs:
         rows.append((_CALIBRATION, "nothing is calibrated", "give texts: --calibration_text=FILE"))
     if verb == "train" and "model" in inputs:
-        more = ", grown as --init says" if not isinstance(spec.init, str) else ""
+        more = ", grown as --init says" if isinstance(spec.init, tuple) else ""
         rows.append((("model",), f"the model's shape is that of --from.model{more}", "leave --from.model out"))
-    if verb == "train" and spec.init == "teacher":
+    if verb == "train" and getattr(spec.init, "kind", None) == "teacher":
         rows.append((("model",), "the model's shape is that of the teacher", "leave init=teacher out"))
-    if verb == "train" and spec.init != "teacher":
-        rows.append((("keep_every",), "no teacher's layers are copied", "set --init=teacher"))
     if verb == "train" and not spec.checkpoint.interval:
         names = ("checkpoint.keep_latest_k", "checkpoint.async_mode")
         rows.append((names, "checkpoint.interval is 0, so that there are no checkpoints", "set --checkpoint.interval"))

@@ -44,7 +44,7 @@ from hone.train.expert_parallel.fits import check_training
 from hone.train.faults.memory import WAYS, on_ranks, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
-from hone.train.growth.init import Init, growths_of
+from hone.train.growth.init import Init, growths_of, kept_layers
 from hone.train.inputs import config_of, data_of, same_vocabulary
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
@@ -89,11 +89,8 @@ class Train(Prolonged):
     )
     init: Init = Field(
         "random",
-        description="Initial weights: random; teacher: copies of every keep_every-th layer of the teacher; or growths, in turn: "
+        description="Initial weights: random; teacher: copies of every init.keep_every-th layer of the teacher; or growths, in turn: "
         "a larger model made of the one that 'model' gives.",
-    )
-    keep_every: int = Field(
-        2, ge=2, description="With init: teacher, layers 0, n, 2n, ... are kept; 2 halves the depth."
     )
     adapter: Annotated[Technique, Choice(ADAPTERS)] | None = Field(
         None, description="Trains this adapter and nothing of 'model', and saves a PEFT folder; empty: all weights."
@@ -181,10 +178,10 @@ class Train(Prolonged):
             given,
             data[0],
             shape=self.model,
-            keep_every=self._keep_every,
+            keep_every=kept_layers(self.init),
             growths=growths_of(self.init),
             objective=self.objective.kind,
-            wants_teacher=self.objective.from_teacher or self.init == "teacher",
+            wants_teacher=self.objective.from_teacher or kept_layers(self.init) is not None,
             seq_len=self.seq_len,
         )
         config = with_adapter(self, config, given)
@@ -331,10 +328,6 @@ class Train(Prolonged):
     def evaluates_every(self) -> tuple[int, int]:
         """Steps between evaluations beside those of `validation`; 0: none."""
         return self.checkpoint.keep.evaluates_every, self.early_stopping.evaluates_every
-
-    @property
-    def _keep_every(self) -> int | None:
-        return self.keep_every if self.init == "teacher" else None
 
     def _trainer(
         self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run, offload: Any

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.base.artifact import Artifact
 from hone.base.lazy import lazy
-from hone.train.growth.init import growths_of
+from hone.train.growth.init import growths_of, kept_layers
 from hone.train.precision import TORCH_NAMES, Precision
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ class Training(Protocol):
     def adapter(self) -> Any: ...
     @property
     def init(self) -> Any: ...
-    @property
-    def keep_every(self) -> int: ...
     @property
     def precision(self) -> Precision: ...
     @property
@@ -61,7 +59,7 @@ def starting_models(
     """(model in float32, teacher in the compute dtype or None) on `device`. Of a model with adapters these alone are float32 and are
     trained; its weights are in the compute dtype.
 
-    With init: teacher the model has every `keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
+    With init: teacher the model has every `init.keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
     or a random one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
     device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
     teacher is.
@@ -73,8 +71,8 @@ def starting_models(
     from hone.train.student import from_teacher
 
     computed = getattr(torch, TORCH_NAMES[spec.precision])
-    copies, reads = spec.init == "teacher", spec.objective.from_teacher
-    teacher = load(parents["teacher"].folder, device, torch.float32) if reads or copies else None
+    kept, reads = kept_layers(spec.init), spec.objective.from_teacher
+    teacher = load(parents["teacher"].folder, device, torch.float32) if reads or kept is not None else None
     if "model" in parents:
         checkpoint = Checkpoint(parents["model"].folder)
         if growths := growths_of(spec.init):  # tensors of the larger model are made one at a time of those in the files
@@ -87,9 +85,9 @@ def starting_models(
             model.maker = Read(checkpoint, device, dtype)
         else:
             model = checkpoint.build(device, dtype)
-    elif copies:
+    elif kept is not None:
         assert teacher is not None, "planned without a teacher"
-        model = from_teacher(teacher, spec.keep_every)
+        model = from_teacher(teacher, kept)
     else:
         assert data is not None, "a new model is one for the tokens of some data"
         config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
