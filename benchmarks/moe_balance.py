@@ -6,6 +6,7 @@ eight topics, the first of which half of the sequences have, the second a quarte
 
 from __future__ import annotations
 
+import argparse
 import sys
 from statistics import fmean
 from typing import Any
@@ -70,8 +71,11 @@ def run(options: dict[str, Any], seed: int, steps: int) -> tuple[float, float, f
 
 def main(arguments: list[str]) -> None:
     """Prints the table and keeps it."""
-    given = dict(one.removeprefix("--").split("=") for one in arguments)
-    steps, seeds = int(given.get("steps", 120)), int(given.get("seeds", 3))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    steps, seeds = given.steps, given.seeds
     kept: list[dict[str, Any]] = []
     print("| balance | busiest / mean | visits dropped | loss, nats |\n|---|---|---|---|")
     for name, options in ARMS.items():

@@ -24,6 +24,20 @@ from hone.measure.machine import Machine, machine_of
 _RESERVED = ("stage", "name", "from", "each", "repeats")
 
 
+def _maker(source: Path, folder: Path | None) -> str:
+    """The command of the recipe in `folder` that makes the artifact `source`, .../LINE/STAGE-NAME, as `hone run x.yaml` (its stage y); ''."""
+    for path in sorted(folder.glob("*.yaml")) if folder is not None and source.parent.name else ():
+        try:
+            values = read_yaml(path)
+        except SpecError:  # another recipe's mistake is not this one's
+            continue
+        stages = values.get("stages") if isinstance(values, dict) and values.get("line") == source.parent.name else None
+        for entry in stages if isinstance(stages, list) else ():
+            if isinstance(entry, dict) and f"{entry.get('stage')}-{entry.get('name')}" == source.name:
+                return f"`hone run {path}`, whose stage {source.name} makes it"
+    return ""
+
+
 class Node(Spec):
     """One stage of a recipe after its branches are expanded."""
 
@@ -74,13 +88,13 @@ class Recipe(Spec):
         values = read_yaml(Path(path))
         try:
             recipe = cls.read(values)
-            recipe.nodes()  # finds mistakes now, not an hour into the run
+            recipe.nodes(beside=Path(path).parent)  # finds mistakes now, not an hour into the run
         except SpecError as error:
             raise in_file(error, Path(path)) from None
         return recipe
 
-    def nodes(self) -> list[Node]:
-        """The stages with branches expanded and references checked."""
+    def nodes(self, beside: Path | None = None) -> list[Node]:
+        """The stages with branches expanded and references checked; an error names the recipe in `beside` that makes a missing folder."""
         if Path(self.line).name != self.line or self.line in ("", ".", ".."):
             raise SpecError(f"line '{self.line}' is not a folder name", fix="write line: NAME, without slashes")
         found: dict[str, Node] = {}
@@ -91,6 +105,11 @@ class Recipe(Spec):
                 for role, source in node.inputs.items():
                     if source not in found and not Path(source).is_dir():
                         need_local(source, PULL)
+                        if maker := _maker(Path(source), beside):
+                            raise SpecError(
+                                f"{node.folder}: {role} is '{source}', which is not made yet",
+                                fix=f"make it first: {maker}",
+                            )
                         hint = did_you_mean(source, found)
                         raise SpecError(
                             f"{node.folder}: {role} is '{source}', which is neither an earlier stage nor a folder",

@@ -276,6 +276,19 @@ def test_an_entry_of_wrong_types_is_a_users_mistake(entry):
         Recipe(line="x", stages=[entry]).nodes()
 
 
+def test_a_folder_that_another_recipe_makes_is_an_error_with_that_recipe(tmp_path):
+    (tmp_path / "broken.yaml").write_text("line: [")
+    (tmp_path / "first.yaml").write_text("line: one\nstages: [{stage: data, name: text, source: x}]\n")
+    after = tmp_path / "second.yaml"
+    after.write_text("line: two\nstages: [{stage: train, name: base, from: {data: work/one/data-text}}]\n")
+    with pytest.raises(SpecError, match="'work/one/data-text', which is not made yet") as error:
+        Recipe.load(after)
+    assert f"make it first: `hone run {tmp_path / 'first.yaml'}`, whose stage data-text" in str(error.value)
+    after.write_text(after.read_text().replace("data-text", "data-test"))
+    with pytest.raises(SpecError, match="neither an earlier stage nor a folder"):
+        Recipe.load(after)
+
+
 def test_a_recipe_that_gives_a_field_twice_is_refused(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("line: tiny\nstages:\n- stage: train\n  name: base\n  steps: 2\n  steps: 3\n")

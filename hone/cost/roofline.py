@@ -224,7 +224,8 @@ def speed_of_light(machine: Machine, dtype: str) -> tuple[float, float, str]:
         rates = {one.name: (one.rate(dtype) or (0.0, ""))[0] for one in sold}
         fastest = max(sold, key=lambda one: rates[one.name])
         read = max(one.bytes_per_s or 0.0 for one in sold)
-        return rates[fastest.name], read, f"the data sheet of {fastest.name} ({machine.processor} is not listed)"
+        lack = "is not listed" if row is None else f"is listed without a rate for {dtype} or without its memory's"
+        return rates[fastest.name], read, f"the data sheet of {fastest.name} ({machine.processor} {lack})"
     core = _CORE_FLOPS_PER_S.get(dtype, _CORE_TILE_FLOPS_PER_S)
     source = f"{machine.num_cores} CPU cores at {core / 1e9:,.0f} GFLOP/s and {_CORE_BYTES_PER_S / 1e9:.0f} GB/s each"
     return machine.num_cores * core, machine.num_cores * _CORE_BYTES_PER_S, source

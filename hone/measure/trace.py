@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, TextIO
 
 from hone.base.errors import ArtifactError
@@ -17,6 +18,8 @@ from hone.measure.clocks.nvml import POWER_CAP, THERMAL, Gpu, open_gpu
 COLUMNS = ("timestamp_s", "device", "power_w", "energy_mj", "sm_mhz", "mem_mhz", "temp_c", "util", "throttle")
 """Of the file. Seconds since the epoch; `util` is a share, `throttle` NVML's bits. What a device does not show is empty."""
 RATE_HZ = 10.0
+GAP = 5.0
+"""Times the usual interval between two rows, above which nothing is known of what was drawn between them."""
 
 
 class Sample(NamedTuple):
@@ -131,7 +134,11 @@ def read_trace(path: Path) -> list[Sample]:
 
 
 class Summary(NamedTuple):
-    """What a trace of one device says: joules are the counter's, or the sum of its power where it has none."""
+    """What a trace of one device says: joules are the counter's, or the sum of its power where it has none.
+
+    `gaps_s` are seconds without readings, in which power, the power limit and heat are not known: they are in `seconds` and in no
+    other sum. Only a counter counts on in them. `mean_w` is of the time that `joules` are of.
+    """
 
     seconds: float
     joules: float | None
@@ -139,11 +146,17 @@ class Summary(NamedTuple):
     peak_w: float | None
     capped_s: float
     hot_s: float
+    gaps_s: float = 0.0
 
 
 def summary(rows: Sequence[Sample]) -> Summary:
-    """The summary of the rows of one device."""
-    pairs = list(pairwise(rows))
+    """The summary of the rows of one device. A gap is an interval longer than `GAP` usual ones, the median of the trace."""
+    pairs, gaps_s = list(pairwise(rows)), 0.0
+    if pairs:
+        usual = median(other.timestamp_s - one.timestamp_s for one, other in pairs)
+        whole = [other.timestamp_s - one.timestamp_s <= GAP * usual for one, other in pairs]
+        gaps_s = sum(b.timestamp_s - a.timestamp_s for (a, b), seen in zip(pairs, whole, strict=True) if not seen)
+        pairs = [pair for pair, seen in zip(pairs, whole, strict=True) if seen]
     seconds = rows[-1].timestamp_s - rows[0].timestamp_s if rows else 0.0
     counted = [row.energy_mj for row in rows if row.energy_mj is not None]
     shown = [(one, other) for one, other in pairs if one.power_w is not None and other.power_w is not None]
@@ -152,8 +165,9 @@ def summary(rows: Sequence[Sample]) -> Summary:
     grown = sum(max(after - before, 0) for before, after in pairwise(counted)) / 1e3
     joules = grown if len(counted) > 1 else added if shown else None
     peak = max((row.power_w for row in rows if row.power_w is not None), default=None)
-    mean = joules / seconds if joules is not None and seconds else None
-    return Summary(seconds, joules, mean, peak, *(_lasted(pairs, bits) for bits in (POWER_CAP, THERMAL)))
+    span = seconds if len(counted) > 1 else seconds - gaps_s
+    mean = joules / span if joules is not None and span > 0 else None
+    return Summary(seconds, joules, mean, peak, *(_lasted(pairs, bits) for bits in (POWER_CAP, THERMAL)), gaps_s)
 
 
 def _lasted(pairs: Iterable[tuple[Sample, Sample]], bits: int) -> float:
@@ -163,6 +177,8 @@ def _lasted(pairs: Iterable[tuple[Sample, Sample]], bits: int) -> float:
 def figures(rows: Sequence[Sample], how: How = "measured", note: str = "") -> list[Figure]:
     """power_mean_w, power_peak_w, and the seconds under the power limit and under heat; with `how` quoted for a trace from elsewhere."""
     found = summary(rows)
+    if found.gaps_s:
+        note = f"{note}; {found.gaps_s:.3g} of {found.seconds:.3g} s have no readings and are not filled".strip("; ")
     many = {"n": max(len(rows), 1), "how": how}
     return [
         Figure(name="power_mean_w", value=found.mean_w, unit="W", note=note, **many),

@@ -63,6 +63,9 @@ def test_gpus_come_from_their_data_sheets():
     strange = Gpu(name="NVIDIA X1", memory_bytes=1, capability="9.0", num_multiprocessors=1)
     _, _, source = speed_of_light(machine(device="cuda:0", gpus=(strange,)), "bfloat16")
     assert "X1 is not listed" in source
+    narrow = Gpu(name="NVIDIA L40S", memory_bytes=1, capability="8.9", num_multiprocessors=142)
+    _, _, source = speed_of_light(machine(device="cuda", gpus=(narrow,)), "float64")
+    assert "L40S is listed without a rate for float64" in source
     a100 = Gpu(name="NVIDIA A100-SXM4-80GB", memory_bytes=1, capability="8.0", num_multiprocessors=108)
     peak, _, source = speed_of_light(machine(device="cuda", gpus=(a100,)), "float8")
     assert peak == 312e12 and "it has no float8: the rate of bfloat16" in source

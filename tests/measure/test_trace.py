@@ -55,6 +55,18 @@ def test_a_killed_one_is_continued_and_a_cut_off_row_left_out(tmp_path):
     assert len(read_trace(path)) == count + 12
 
 
+def test_a_gap_is_not_filled():
+    """A process that was killed and came back after a minute: nobody knows what was drawn meanwhile, but a counter."""
+    times = [*range(10), *range(70, 80)]
+    shown = [Sample(float(at), "cuda:0", 100.0, throttle=4) for at in times]
+    found = summary(shown)
+    assert found.joules == pytest.approx(1800.0) and found.mean_w == pytest.approx(100.0)
+    assert (found.seconds, found.gaps_s, found.capped_s) == (79.0, 61.0, 18.0)
+    assert "61 of 79 s have no readings" in figures(shown)[0].note
+    counted = summary([row._replace(energy_mj=int(row.timestamp_s) * 50_000) for row in shown])
+    assert counted.joules == pytest.approx(79 * 50.0) and counted.mean_w == pytest.approx(50.0)
+
+
 def test_what_a_device_does_not_show_is_empty(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(f"{PUBLISHED}\n1.0,cuda:0,100.5,,,,,,\n2.0,cuda:0,101.5,,,,,,\n")

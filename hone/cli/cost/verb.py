@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hone.cli.options import fields, list_fields
@@ -52,6 +53,11 @@ def cost(words: list[str], options: dict[str, str]) -> int:
         words = [words[0], word, *words[3:]]
     elif not any(one.startswith(f"{words[1]} ") for one in WORDS):
         word = words[1]
+    if group := [one for one in WORDS if one.startswith(f"{words[1]} ")] if len(words) == 2 else []:
+        if unknown := [name for name in options if name != "help"]:
+            raise SpecError(f"hone cost {words[1]} has no option --{unknown[0]}", fix=f"its words: {', '.join(group)}")
+        print(f"usage: hone cost {words[1]} WORD [--field=value ...]\n\n{_lines(group)}")
+        return 0
     if word not in WORDS:
         raise SpecError(
             f"hone cost has no word '{word}'", fix=f"{did_you_mean(word, WORDS, 'hone cost {}')}hone cost lists them"
@@ -119,15 +125,15 @@ def _print(sheet: Sheet) -> None:
         console.print(f"[{place}] {one}", soft_wrap=True)
 
 
-def _lines() -> str:
+def _lines(words: Iterable[str] = WORDS) -> str:
     """Every word with the first line of its module."""
     import ast
     from importlib.util import find_spec
     from pathlib import Path
 
     found = []
-    for word, row in WORDS.items():
-        spec = find_spec(row.partition(":")[0])
+    for word in words:
+        spec = find_spec(WORDS[word].partition(":")[0])
         text = Path(spec.origin).read_text(encoding="utf8") if spec is not None and spec.origin else ""
         about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         about = about.partition(f"`hone cost {word}`: ")[2] or ("the known models" if word == "models" else about)

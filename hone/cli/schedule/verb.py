@@ -54,7 +54,7 @@ def schedule(words: list[str], options: dict[str, str]) -> int:
             ("change", "saves", "evidence"),
             [
                 (one.change, "impossible" if one.saved is None else f"{one.saved:.1%}", one.evidence)
-                for one in of_schedule(spec, path.parent)
+                for one in of_schedule(spec, path.parent, made)
             ],
         )
     if "out" in options:

@@ -123,12 +123,19 @@ def holding(gpu: Gpu, folder: Path | None = None) -> Iterator[Held]:
     """Holds the settings of `gpu` in the block, and restores them after it: also on SIGTERM, SIGHUP and at the process's exit.
 
     What is set is noted in a file of `folder` (default: the user's cache) before it is set, and the process holds a lock beside
-    it: `restore_left` finds what a killed process has left. Raises MachineError when another living process holds this GPU.
+    it: `restore_left` finds what a killed process has left. Raises MachineError when another living process holds this GPU, or
+    when nothing can be written in `folder`.
     """
     folder = folder or notes_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{gpu.uuid}.json"
-    file = _locked(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _locked(path)
+    except OSError as error:
+        raise MachineError(
+            f"the clocks of {gpu.uuid} are not set: what is set must be noted in {folder} first, which is not writable ({error.strerror})",
+            fix="set XDG_CACHE_HOME to a folder that you may write in, or run without --clock",
+        ) from None
     if file is None:
         raise MachineError(
             f"another process holds the clocks of {gpu.uuid}",
@@ -166,7 +173,11 @@ def restore_left(open_uuid: Callable[[str], Gpu], folder: Path | None = None) ->
     said = []
     folder = folder or notes_folder()
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        file = _locked(path)
+        try:
+            file = _locked(path)
+        except OSError as error:
+            said.append(f"the clocks of {path.stem}, which another process had set, cannot be looked at: {error}")
+            continue
         if file is None:
             continue
         with file:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hone.base.errors import HoneError
 from hone.plan.carbon.jobs import Job, Schedule
-from hone.plan.carbon.schedule import grams, plan
+from hone.plan.carbon.schedule import Planned, grams, outcomes, plan
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,12 @@ def advise(now: float, changes: Mapping[str, Callable[[], tuple[float, str]]]) -
     return sorted(found, key=lambda one: (one.saved is None, -(one.saved or 0.0)))
 
 
-def of_schedule(spec: Schedule, folder: Path = Path()) -> list[Advice]:
-    """Changes of hours and sites: deadlines a day later, jobs that may stop, every site for every job, more devices, a forecast that is right."""
+def of_schedule(spec: Schedule, folder: Path = Path(), made: Planned | None = None) -> list[Advice]:
+    """Changes of hours and sites: deadlines a day later, jobs that may stop, every site for every job, more devices, a forecast that is right.
+
+    `made` is the plan of `spec` where it is there already. Each change is placed once: what foresight would do with it is not asked.
+    """
+    made = made or plan(spec, folder)
     changes: dict[str, Schedule] = {
         "deadlines a day later": _jobs(spec, lambda job: {"deadline": job.deadline + timedelta(days=1)})
     }
@@ -54,18 +58,17 @@ def of_schedule(spec: Schedule, folder: Path = Path()) -> list[Advice]:
         free = tuple(site.model_copy(update={"devices": None}) for site in spec.sites)
         changes["sites with devices for all jobs at once"] = spec.model_copy(update={"sites": free})
     if spec.forecast != "perfect" or any(site.forecast for site in spec.sites):
-        known = tuple(site.model_copy(update={"forecast": ""}) for site in spec.sites)
-        changes["a forecast that is right"] = spec.model_copy(update={"forecast": "perfect", "sites": known})
+        changes["a forecast that is right"] = spec
 
     def again(changed: Schedule) -> Callable[[], tuple[float, str]]:
         def run() -> tuple[float, str]:
-            made = plan(changed, folder)
-            added = sum(one.added_h for one in made.true.values())
-            return grams(made.true), f"planned again: {grams(made.true):,.0f} g, {added:,.1f} h of waiting"
+            true = made.foresight if changed is spec else outcomes(changed, folder)
+            added = sum(one.added_h for one in true.values())
+            return grams(true), f"planned again: {grams(true):,.0f} g, {added:,.1f} h of waiting"
 
         return run
 
-    return advise(grams(plan(spec, folder).true), {name: again(changed) for name, changed in changes.items()})
+    return advise(grams(made.true), {name: again(changed) for name, changed in changes.items()})
 
 
 def _jobs(spec: Schedule, change: Callable[[Job], dict[str, Any]]) -> Schedule:

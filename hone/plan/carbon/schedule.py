@@ -69,21 +69,28 @@ def plan(spec: Schedule, folder: Path = Path()) -> Planned:
     return plan_on(*grids(spec, folder))
 
 
+def outcomes(spec: Schedule, folder: Path = Path()) -> dict[str, Outcome]:
+    """What the plan of `spec` comes to with the true intensities, by job: `plan(spec, folder).true`, without the plans beside it."""
+    expected, truth = grids(spec, folder)
+    placed = place(expected)[0]
+    return {job.name: truth.outcome(job, placed[job.name]) for job in expected.spec.jobs}
+
+
 def plan_on(expected: Grid, truth: Grid) -> Planned:
     """The plan made with the grid `expected` and judged with `truth`."""
     placed, gap = place(expected)
     known = placed if (expected.grams == truth.grams).all() else place(truth)[0]
     jobs = {job.name: job for job in expected.spec.jobs}
 
-    def outcomes(grid: Grid, pieces: dict[str, list[Piece]]) -> dict[str, Outcome]:
+    def come_to(grid: Grid, pieces: dict[str, list[Piece]]) -> dict[str, Outcome]:
         return {name: grid.outcome(jobs[name], pieces[name]) for name in jobs}
 
     try:
-        agnostic, missed = outcomes(truth, at_once(truth)), ""
+        agnostic, missed = come_to(truth, at_once(truth)), ""
     except FitError as error:
         agnostic, missed = None, error.what
     return Planned(
-        expected, truth, placed, outcomes(expected, placed), outcomes(truth, placed), agnostic, outcomes(truth, known), gap, missed
+        expected, truth, placed, come_to(expected, placed), come_to(truth, placed), agnostic, come_to(truth, known), gap, missed
     )  # fmt: skip
 
 
@@ -110,7 +117,7 @@ def front(spec: Schedule, folder: Path = Path(), prices: Sequence[float] = (0, 5
         for price in (*prices, None):
             tried = spec.model_copy(update={"jobs": jobs, "usd_per_tonne": price})
             try:
-                made = plan(tried, folder).true
+                made = outcomes(tried, folder)
             except FitError:
                 continue  # too early a deadline: no point of the front
             points.append(Point(price, share, grams(made), usd(made), sum(one.added_h for one in made.values())))

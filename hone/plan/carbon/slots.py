@@ -215,8 +215,15 @@ class _Program:
 def _least_before(values: np.ndarray, most: int) -> np.ndarray:
     """The least of the `most` values left of each one, [rows, n]; inf where there is none."""
     out = np.full(values.shape, np.inf)
-    for shift in range(1, most + 1):
-        np.minimum(out[:, shift:], values[:, :-shift], out=out[:, shift:])
+    if most < 1:
+        return out
+    out[:, 1:] = values[:, :-1]
+    width = 1
+    while width < most:  # the least of twice as many is that of two neighbouring windows, which may overlap
+        step = min(width, most - width)
+        wider = out.copy()
+        np.minimum(out[:, step:], out[:, :-step], out=wider[:, step:])
+        out, width = wider, width + step
     return out
 
 

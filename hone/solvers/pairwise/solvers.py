@@ -14,6 +14,8 @@ from hone.solvers.pairwise.problem import Pairwise
 
 HOTTEST, COLDEST = 1.0, 1e-3
 """Temperatures of annealing at its begin and end, times the mean size of a change of the loss."""
+REJECTED = 10
+"""Moves of annealing that change nothing or do not fit, for each that is evaluated, after which it ends."""
 
 
 class Exact(NamedTuple):
@@ -117,7 +119,8 @@ def anneal(problem: Pairwise, evaluations: int, seed: int = 0) -> list[int] | No
     """Simulated annealing (Kirkpatrick et al. 1983, doi:10.1126/science.220.4598.671) over choices that fit the budget.
 
     A move gives an item another option; where that does not fit, another item gets a smaller one in return. Temperatures fall
-    geometrically from `HOTTEST` to `COLDEST` mean changes. The best choice that was seen is returned.
+    geometrically from `HOTTEST` to `COLDEST` mean changes. The best choice that was seen is returned. It also ends after `REJECTED`
+    moves for each of `evaluations` that change nothing or do not fit.
     """
     choice, generator = problem.smallest(), np.random.default_rng(seed)
     if choice is None:
@@ -131,7 +134,7 @@ def anneal(problem: Pairwise, evaluations: int, seed: int = 0) -> list[int] | No
         option = int(generator.integers(len(problem.sizes[item])))
         if option == choice[item]:
             seen += 1
-            if seen > 100 * evaluations:  # every item has one option
+            if seen > REJECTED * evaluations:  # every item has one option
                 break
             continue
         moves = [(item, option)]
@@ -142,7 +145,7 @@ def anneal(problem: Pairwise, evaluations: int, seed: int = 0) -> list[int] | No
             more += problem.sizes[other][lower] - problem.sizes[other][choice[other]]
             if other == item or more > left:
                 seen += 1
-                if seen > 100 * evaluations:
+                if seen > REJECTED * evaluations:
                     break
                 continue
             moves.append((other, lower))

@@ -134,6 +134,11 @@ def _window(text: Any, path: Path) -> tuple[int, int, int, int]:
     begin, end = (int(hour) * 60 + int(minute) for hour, minute in (clock[:2], clock[2:]))
     if begin >= 1440 or end > 1440 or int(clock[1]) > 59 or int(clock[3]) > 59:
         raise SpecError(f"{path}: '{text}' has no such hour", fix="hours are 00:00 to 24:00")
+    if begin == end:
+        raise SpecError(
+            f"{path}: '{text}' ends when it starts, which may mean the whole day or no hour",
+            fix="write 00:00-24:00 for the whole day, or leave the window out",
+        )
     days = (0, 6) if first is None else (_DAYS.index(first), _DAYS.index(last or first))
     return (*days, begin, end)
 

@@ -244,8 +244,12 @@ def test_every_word_prints_and_gives_json(capsys, tmp_path):
         assert main([*words, "--help"]) == 0 and capsys.readouterr().out
         assert main([*words, *sized]) == 0 and capsys.readouterr().out
         assert main([*words, *sized, "--json"]) == 0 and json.loads(capsys.readouterr().out)
+    assert main(["cost", "money"]) == 0
+    listed = capsys.readouterr().out
+    assert all((f"  {word} " in listed) == word.startswith("money ") for word in WORDS)
     for wrong in (
         ["cost", "kvv"],
+        ["cost", "money", "--json"],
         ["cost", "--json"],
         ["cost", "kv", "--layer=3"],
         ["cost", "kv", "x"],

@@ -77,6 +77,14 @@ def test_a_refusal_changes_nothing_and_leaves_no_note_behind(tmp_path):
     assert list(tmp_path.glob("*.json")) == []
 
 
+def test_a_cache_that_cannot_be_written_is_one_error_and_nothing_is_set(tmp_path):
+    (tmp_path / "file").write_text("")
+    gpu = Plant()
+    with pytest.raises(MachineError, match="not writable"), holding(gpu, tmp_path / "file" / "clocks"):
+        pass
+    assert gpu.calls == []
+
+
 def test_two_cannot_hold_one_gpu(tmp_path):
     with holding(Plant(), tmp_path), pytest.raises(MachineError, match="another process holds the clocks"):  # noqa: SIM117
         with holding(Plant(), tmp_path):

@@ -78,6 +78,7 @@ def test_a_trace_of_intensities(tmp_path):
     [
         ("allowed: []", "a.yaml", None, "allows no hour"),
         ("allowed: night", "a.yaml", None, "'night' is no window of a day"),
+        ("allowed: [08:00-08:00]", "a.yaml", None, "'08:00-08:00' ends when it starts"),
         ("allowed: 25:00-26:00", "a.yaml", None, "no such hour"),
         ("allowed: nox 01:00-02:00", "a.yaml", None, "'nox' is no day"),
         ("open: 01:00-02:00", "a.yaml", None, "neither 'allowed' nor 'hours'"),
