@@ -51,6 +51,7 @@ NAMES = {
     "prefix_hit_rate": "prefix cache hits",
     "acceptance_rate": "drafted tokens accepted",
     "kv_cache_bytes": "KV cache",
+    "page_waste": "page slots without a token",
 }
 PERCENT = {
     "mfu",
@@ -58,6 +59,7 @@ PERCENT = {
     "top1_agreement",
     "prefix_hit_rate",
     "acceptance_rate",
+    "page_waste",
     "relative_output_error",
     "clock_saving",
 }

@@ -379,6 +379,7 @@ class Engine:
             "prefix_query_tokens": scheduler.pages.prefix_queries,
             "prefix_hit_tokens": scheduler.pages.prefix_hits,
             "preemptions": scheduler.num_preemptions,
+            **scheduler.fill.stats(),
             "draft_tokens": self._num_drafted,
             "accepted_tokens": self._num_accepted,
             "kv_cache_bytes": self.cache_bytes,

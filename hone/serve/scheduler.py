@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from hone.cost.serve.serving import divided
+from hone.serve.paging.fill import PageFill
 from hone.serve.paging.manager import PageManager
 from hone.serve.sequence import ScheduledSeq, SchedulerOutput, Seq
 
@@ -59,6 +60,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Seq]] = []  # a heap; aborted ones are skipped at its top
         self.num_waiting = 0
         self.num_preemptions = 0
+        self.fill = PageFill()
 
     def add(self, seq: Seq) -> None:
         seq.state = "waiting"
@@ -83,6 +85,8 @@ class Scheduler:
             # Each has used its pages up, and those that it dropped are shared with others.
             self.preempt(max(self.running, key=lambda seq: seq.rank))
             return self.schedule()
+        if scheduled:
+            self.fill.step(self.pages.pool, self.running)
         return SchedulerOutput(scheduled, self.pages.take_new_pages())
 
     def _decode(self) -> list[ScheduledSeq]:

@@ -60,10 +60,11 @@ def test_figures_and_forecasts_are_there(tmp_path, tiny_llama, data):
     figures = made.figures
     assert {
         "tokens_per_s", "requests_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "joules_per_token",
-        "prefix_hit_rate", "acceptance_rate", "model_bytes", "kv_cache_bytes", "time_s", "peak_memory_bytes",
+        "prefix_hit_rate", "acceptance_rate", "model_bytes", "kv_cache_bytes", "page_waste", "time_s", "peak_memory_bytes",
     } <= set(figures)  # fmt: skip
     assert figures["acceptance_rate"].value is None
     assert 0 < figures["prefix_hit_rate"].value < 1
+    assert 0 < figures["page_waste"].value < 1 and figures["page_waste"].how == "measured"
     for name in ("time_s", "tokens_per_s", "peak_memory_bytes"):
         assert figures[name].estimate is not None and figures[name].estimate.value > 0
     assert abs(figures["peak_memory_bytes"].error) < 0.2

@@ -20,6 +20,7 @@ WORDS: dict[str, str] = {
     "serve": "hone.cost.calculators.serve:ServeMemory",
     "kv": "hone.cost.calculators.kv:KV",
     "waste": "hone.cost.calculators.waste:Waste",
+    "remote": "hone.cost.calculators.remote:Remote",
     "speculate": "hone.cost.calculators.speculate:Speculate",
     "bits": "hone.cost.calculators.bits:Bits",
     "models": "hone.cli.cost.verb:models",

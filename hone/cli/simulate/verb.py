@@ -71,13 +71,23 @@ def simulate(words: list[str], options: dict[str, str]) -> int:
     return 0
 
 
+_EXPLAINED = {
+    "attainment", "utilization", "page_waste", "goodput_requests_per_s", "kv_transfer_p50_s", "kv_waiting_bytes",
+    "prefill_utilization", "decode_utilization", "break_even_link_bytes_per_s", "best_prefill_replicas",
+}  # fmt: skip
+
+
 def report(found: Simulated, processor: str) -> str:
     """The figures of a run as text: latencies in a table, then one a line."""
     trace, by_name = found.trace, {one.name: one for one in found.figures}
     gaps = "" if trace.burstiness is None else f", gaps' coefficient of variation {trace.burstiness:.2f}"
+    apart = found.run.apart
+    replicas = (
+        str(len(found.run.members)) if apart is None else f"({apart.how.prefill} prefill + {apart.how.decode} decode)"
+    )
     lines = [
         f"{len(trace.arrivals)} requests of {trace.source}: {trace.rate:.4g} requests/s{gaps}, on {processor}",
-        f"{len(found.run.fleet.members)} x {found.opened.sizes.num_pages} pages of {found.opened.sizes.block_size} tokens, "
+        f"{replicas} x {found.opened.sizes.num_pages} pages of {found.opened.sizes.block_size} tokens, "
         f"max_num_seqs={found.opened.sizes.max_num_seqs} max_num_batched_tokens={found.opened.sizes.max_num_batched_tokens}",
     ]
     if found.left_out:
@@ -93,11 +103,7 @@ def report(found: Simulated, processor: str) -> str:
         )
     lines.append("")
     for one in by_name.values():
-        about = (
-            one.note.partition(";")[0]
-            if one.name in ("attainment", "utilization", "page_waste", "goodput_requests_per_s")
-            else ""
-        )
+        about = one.note.partition(";")[0] if one.name in _EXPLAINED else ""
         about = one.note.partition(";")[0] if one.value is None else about
         lines.append(f"{one.name:24}{_value(one):>12} {one.unit:12}{about}".rstrip())
     return "\n".join(lines)

@@ -97,26 +97,30 @@ def figures(
         ("prompt_tokens_per_s", sum(one.prompt_tokens for one in done), "tokens/s"),
     ):
         add(name, total / span if span > 0 else None, unit, len(done))
-    counts = [member.replica.counts for member in run.fleet.members]
-    alive = sum(member.alive_s(run.end_s) for member in run.fleet.members)
-    busy, steps, looked = (sum(getattr(one, name) for one in counts) for name in ("busy_s", "steps", "looked_at"))
+    counts = [member.replica.counts for member in run.members]
+    alive = sum(member.alive_s(run.end_s) for member in run.members)
+    busy, steps = (sum(getattr(one, name) for one in counts) for name in ("busy_s", "steps"))
     add("utilization", busy / alive if alive else None, "fraction", steps, "of a replica's time, its device computes")
     add("sequences_per_step", sum(one.sequences for one in counts) / steps if steps else None, "", steps)
-    slots, pages = sum(one.slots for one in counts), run.fleet.sizes.num_pages
-    empty = sum(one.empty_slots for one in counts)
+    fills = [member.replica.scheduler.fill for member in run.members]
+    slots, empty, used, looks = (
+        sum(getattr(one, name) for one in fills) for name in ("slots", "empty_slots", "used_pages", "looks")
+    )
     add(
         "page_waste",
         empty / slots if slots else None,
         "fraction",
-        looked,
-        "of allocated slots, those without a token yet",
+        looks,
+        "of the slots in used pages, those behind the last token",
     )
-    add("pages_used", sum(one.used_pages for one in counts) / looked / pages if looked else None, "fraction", looked)
-    asked = sum(one.replica.scheduler.pages.prefix_queries for one in run.fleet.members)
-    hits = sum(one.replica.scheduler.pages.prefix_hits for one in run.fleet.members)
+    pages = run.fleet.sizes.num_pages
+    add("pages_used", used / looks / pages if looks else None, "fraction", looks)
+    looking = run.members if run.apart is None else run.apart.prefill.members
+    asked = sum(one.replica.scheduler.pages.prefix_queries for one in looking)
+    hits = sum(one.replica.scheduler.pages.prefix_hits for one in looking)
     add("prefix_hit_rate", hits / asked if asked else None, "fraction", more="of prompt tokens")
-    add("preemptions", sum(one.replica.scheduler.num_preemptions for one in run.fleet.members), "")
-    add("replica_hours", alive / 3600, "h", len(run.fleet.members))
+    add("preemptions", sum(one.replica.scheduler.num_preemptions for one in run.members), "")
+    add("replica_hours", alive / 3600, "h", len(run.members))
     add(*_energy(power, busy, alive, sum(one.output_tokens for one in done)))
     return found
 

@@ -38,7 +38,7 @@ class Member:
 class Fleet:
     """Up to `most` replicas of one engine. With several, the server's own router chooses by prefix and load.
 
-    `on_token` is told of first and last tokens, as by `SimulatedReplica`.
+    `on_token` is told of first and last tokens, and `arrived` is, as by `SimulatedReplica`.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Fleet:
         most: int = 1,
         abs_threshold: int = 32,
         rel_threshold: float = 1.5,
+        arrived: bool = False,
     ) -> None:
         self.loop, self.sizes, self.most = loop, sizes, most
         self.members: list[Member] = []
@@ -58,7 +59,7 @@ class Fleet:
         self.held: deque[tuple[Served, list[int]]] = deque()
         """Requests that came while no replica was ready."""
         self._places: list[Member | None] = [None] * most
-        self._steps, self._on_token = steps, on_token
+        self._steps, self._on_token, self._arrived = steps, on_token, arrived
         self._tokens: dict[int, list[int]] = {}
         self._router = Router(
             most,
@@ -87,7 +88,9 @@ class Fleet:
     def start(self, start_s: float = 0.0) -> Member:
         """Starts a replica, ready after `start_s`."""
         place = self._places.index(None)
-        replica = SimulatedReplica(self.sizes, self._steps, self.loop.clock, self._on_token, place)
+        replica = SimulatedReplica(
+            self.sizes, self._steps, self.loop.clock, self._on_token, place, arrived=self._arrived
+        )
         member = Member(replica, "starting", self.loop.now)
         self._places[place] = member
         self.members.append(member)

@@ -16,9 +16,6 @@ from hone.serve.request import Request
 from hone.serve.scheduler import Scheduler
 from hone.serve.sequence import ScheduledSeq, Seq
 
-SAMPLED_STEPS = 8
-"""Every so many steps the pages of all running sequences are looked at."""
-
 
 @dataclass(frozen=True)
 class EngineSizes:
@@ -87,19 +84,26 @@ class Counts:
     tokens: int = 0
     output_tokens: int = 0
     sequences: int = 0
-    slots: int = 0
-    """Slots of running sequences' pages, over the steps that were looked at."""
-    empty_slots: int = 0
-    """Of those, the slots that hold no token yet."""
-    used_pages: int = 0
-    most_pages: int = 0
-    looked_at: int = 0
+
+
+class ArrivedPages(PageManager):
+    """Pages of a machine that decodes: keys and values of known tokens have come from elsewhere, but for the last one's.
+
+    Those of a preempted sequence are gone, and computed again.
+    """
+
+    def allocate(self, seq: Seq, reserve: int = 0) -> bool:
+        found = super().allocate(seq, reserve)
+        if found and not seq.num_preemptions:
+            self.advance(seq, len(seq.tokens) - 1)
+        return found
 
 
 class SimulatedReplica:
     """An engine whose steps take `steps.step_s`. Like `Engine.step` it launches a step, then reads the oldest one under way.
 
-    `on_token` is called with a request and the time after each of its first and last tokens.
+    `on_token` is called with a request and the time after each of its first and last tokens. `arrived`: requests come with the
+    keys and values of their tokens.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class SimulatedReplica:
         clock: Callable[[], float],
         on_token: Callable[[Served, float], None],
         index: int = 0,
+        *,
+        arrived: bool = False,
     ) -> None:
         pool = PagePool(
             sizes.num_pages,
@@ -117,15 +123,16 @@ class SimulatedReplica:
             eviction=sizes.eviction,
             clock=clock,
         )
+        pages = ArrivedPages if arrived else PageManager
         self.scheduler = Scheduler(
-            PageManager(pool, max_num_batched_tokens=sizes.max_num_batched_tokens, kept=sizes.kept),
+            pages(pool, max_num_batched_tokens=sizes.max_num_batched_tokens, kept=sizes.kept),
             max_num_seqs=sizes.max_num_seqs,
             batching=sizes.batching,  # type: ignore[arg-type]
             max_delay_s=sizes.max_delay_s,
             clock=clock,
         )
         self.index, self.counts, self.sizes = index, Counts(), sizes
-        self._pool, self._steps, self._clock, self._on_token = pool, steps, clock, on_token
+        self._steps, self._clock, self._on_token = steps, clock, on_token
         self._flying: deque[tuple[list[ScheduledSeq], float]] = deque()
         self._served: dict[Seq, Served] = {}
         self._device_free_s = 0.0
@@ -194,14 +201,6 @@ class SimulatedReplica:
         counts.tokens += kind.num_tokens
         counts.output_tokens += kind.samples
         counts.sequences += kind.decoding + len(kind.chunks)
-        if counts.steps % SAMPLED_STEPS == 1:
-            size, running = self.sizes.block_size, self.scheduler.running
-            slots = size * sum(len(seq.pages) for seq in running)
-            counts.slots += slots
-            counts.empty_slots += slots - sum(seq.num_computed - seq.num_dropped for seq in running)
-            counts.used_pages += self._pool.num_used
-            counts.most_pages = max(counts.most_pages, self._pool.num_used)
-            counts.looked_at += 1
 
     def _read(self, now: float) -> None:
         """The tokens of the oldest step under way are known: what `Engine` does with them."""

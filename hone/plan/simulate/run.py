@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from hone.plan.simulate.disaggregated import Disaggregation, TwoFleets
 from hone.plan.simulate.events import EventLoop
-from hone.plan.simulate.fleet import Fleet
+from hone.plan.simulate.fleet import Fleet, Member
 from hone.plan.simulate.replica import EngineSizes, Served
 from hone.plan.simulate.steps import StepTimes
 from hone.plan.simulate.traces import Trace
@@ -24,6 +25,13 @@ class SimulatedRun:
     """Integral over time of the number of requests in the system: what Little's law compares with the sum of their times."""
     stopped: bool = False
     """Whether `stop` ended it before all requests were done."""
+    apart: TwoFleets | None = None
+    """With prefill replicas of their own; `fleet` is then that which decodes."""
+
+    @property
+    def members(self) -> list[Member]:
+        """All replicas there ever were."""
+        return self.fleet.members + (self.apart.prefill.members if self.apart else [])
 
     @property
     def unfinished(self) -> int:
@@ -54,10 +62,11 @@ class Conduct:
     replicas: int = 1
     most: int | None = None
     options: dict[str, float] = field(default_factory=dict)
+    apart: Disaggregation | None = None
 
 
 def simulate(trace: Trace, sizes: EngineSizes, steps: StepTimes, conduct: Conduct | None = None) -> SimulatedRun:
-    """Serves `trace` on `conduct.replicas` engines of `sizes` whose steps take what `steps` says.
+    """Serves `trace` on `conduct.replicas` engines of `sizes`, or on those of `conduct.apart`, whose steps take what `steps` says.
 
     Prompts longer than `max_model_len` allows must have been left out (`fitting`). Every request is done in the end, unless
     `conduct.stop` says after a token that enough is known.
@@ -71,16 +80,21 @@ def simulate(trace: Trace, sizes: EngineSizes, steps: StepTimes, conduct: Conduc
         nonlocal left
         if one.last_s is not None:
             area.change(-1, now)
-            fleet.finished(one)
+            served_by.finished(one)
             left -= 1
         if conduct.stop(one):
             loop.stopped = True
         elif not left:
             loop.stopped = True  # those who look at it would go on for ever
 
-    fleet = Fleet(loop, sizes, steps, on_token, most=conduct.most or conduct.replicas, **conduct.options)  # type: ignore[arg-type]
-    for _ in range(conduct.replicas):
-        fleet.start()
+    apart = None if conduct.apart is None else TwoFleets(loop, sizes, steps, on_token, conduct.apart)
+    if apart is None:
+        fleet = Fleet(loop, sizes, steps, on_token, most=conduct.most or conduct.replicas, **conduct.options)  # type: ignore[arg-type]
+        for _ in range(conduct.replicas):
+            fleet.start()
+    else:
+        fleet = apart.decode
+    served_by = apart or fleet
 
     def come(number: int) -> None:
         arrival = trace.arrivals[number]
@@ -90,14 +104,14 @@ def simulate(trace: Trace, sizes: EngineSizes, steps: StepTimes, conduct: Conduc
         conduct.came(one)
         if number + 1 < len(trace.arrivals):
             loop.at(trace.arrivals[number + 1].time_s, partial(come, number + 1))
-        fleet.submit(one, arrival.tokens(number))
+        served_by.submit(one, arrival.tokens(number))
 
     loop.at(trace.arrivals[0].time_s, partial(come, 0))
     conduct.begin(loop, fleet)
     loop.run()
     area.change(0, loop.now)
     assert loop.stopped or not left, f"{left} requests were never served"
-    return SimulatedRun(served, fleet, loop.now, area.total, stopped=left > 0)
+    return SimulatedRun(served, fleet, loop.now, area.total, stopped=left > 0, apart=apart)
 
 
 def fitting(trace: Trace, sizes: EngineSizes) -> tuple[Trace, int]:

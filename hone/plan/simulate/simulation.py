@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 from hone.base.errors import SpecError
 from hone.base.figure import Figure
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
+from hone.plan.simulate.disaggregated import break_even, disaggregation_of
 from hone.plan.simulate.elastic import Elasticity, Scaling
 from hone.plan.simulate.figures import Goal, Power, figures
 from hone.plan.simulate.goodput import Goodput, goodput
@@ -78,6 +80,11 @@ def run_simulation(spec: SimulationSpec, model: CheckpointFacts, machine: Machin
     trace, left_out = _fitting(trace_of(spec.traffic), opened)
     scaling = scaling_of(spec.elastic)
     conduct = Conduct(replicas=spec.replicas)
+    if spec.disaggregation is not None:
+        parts = spec.disaggregation
+        conduct.apart = disaggregation_of(
+            parts.prefill_replicas, parts.decode_replicas, parts.link, opened.steps.serving
+        )
     followed = conduct
     if scaling is not None:
         followed = Conduct(
@@ -89,6 +96,12 @@ def run_simulation(spec: SimulationSpec, model: CheckpointFacts, machine: Machin
     if scaling is not None:
         more = scaling.figures(run.fleet, run.end_s)
         found = [one for one in found if one.name not in {other.name for other in more}] + more
+    if run.apart is not None:
+        prompts, outputs = (
+            [getattr(one, name) for one in trace.arrivals] for name in ("prompt_tokens", "output_tokens")
+        )
+        found += run.apart.figures(run.end_s, opened.steps.bound)
+        found += break_even(run.apart.how, opened.steps, opened.sizes, round(fmean(prompts)), fmean(outputs))
     best = None
     if spec.goodput:
         best = goodput(

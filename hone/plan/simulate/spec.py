@@ -70,6 +70,17 @@ class ElasticSpec(Spec):
     )
 
 
+class DisaggregationSpec(Spec):
+    """Replicas that only compute prompts, and replicas that only decode."""
+
+    prefill_replicas: int = Field(1, ge=1, le=1024, description="Replicas that compute prompts and the first token.")
+    decode_replicas: int = Field(1, ge=1, le=1024, description="Replicas that compute the other tokens.")
+    link: str = Field(
+        "infiniband-ndr",
+        description="What carries keys and values from each prefill replica: a link of `hone hardware`, or bytes/s, as 50e9.",
+    )
+
+
 class SimulationSpec(Spec):
     """A simulated serving run: the engine's own scheduler under predicted step times."""
 
@@ -80,6 +91,9 @@ class SimulationSpec(Spec):
     elastic: ElasticSpec = Field(
         ElasticSpec(), description="Replicas that come and go; `replicas` are then those at the start."
     )
+    disaggregation: DisaggregationSpec | None = Field(
+        None, description="Prefill and decode on replicas of their own; empty: each replica does both."
+    )
     goodput: bool = Field(False, description="Also find the highest rate at which the goal is met.")
     host_s: float = Field(0.0, ge=0, description="Seconds of a step beside what is predicted, as measured on the host.")
     step_factor: float = Field(
@@ -89,3 +103,15 @@ class SimulationSpec(Spec):
         None, gt=0, description="Watts of a replica that computes; empty: the calibration's, else unknown."
     )
     idle_w: float | None = Field(None, ge=0, description="Watts of a replica that waits.")
+
+    @model_validator(mode="after")
+    def _together(self) -> SimulationSpec:
+        if self.disaggregation is None:
+            return self
+        if self.elastic.autoscaler is not None:
+            raise ValueError("disaggregation and elastic.autoscaler do not go together: leave one of them out")
+        if self.replicas != 1:
+            raise ValueError(
+                "with disaggregation the replicas are its prefill_replicas and decode_replicas: leave replicas out"
+            )
+        return self

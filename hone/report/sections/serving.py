@@ -21,6 +21,7 @@ SERVING = (
     "prefix_hit_rate",
     "acceptance_rate",
     "kv_cache_bytes",
+    "page_waste",
     "joules_per_token",
 )
 

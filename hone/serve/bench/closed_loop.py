@@ -103,6 +103,9 @@ def record(
         draft.record(name, energy / per if energy else None, unit, n=per, note=serving.energy_note)
     asked, hit = counted["prefix_query_tokens"], counted["prefix_hit_tokens"]
     draft.record("prefix_hit_rate", hit / asked if asked else None, "fraction", note="of prompt tokens")
+    slots, empty = counted["kv_slots"], counted["kv_slots_empty"]
+    waste = "of the slots in used pages, those behind the last token of their sequence, on average over steps"
+    draft.record("page_waste", empty / slots if slots else None, "fraction", note=waste)
     drafted, accepted = counted.get("draft_tokens", 0), counted.get("accepted_tokens", 0)
     draft.record(
         "acceptance_rate",

@@ -25,13 +25,19 @@ _USUAL_NAMES = {
     "prompt_tokens": "engine_prompt_tokens",
     "output_tokens": "engine_output_tokens",
 }
-_COUNTERS = {*_USUAL_NAMES.values(), "steps"} - {"num_requests_running", "num_requests_waiting"}
+_COUNTERS = {*_USUAL_NAMES.values(), "steps", "kv_slots", "kv_slots_empty", "kv_slots_coming"} - {
+    "num_requests_running",
+    "num_requests_waiting",
+}
 
 MEANINGS = {
     "num_requests_running": "Sequences that take part in steps now; at most engine.max_num_seqs.",
     "num_requests_waiting": "Sequences in the engine's queue.",
     "requests_outstanding": "Sequences that the HTTP process gave to the engine and that have not ended.",
     "kv_cache_usage_perc": "Used pages over all pages, 0 to 1; cached pages that nobody uses are not counted.",
+    "kv_slots": "Slots for a token in used pages, summed over every 8th step.",
+    "kv_slots_empty": "Of those, slots behind the last token of their sequence.",
+    "kv_slots_coming": "Of those, slots of prompts' tokens that later steps computed.",
     "pages": "Pages of the KV cache.",
     "pages_used": "Pages of running sequences.",
     "pages_free": "Pages that can be given out, those of the prefix cache included.",

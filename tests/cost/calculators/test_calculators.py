@@ -15,6 +15,7 @@ from hone.cost.calculators.comm import Communication
 from hone.cost.calculators.flops import Flops
 from hone.cost.calculators.kv import KV
 from hone.cost.calculators.model import Sized, shapes
+from hone.cost.calculators.remote import Remote
 from hone.cost.calculators.serve import ServeMemory
 from hone.cost.calculators.sheet import Sheet, evaluate, number
 from hone.cost.calculators.speculate import Speculate
@@ -233,6 +234,20 @@ NEEDED = {
     "size": ["--parameters=7e9"],
 }  # fmt: skip
 """Fields that a word cannot do without."""
+
+
+@pytest.mark.parametrize("tokens", [64, 2_000, 11_000, 12_000, 50_000])
+def test_remote_weights_take_as_long_as_a_time_line_of_many_layers(tokens):
+    """A layer is computed once it is there and the one before is done; fetches follow one another."""
+    sheet, layers = Remote(tokens=tokens).sheet(), 2000
+    assert sheet["tokens a fetch from which it is hidden"] == pytest.approx(11_430, rel=0.001)
+    fetched = computed = 0.0
+    for _ in range(layers):
+        fetched += 2 * 1e8 / 63e9
+        computed = max(computed, fetched) + 2 * tokens * 1e8 / 720e12
+    slowdown = computed / (layers * 2 * tokens * 1e8 / 720e12)
+    assert sheet["a pass takes times longer"] == pytest.approx(slowdown, rel=0.002)
+    assert Remote(link_bytes_per_s=400e9).sheet().lines[0].value == pytest.approx(1_800, rel=0.01)
 
 
 def test_every_word_prints_and_gives_json(capsys, tmp_path):

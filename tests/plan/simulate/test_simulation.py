@@ -175,6 +175,14 @@ def test_the_verb_prints_figures_and_writes_requests(llama, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "ttft" in printed and "page_waste" in printed and "limits of the hardware" in printed
     assert out.read_text().count("\n") == 41
+    apart = ["--disaggregation.prefill_replicas=1", "--disaggregation.decode_replicas=2", "--traffic.num_requests=20"]
+    assert main([*words[:4], *apart, "--disaggregation.link=ethernet-100"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "(1 prefill + 2 decode) x" in printed and "kv_transfer_p99_s" in printed and "best_prefill_replicas" in printed
+    )
+    assert main([*words[:4], *apart, "--disaggregation.link=string"]) == 2
+    assert "string" in capsys.readouterr().err
     assert main(["simulate", str(llama), "--machine=H900", "--traffic.rate=5"]) == 2
     assert "H900" in capsys.readouterr().err
     assert main(["simulate", str(llama)]) == 2
