@@ -36,6 +36,7 @@ ACTIVATION_CHECKPOINTINGS = Table(
         "none": "hone.train.activation_checkpointing.uniform:KeepAll",
         "full": "hone.train.activation_checkpointing.uniform:Full",
         "every_nth": "hone.train.activation_checkpointing.uniform:EveryNth",
+        "layers": "hone.train.activation_checkpointing.uniform:Listed",
         "sqrt": "hone.train.activation_checkpointing.uniform:SquareRoot",
         "selective": "hone.train.activation_checkpointing.selective:Selective",
         "optimal": "hone.train.activation_checkpointing.optimal:Optimal",

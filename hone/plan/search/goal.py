@@ -111,7 +111,8 @@ class Space(Spec):
     )
     micro_batch: tuple[int, ...] = Field((), description="Sequences of one pass of one rank; empty: powers of two.")
     recomputation: tuple[str, ...] = Field(
-        ("none", "selective", "every_nth 4", "every_nth 2", "full"), description="Which activations are recomputed."
+        ("none", "selective", "every_nth 4", "every_nth 2", "full", "layers"),
+        description="Which activations are recomputed; layers: exactly those that each rank's memory asks for, in the ways that are simulated.",
     )
     precision: tuple[Literal["fp32", "bf16", "fp8", "fp8_blockwise"], ...] = Field(
         (), description="Number formats of training; empty: those that the device multiplies."
@@ -134,8 +135,12 @@ class Space(Spec):
     def _known(cls, found: tuple[str, ...]) -> tuple[str, ...]:
         for one in found:
             kind, _, n = one.partition(" ")
-            if kind not in ("none", "selective", "full", "every_nth") or (kind == "every_nth") != n.isdigit():
-                raise ValueError(f"'{one}' is none of none, selective, full, 'every_nth N'")
+            if kind not in ("none", "selective", "full", "layers", "every_nth") or (kind == "every_nth") != n.isdigit():
+                raise ValueError(f"'{one}' is none of none, selective, full, layers, 'every_nth N'")
+        if found == ("layers",):
+            raise ValueError(
+                "layers replaces one of the rules in a way that was found with it: add full, every_nth 2 or none"
+            )
         return found
 
 

@@ -48,8 +48,11 @@ def parallelism(at: Config) -> dict[str, Any]:
 
 
 def recomputation(text: str) -> dict[str, Any]:
-    """The technique that 'every_nth 2' names."""
+    """The technique that 'every_nth 2' or 'layers 0-3,7' names."""
     kind, _, n = text.partition(" ")
+    if kind == "layers":
+        runs = [[int(end) for end in run.split("-")] for run in n.split(",")]
+        return {"kind": kind, "layers": [layer for run in runs for layer in range(run[0], run[-1] + 1)]}
     return {"kind": kind, **({"n": int(n)} if n else {})}
 
 

@@ -22,11 +22,15 @@ from hone.plan.search.serving.space import Servings
 from hone.plan.search.serving.space import best as best_servings
 from hone.plan.search.shapes import candidates_of
 from hone.plan.search.training.best import best as best_trainings
+from hone.plan.search.training.layers import refined
 from hone.plan.search.training.space import Trainings
 from hone.plan.search.ways import Way, table_of
 
 SIMULATED = 10
 """Ways that are planned exactly."""
+
+REFINED = 4
+"""Of them, those whose recomputed layers are chosen one by one: a plan or two more of each."""
 
 SIMULATE_S = 60.0
 """Seconds after which no further one is begun: a pipeline of 64 stages takes some seconds each."""
@@ -241,6 +245,8 @@ def _simulated(kept: list[Way], goal: Goal, most: int, tally: Tally, say: Callab
         except Refused as refused:
             tally.rejected[f"when simulated: {refused.what}"[:120]] += 1
             continue
+        if len(found) <= REFINED and "layers" in goal.space.recomputation:
+            found[-1] = refined(found[-1], goal, simulated)
         say(f"simulated {len(found)} of {min(most, len(kept))}: {way.label()}")
     return found
 

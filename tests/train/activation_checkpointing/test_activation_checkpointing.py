@@ -34,6 +34,7 @@ PLANS = {
     "every": EveryNth(n=1).segments(LAYERS),
     "every second": EveryNth(n=2).segments(LAYERS),
     "sqrt": SquareRoot().segments(LAYERS),
+    "listed": ACTIVATION_CHECKPOINTINGS.read({"kind": "layers", "layers": [1, 2, 6]}).segments(LAYERS),
     "nested": NESTED,
     **{name: ACTIVATION_CHECKPOINTINGS.read(name).segments(LAYERS) for name in ("full", "selective", "offload")},
     "full in threes": ACTIVATION_CHECKPOINTINGS.read({"kind": "full", "recompute_num_layers": 3}).segments(LAYERS),
@@ -72,7 +73,7 @@ def test_loss_and_gradients_are_bit_identical(name, data_folder):
     assert all(torch.equal(grads[part], others[part]) for part in grads)
 
 
-@pytest.mark.parametrize("name", ["none", "every second", "sqrt"])
+@pytest.mark.parametrize("name", ["none", "every second", "listed", "sqrt"])
 def test_kept_bytes_are_estimated_within_five_percent(name, data_folder):
     """The shape of the tiny recipe: what autograd keeps beside weights, and the closed form's turn."""
     shape = Shape(hidden_size=96, intermediate_size=256, max_seq_len=256)

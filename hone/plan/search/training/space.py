@@ -59,7 +59,7 @@ class Trainings:
                 "sharding": space.data_parallel if count > 1 else ("ddp",),
                 "schedule": self._schedules(),
                 "micro_batch": space.micro_batch or _powers(min(most, 64)),
-                "recomputation": space.recomputation,
+                "recomputation": tuple(one for one in space.recomputation if one != "layers"),
                 "precision": space.precision or precisions_of(fleet),
             }
         )
