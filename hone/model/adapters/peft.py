@@ -114,15 +114,15 @@ def read(folder: Path) -> LoRA:
     return ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": sorted(targets)})
 
 
-def config_values(adapter: LoRA, modules: Iterable[str], base: str | None = None) -> dict[str, Any]:
-    """The adapter_config.json of `adapter` around `modules`, with the keys that PEFT and vLLM read; `base` is its model's folder."""
+def config_values(adapter: LoRA, base: str | None = None) -> dict[str, Any]:
+    """The adapter_config.json of `adapter`, which names its modules, with the keys that PEFT and vLLM read; `base` is its model's folder."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(adapter.target_modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -137,7 +137,7 @@ def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: st
     assert adapter is not None, "no PEFT folder holds these adapters"
     modules = target_modules(config, (module_of(key) for key in tensors))
     shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    shards.write_json(where / CONFIG, config_values(adapter, modules, base))
+    shards.write_json(where / CONFIG, config_values(adapter.model_copy(update={"target_modules": modules}), base))
 
 
 def module_of(key: str) -> str:
