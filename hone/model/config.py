@@ -112,11 +112,11 @@ class ModelConfig(Spec):
     @model_validator(mode="after")
     def _adapters_have_targets(self) -> ModelConfig:
         for adapter in self.adapters:
-            linears = (
-                (index, path, one) for index in range(self.num_layers) for path, one in self.linears(index).items()
-            )
+            alone = self.model_copy(update={"adapters": (adapter,)})
             if not any(
-                adapter is found for index, path, one in linears for found, _ in self.wrappers(index, path, one)
+                alone.wrappers(index, path, one)
+                for index in range(self.num_layers)
+                for path, one in self.linears(index).items()
             ):
                 raise ValueError(
                     f"target_modules {list(adapter.target_modules)} of adapter '{adapter.kind}' name no linear"

@@ -14,6 +14,7 @@ from hone.cost.memory import BUCKET
 from hone.model.decoder import Decoder
 from hone.parallel.cut import Cut
 from hone.parallel.grid import Grid
+from hone.train.adapters.rates import adapter_groups
 from hone.train.checkpoint import SavedTensors
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
@@ -51,7 +52,7 @@ class Update:
     ) -> None:
         self.parameters = describe_parameters(model)
         self.on_host = isinstance(offload, Host)
-        self.groups = optimizer.groups(self.parameters)
+        self.groups = adapter_groups(optimizer.groups(self.parameters), model.config)
         self._rules = {name: group.rule for group in self.groups for name in group.names}
         assert optimizer.divides_stacks or grid is None or grid.ep.size == 1, (
             f"{optimizer.kind} divides no stacks of experts"

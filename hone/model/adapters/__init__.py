@@ -2,5 +2,12 @@
 
 from hone.base.table import Table
 
-ADAPTERS = Table("adapter", {"lora": "hone.model.adapters.lora:LoRA"})
+ADAPTERS = Table(
+    "adapter",
+    {
+        "lora": "hone.model.adapters.lora:LoRA",
+        "dora": "hone.model.adapters.dora:DoRA",
+        "ia3": "hone.model.adapters.ia3:IA3",
+    },
+)
 """A spec that wraps the linears chosen by `target_modules` and declares the weights it adds."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hone.base.errors import SpecError
 from hone.base.table import Technique
@@ -13,6 +14,9 @@ from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
     from torch import nn
+
+_EXPRESSION = re.compile(r"[\\*+?()\[\]{}|^$]")
+"""What tells a regular expression from the end of a name."""
 
 Wrappers = list[tuple["Adapter", tuple[Piece, ...]]]
 """Adapters of one linear, the first innermost, each with the pieces it wraps: those that are checkpoint modules of their
@@ -24,15 +28,57 @@ class Adapter(Technique):
 
     target_modules: tuple[str, ...] = Field(
         ("all-linear",),
-        description="Checkpoint modules to wrap, by the end of their names ('q_proj', 'mlp.down_proj'), or all-linear.",
+        description="Checkpoint modules to wrap, by the end of their names ('q_proj', 'mlp.down_proj'), by regular expressions of whole names ('.*[02].self_attn.(q|v)_proj'), or all-linear.",
     )
 
     wraps_experts: ClassVar[bool] = False
     """Whether it can wrap linears with a weight for each expert; if not, all-linear leaves them out."""
 
+    stored: ClassVar[dict[str, str]] = {}
+    """The end of the key in a PEFT folder of each parameter that a piece has, by what its name begins with: NAME_PIECE."""
+    peft_type: ClassVar[str] = ""
+    """Its peft_type in adapter_config.json; '': PEFT has no such adapter."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _expressions_compile(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"{name!r} is no regular expression: {error}") from None
+        return names
+
     def targets(self, module: str) -> bool:
         """Whether `target_modules` name checkpoint module `module` ('model.layers.0.self_attn.q_proj')."""
-        return any(module == end or module.endswith(f".{end}") for end in self.target_modules)
+        return any(
+            re.fullmatch(one, module) if _EXPRESSION.search(one) else f".{module}".endswith(f".{one}")
+            for one in self.target_modules
+        )
+
+    def around(self, modules: Mapping[str, str]) -> Adapter:
+        """It as it is around one linear, of which each piece is the checkpoint module of `modules`: where its options name modules."""
+        return self
+
+    def lr_factor(self, name: str) -> float:
+        """What the learning rate of its parameter `name` is multiplied with."""
+        return 1.0
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay draws its parameter `name` to zero."""
+        return True
+
+    def peft_values(self) -> dict[str, Any]:
+        """Its keys in adapter_config.json, beside those of every PEFT folder."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> Adapter | None:
+        """The adapter that the adapter_config.json `values` of its `peft_type` describe; None: another technique's.
+
+        Raises ValueError, KeyError or TypeError for values that are not those of one.
+        """
+        raise NotImplementedError
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
         """The parameters it adds to `linear`, whose `pieces` it wraps."""
@@ -65,10 +111,12 @@ def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[
             continue
         wanted = "all-linear" in adapter.target_modules or any(named)
         if wanted and len(modules) < len(parts):  # one module holds all rows: they are one piece
-            found.append((adapter, (Piece(linear.name, linear.out_features),)))
-        elif "all-linear" in adapter.target_modules:
-            found.append((adapter, linear.pieces))
+            found.append((adapter.around({linear.name: modules[0]}), (Piece(linear.name, linear.out_features),)))
+            continue
+        names = dict(zip((piece.name for piece in linear.pieces), modules))
+        if "all-linear" in adapter.target_modules:
+            found.append((adapter.around(names), linear.pieces))
         elif any(named):
             hit = {part.rpartition(".")[2] for part, taken in zip(parts, named, strict=True) if taken}
-            found.append((adapter, tuple(piece for piece in linear.pieces if piece.name in hit)))
+            found.append((adapter.around(names), tuple(piece for piece in linear.pieces if piece.name in hit)))
     return found

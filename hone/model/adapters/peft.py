@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: a folder inside a model folder, which PEFT and vLLM load over the model and hone applies.
+"""Adapters in PEFT's format: a folder inside a model folder, which PEFT and vLLM load over the model and hone applies.
 
 A model folder whose config.json has the key `peft_adapter` keeps the adapter in the subfolder of that name:
 adapter_config.json and adapter_model.safetensors, with tensors `base_model.model.MODULE.lora_A.weight` [r, in] and
@@ -24,7 +24,7 @@ from hone.model.weights.tensors import layer_modules
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.model.adapters.lora import LoRA
+    from hone.model.adapters.base import Adapter
     from hone.model.config import ModelConfig
     from hone.model.shards import Shards
 
@@ -37,7 +37,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's modules."""
 _REFUSED = (
-    "use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "lora_bias", "fan_in_fan_out", "modules_to_save",
     "layers_to_transform", "layers_pattern", "layer_replication", "target_parameters", "exclude_modules",
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config",
 )  # fmt: skip
@@ -82,7 +82,7 @@ def opened(folder: Path) -> Opened:
         raise ArtifactError(f"{own}: {error.what}", fix=error.fix) from None
 
 
-def adapted(config: ModelConfig, adapter: LoRA) -> ModelConfig:
+def adapted(config: ModelConfig, adapter: Adapter) -> ModelConfig:
     """`config` with `adapter`, which chooses its linears by the names that a PEFT folder stores (`target_modules`).
 
     Raises SpecError when it names no linear.
@@ -93,37 +93,43 @@ def adapted(config: ModelConfig, adapter: LoRA) -> ModelConfig:
     return type(config).read({**values, "adapters": [adapter.model_dump(mode="json") | {"target_modules": names}]})
 
 
-def read(folder: Path) -> LoRA:
+def read(folder: Path) -> Adapter:
     """The adapter of a PEFT folder, from its adapter_config.json. Raises ArtifactError for one that hone does not compute."""
     values = read_json(folder / CONFIG)
-    wrong = {"peft_type": values.get("peft_type"), "bias": values.get("bias", "none")}
-    wrong = {name: value for name, value in wrong.items() if value not in ("LORA", "none")}
+    types = {ADAPTERS[kind].peft_type: ADAPTERS[kind] for kind in ADAPTERS}
+    wrong = {"peft_type": values.get("peft_type")} if values.get("peft_type") not in types else {}
+    wrong |= {"bias": values["bias"]} if values.get("bias", "none") != "none" else {}
     wrong |= {name: values[name] for name in _REFUSED if values.get(name)}
-    rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
-    if not isinstance(targets, list) or not targets:
-        wrong["target_modules"] = targets
-    for name, value in (("r", rank), ("lora_alpha", alpha)):
+    targets = values.get("target_modules")
+    targets = [targets] if isinstance(targets, str) else targets
+    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
+        wrong["target_modules"] = values.get("target_modules")
+    for name in ("r", "lora_alpha") if values.get("peft_type") == "LORA" else ():
+        value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             wrong[name] = value
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise ArtifactError(
-            f"{folder / CONFIG}: {name} is {value!r}, and hone applies plain LoRA (r, lora_alpha, a list of target_modules)",
-            fix="merge the adapter into its model with PEFT, and remove the key peft_adapter from config.json",
-        )
-    return ADAPTERS.read({"kind": "lora", "rank": rank, "alpha": alpha, "target_modules": sorted(targets)})
+    if not wrong:
+        try:
+            kinds = [ADAPTERS[kind] for kind in ADAPTERS if ADAPTERS[kind].peft_type == values["peft_type"]]
+            found = next(filter(None, (kind.of_peft(values) for kind in kinds)))
+            return type(found).read({**found.model_dump(mode="json"), "target_modules": sorted(targets)})
+        except (ValueError, KeyError, TypeError, StopIteration, SpecError) as error:
+            wrong["its values"] = str(error).splitlines()[0]
+    name, value = next(iter(wrong.items()))
+    raise ArtifactError(
+        f"{folder / CONFIG}: {name} is {value!r}, and hone applies LoRA with rank and alpha patterns, rsLoRA, DoRA and IA3",
+        fix="merge the adapter into its model with PEFT, and remove the key peft_adapter from config.json",
+    )
 
 
-def config_values(adapter: LoRA, base: str | None = None) -> dict[str, Any]:
+def config_values(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
     """The adapter_config.json of `adapter`, which names its modules, with the keys that PEFT and vLLM read; `base` is its model's folder."""
     return {
-        "peft_type": "LORA",
+        "peft_type": adapter.peft_type,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
+        **adapter.peft_values(),
         "target_modules": sorted(adapter.target_modules),
-        "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
@@ -142,7 +148,8 @@ def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: st
 
 def module_of(key: str) -> str:
     """The checkpoint module to which the tensor `key` of adapter_model.safetensors belongs."""
-    return key.removeprefix(PREFIX).partition(".lora_")[0]
+    ends = [f".{end}" for kind in ADAPTERS for end in ADAPTERS[kind].stored.values()]
+    return key.removeprefix(PREFIX).removesuffix(next((end for end in ends if key.endswith(end)), ""))
 
 
 def without(
@@ -171,15 +178,15 @@ def keys(config: ModelConfig) -> dict[str, str]:
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
             modules = list(config.modules(index, path))
-            for _, pieces in config.wrappers(index, path, linear):
+            for adapter, pieces in config.wrappers(index, path, linear):
                 names = (
                     dict(zip((piece.name for piece in linear.pieces), modules, strict=True)) if len(modules) > 1 else {}
                 )
                 for piece in pieces:
                     module = names.get(piece.name, modules[0])
-                    for part in ("lora_A", "lora_B"):
+                    for part, end in adapter.stored.items():
                         name = FAMILIES[config.family].tensor(index, f"{path}.{part}_{piece.name}")
-                        found[name] = key(module, part)
+                        found[name] = f"{PREFIX}{module}.{end}"
     return found
 
 
@@ -188,9 +195,10 @@ def key(module: str, part: str) -> str:
     return f"{PREFIX}{module}.{part}.weight"
 
 
-def alone(config: ModelConfig) -> LoRA | None:
-    """The adapter of `config` if a PEFT folder can hold it: one LoRA."""
-    return config.adapters[0] if [one.kind for one in config.adapters] == ["lora"] else None  # type: ignore[return-value]
+def alone(config: ModelConfig) -> Adapter | None:
+    """The adapter of `config` if a PEFT folder can hold it: one, that PEFT has too."""
+    adapter = config.adapters[0] if len(config.adapters) == 1 else None
+    return adapter if adapter is not None and adapter.peft_type else None  # type: ignore[attr-defined, return-value]
 
 
 class AdaptedShards:

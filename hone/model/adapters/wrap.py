@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class Adapted(nn.Module):
         """The pieces of all rows in order, wrapped or not."""
         whole = sum(piece.out_features for piece in self.pieces) == self.linear.out_features
         return self.pieces if whole else self.linear.pieces
+
+    def rows(self) -> list[tuple[Piece, slice]]:
+        """All pieces, each with its rows."""
+        ends = list(accumulate(piece.out_features for piece in self.all_pieces))
+        return [(piece, slice(end - piece.out_features, end)) for piece, end in zip(self.all_pieces, ends, strict=True)]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole weight in `dtype` as the forward pass multiplies it, the adapter's part included."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from hone.base.errors import ArtifactError, MachineError, SpecError
 from hone.model.adapters.lora import LoRALinear
+from hone.model.adapters.lora_varied import VariedLoRALinear
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense
 from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
@@ -100,7 +101,9 @@ def _linears(model: Decoder) -> Iterator[tuple[nn.Module, str, Dense]]:
         for path in model.config.linears(index):
             owner, _, name = path.rpartition(".")
             module, around = layer.get_submodule(path), layer.get_submodule(owner)
-            while isinstance(module, LoRALinear):  # its factors are added to what the linear in it computes
+            while isinstance(
+                module, LoRALinear | VariedLoRALinear
+            ):  # its factors are added to what the linear in it computes
                 module, around, name = module.inner, module, "inner"
             if type(module) is Dense:
                 yield around, name, module

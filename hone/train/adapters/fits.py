@@ -39,6 +39,11 @@ def _check(spec: Any, config: ModelConfig) -> None:
     if alone(config) is None:
         kinds = ", ".join(one.kind for one in config.adapters)
         raise SpecError(f"adapters {kinds} are of no PEFT folder", fix="train one adapter")
+    if getattr(config.adapters[0], "dropout", 0) and spec.activation_checkpointing.kind != "none":
+        raise SpecError(
+            f"adapter.dropout is drawn anew where activation_checkpointing {spec.activation_checkpointing.kind} computes a layer again",
+            fix="set adapter.dropout=0, which finetunings seldom miss, or activation_checkpointing: none",
+        )
     layout = spec.parallelism
     wrong = {
         "precision": spec.precision in FP8_RECIPES and spec.precision,

@@ -141,11 +141,11 @@ def elsewhere(folder: Path) -> None:
 
 KEY = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another type": (changed(peft_type="IA3"), "peft_type is 'IA3'"),
-    "DoRA": (changed(use_dora=True), "use_dora is True"),
-    "ranks by module": (changed(rank_pattern={"q_proj": 8}), "rank_pattern"),
+    "another type": (changed(peft_type="ADALORA"), "peft_type is 'ADALORA'"),
+    "DoRA": (changed(use_dora=True), "lora_magnitude_vector"),
+    "ranks by module": (changed(rank_pattern={"q_proj": 8}), r"has shape \[3, "),
     "no rank": (changed(r=None), "r is None"),
-    "a regular expression": (changed(target_modules=".*_proj"), "target_modules"),
+    "a regular expression": (changed(target_modules="(q_proj"), "no regular expression"),
     "modules that are none": (changed(target_modules=["query"]), "name no linear"),
     "a rank of other tensors": (changed(r=4), r"has shape \[3, "),
     "no config": (lambda folder: (folder / "adapter" / "adapter_config.json").unlink(), "adapter_config.json"),

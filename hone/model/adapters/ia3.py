@@ -1,0 +1,101 @@
+"""(IA)3: one trained factor for each output of keys and values, and for each input of a feed-forward's last linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from hone.base.errors import SpecError
+from hone.model.adapters.base import Adapter
+from hone.model.adapters.wrap import Adapted
+from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
+
+
+class IA3(Adapter):
+    """y = l (W x + b), or y = W (l x) + b where l is of the inputs; l is 1 at first. Liu et al. 2022, arXiv:2205.05638."""
+
+    paper: ClassVar[str] = "arXiv:2205.05638"
+    stored: ClassVar[dict[str, str]] = {"ia3_l": "ia3_l"}
+    peft_type: ClassVar[str] = "IA3"
+
+    target_modules: tuple[str, ...] = Field(
+        ("k_proj", "v_proj", "down_proj"), description="Checkpoint modules to wrap, as for lora."
+    )
+    feedforward_modules: tuple[str, ...] = Field(
+        ("down_proj",), description="Those of them whose inputs are multiplied, by the end of their names."
+    )
+
+    def around(self, modules: Mapping[str, str]) -> IA3:
+        """As `Adapter.around`: `feedforward_modules` are pieces. Raises SpecError where the input is that of other modules, too."""
+        inputs = [
+            piece
+            for piece, name in modules.items()
+            if any(f".{name}".endswith(f".{end}") for end in self.feedforward_modules)
+        ]
+        if inputs and len(modules) > 1:
+            raise SpecError(
+                f"feedforward_modules name {modules[inputs[0]]}, which reads the same input as {len(modules) - 1} other modules",
+                fix="name modules with an input of their own, such as down_proj",
+            )
+        return self.model_copy(update={"feedforward_modules": tuple(inputs)})
+
+    def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
+        return tuple(
+            ParameterSpec(
+                f"ia3_l_{one.name}",
+                (1, linear.in_features) if one.name in self.feedforward_modules else (one.out_features, 1),
+                (1.0, 0.0),
+            )
+            for one in pieces
+        )
+
+    def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> Adapted:
+        return IA3Linear(self, inner.requires_grad_(False), linear, pieces)
+
+    def decays(self, name: str) -> bool:
+        """Factors are not drawn to zero, where they began as one."""
+        return False
+
+    def peft_values(self) -> dict[str, Any]:
+        ends = [name for name in self.target_modules if name in self.feedforward_modules]
+        more = [
+            name
+            for name in self.target_modules
+            if any(f".{name}".endswith(f".{end}") for end in self.feedforward_modules)
+        ]
+        return {"feedforward_modules": sorted({*ends, *more})}
+
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> IA3 | None:
+        inputs = values.get("feedforward_modules") or ()
+        return cls.model_validate({"kind": "ia3", "feedforward_modules": tuple(inputs)})
+
+
+class IA3Linear(Adapted):
+    """A linear with factors ia3_l_NAME, of a piece's outputs [N, 1] or of the inputs [1, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N of all pieces], in x's dtype."""
+        inputs, outputs = self._factors()
+        y = self.inner(x if inputs is None else x * inputs.to(x.dtype))
+        return y if outputs is None else y * outputs.to(y.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The whole weight [N, K] in `dtype`, factors included."""
+        inputs, outputs = self._factors()
+        weight = self.inner.dequantize(torch.float32)
+        weight = weight if inputs is None else weight * inputs.float()
+        return (weight if outputs is None else weight * outputs.float()[:, None]).to(dtype)
+
+    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the inputs [K] and of all outputs [N of all pieces]; None: all are one."""
+        if any(piece.name in self.spec.feedforward_modules for piece in self.pieces):
+            return getattr(self, f"ia3_l_{self.pieces[0].name}").view(-1), None
+        own = {piece.name: getattr(self, f"ia3_l_{piece.name}").view(-1) for piece in self.pieces}
+        some = next(iter(own.values()))
+        parts = [own.get(piece.name, some.new_ones(piece.out_features)) for piece in self.all_pieces]
+        return None, torch.cat(parts)
