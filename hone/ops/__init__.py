@@ -11,6 +11,7 @@ from hone.ops.fp8.api import fp8_trained_linear
 from hone.ops.linear.api import fp8_linear, linear, quantized_linear
 from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
+from hone.ops.lora.api import frozen_linear, lora_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.moe.experts import choose_experts, expert_swiglu
@@ -43,11 +44,13 @@ __all__ = [
     "expert_swiglu",
     "fp8_linear",
     "fp8_trained_linear",
+    "frozen_linear",
     "geglu",
     "grouped_linear",
     "input_codes",
     "linear",
     "linear_cross_entropy",
+    "lora_linear",
     "merge",
     "penalize",
     "permute",

@@ -46,4 +46,6 @@ class SwiGLULayer(Block):
     """The module behind `SwiGLU`. `forward(x [..., D], context) -> [..., D]`."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+        of_gate_up = getattr(self.down, "of_gate_up", None)  # an adapter's, which need not keep the activation
+        gate_up = self.gate_up(x)
+        return self.down(swiglu(gate_up)) if of_gate_up is None else of_gate_up(gate_up)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hone.base.errors import ArtifactError
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize
-from hone.ops import formats, fp8_linear, input_codes
+from hone.ops import formats, fp8_linear, frozen_linear, input_codes
 from hone.ops.dispatch import runs_kernel
 from hone.ops.moe.weights import block_of
 from hone.ops.rounding.numbers import scale_values
@@ -115,7 +115,7 @@ class Dequantizing(nn.Module):
         return shapes
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
+        """The whole weight [N, K] in `dtype`: for conversions and training, where it is forgotten after each product."""
         return self._tile(slice(None), dtype)
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,6 +146,8 @@ class Dequantizing(nn.Module):
         """
         if self.scheme.layout == "fp8" and self._has_blocks_of_codes(x):
             return self._code_product(x, "fp8", None)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return frozen_linear(x, self.dequantize, self.bias)
         return self._product(x, self.bias)
 
     def _has_blocks_of_codes(self, x: Tensor) -> bool:

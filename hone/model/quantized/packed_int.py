@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import Scheme, Stored
-from hone.ops import formats, quantized_linear
+from hone.ops import formats, frozen_linear, quantized_linear
 from hone.ops.dispatch import Choice, choose, locate, runs_kernel
 from hone.ops.linear.api import cpu_quantized, cpu_unpacked
 from hone.ops.linear.cpu_weights import (
@@ -113,7 +113,7 @@ class PackedInt(nn.Module):
         return shapes
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, K] in `dtype`: for tests and conversions, never for a forward pass."""
+        """The whole weight [N, K] in `dtype`: for conversions and training, where it is forgotten after each product."""
         return formats.dequantize(self._codes(slice(None)), self._scales(), dtype)
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,14 +156,12 @@ class PackedInt(nn.Module):
         With one scale per row the outputs are scaled instead of the weights: N products instead of N x K, and no
         rounding of weights in 16-bit formats.
         """
+        if torch.is_grad_enabled() and x.requires_grad:
+            return frozen_linear(x, self.dequantize, self.bias)
         if self.tiled:
             options = {"bits": self.scheme.bits, "out_features": self.out_features}
             return quantized_linear(x, self.codes, self.scales, self.bias, **options)
-        if (
-            x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not (torch.is_grad_enabled() and x.requires_grad)
-        ):
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
             # The compiled kernel rounds x to 16 bits: x in float32 is multiplied in float32 outside an engine's compiled step.
             few = x.numel() // max(1, x.shape[-1])
             if x.dtype != torch.float32 and self.on_cpu(x.dtype, few).backend == "compiled":

@@ -33,6 +33,15 @@ def swiglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     return (torch_calls if chosen == "torch" else reference).swiglu(gate_up)
 
 
+def swiglu_gradient(gate_up: Tensor, upstream: Tensor, *, backend: str | None = None) -> Tensor:
+    """The gradient [..., 2F] by `gate_up` [..., 2F] of `swiglu`, whose output has the gradient `upstream` [..., F].
+
+    For a backward pass that computes the gate again, as that of `lora_linear`; it has no gradient of its own.
+    """
+    chosen = backend_of("swiglu", gate_up.device, backend, dtype=gate_up.dtype)
+    return _gate_backward(gate_up, upstream) if chosen == "triton" else torch_calls.swiglu_gradient(gate_up, upstream)
+
+
 def geglu(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     """gelu(gate) * up of the halves of the last axis, gelu by its tanh approximation: [..., 2F] -> [..., F]. arXiv:2002.05202.
 

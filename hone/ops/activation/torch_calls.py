@@ -35,9 +35,14 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), upstream, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=grad_gate)
-        return grad
+        return swiglu_gradient(gate_up, upstream)
+
+
+def swiglu_gradient(gate_up: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient [..., 2F] by gate_up of `swiglu`, whose output has the gradient `upstream` [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    grad = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), upstream, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=grad_gate)
+    return grad
