@@ -207,6 +207,36 @@ class Chain:
         if self.spec.decontaminations:
             write_jsonl(self.work.folder / "contamination.jsonl", rows)
 
+    def drop(
+        self, name: str, slot: str, reasons: np.ndarray, whys: Sequence[tuple[int, str, str]], figures: dict[str, Any]
+    ) -> None:
+        """Drops the kept documents that have a reason in `reasons` (str [num_documents], '' for none), some of which `whys` explain:
+        (document, reason, why). Raises SpecError when none is left."""
+        before, sizes = self.kept, self.corpus.columns["bytes"]
+        gone = before & (reasons != "")
+        self.kept = before & ~gone
+        row = step_row(name, slot, sizes, before, self.kept, "")
+        row["reasons"] = {}
+        for reason in sorted(set(reasons[gone])):
+            here = gone & (reasons == reason)
+            row["reasons"][reason] = {"documents": int(here.sum()), "bytes": int(sizes[here].sum())}
+            self.causes.append((name, reason))
+            self.dropped_by[here] = len(self.causes)
+        self.steps.append({**row, "figures": figures})
+        sources = self.corpus.at("source", [index for index, *_ in whys])
+        self.pieces += [
+            {"step": name, "reason": reason, "source": sources[index], "text": why} for index, reason, why in whys
+        ]
+        said = ", ".join(f"{count['documents']} {reason}" for reason, count in row["reasons"].items())
+        first = f"; the first: {sources[whys[0][0]]}: {whys[0][2]}" if whys else ""
+        if not self.kept.any():
+            raise NothingLeft(
+                f"none of {int(before.sum())} {name} can be trained on: {said}{first}",
+                fix="correct the rows, or choose another tokenizer.chat.template, train_on or max_tokens",
+            )
+        if said:
+            self._warn(f"{name} left out: {said} (see dropped.jsonl){first}")
+
     def _prepared(self, technique: Technique, name: str) -> Path:
         """The state folder of a technique, after the tasks of all its rounds."""
         state = self.work.state(name)

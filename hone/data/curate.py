@@ -13,6 +13,7 @@ from hone.base.figure import Estimate, human_bytes
 from hone.base.run import Run
 from hone.data import EXECUTORS
 from hone.data.chain import Chain
+from hone.data.conversations.encode import STEP, encode_all
 from hone.data.corpus import Corpus
 from hone.data.executors.keeping import keep
 from hone.data.forecast import DataPlan
@@ -49,10 +50,15 @@ def curate(spec: Settings, listing: Listing, plan: DataPlan, draft: Draft, run: 
         splits = split(corpus, chain.kept, spec.validation_fraction)
         encoder = take_or_train(spec.tokenizer, corpus, splits["train"], work)
         corpus.columns.forget("family")
-        if encoder.why_slow:
+        if encoder.why_slow and spec.tokenizer.chat is None:
             run.warn(f"tokenizing with the slow tokenizer (about a fifth of tiktoken's speed): {encoder.why_slow}")
         work.done("tokenizer")
-        rows = tokenize(spec.packing, corpus, splits, encoder, work)
+        chats = None
+        if spec.tokenizer.chat is not None:
+            chats = encode_all(chain, encoder, work)
+            splits = {name: members & chain.kept for name, members in splits.items()}
+            work.done(STEP)
+        rows = tokenize(spec.packing, corpus, splits, encoder, work, chats)
         work.done("tokenize")
         write_tables(splits, chain, work)
         write_results(reading, chain, scorers, draft.folder)
@@ -119,6 +125,8 @@ def _record(draft: Draft, corpus: Corpus, chain: Chain, rows: dict[str, dict[str
     draft.record("kept_bytes", int(corpus.columns["bytes"][kept].sum()), "B")
     draft.record("train_tokens", rows["train"]["tokens"], "tokens")
     draft.record("val_tokens", rows["val"]["tokens"], "tokens")
+    if "trained_tokens" in rows["train"]:
+        draft.record("trained_tokens", rows["train"]["trained_tokens"], "tokens", note="of the training split")
     tokens = sum(row["tokens"] - row["documents"] for row in rows.values())
     num_bytes = sum(row["bytes"] for row in rows.values())
     draft.record("bytes_per_token", num_bytes / max(tokens, 1), "B/token", note="end-of-text tokens not counted")

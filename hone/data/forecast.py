@@ -248,6 +248,7 @@ def _missing(spec: Settings, sampled: Sequence[SampledPart], whole: bool) -> lis
     found = [f"without {one.kind} and the filters that use it" for one in spec.scorers if one.kind in _SLOW_SCORERS]
     found += ["without what language models are asked and the waiting for them"] * bool(spec.annotations)
     found += ["without the copies that embeddings show"] * any(getattr(one, "model", "") for one in spec.dedups)
+    found += ["without what the chat template adds to conversations"] * (spec.tokenizer.chat is not None)
     found += ["without comparing earlier artifacts"] * any(getattr(one, "against", ()) for one in spec.dedups)
     if not whole:
         found += ["of copies and edits only what the sample repeats"] * bool(spec.dedups or spec.edits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from hone.base.table import Choice, Technique
 from hone.data import ANNOTATIONS, DECONTAMINATIONS, DEDUPS, EDITS, FILTERS, IDENTIFIERS, SCORERS
 from hone.data.signals import DOCUMENT, SIGNALS
 from hone.data.tokens.spec import Tokenizer
+from hone.feed.conversations.spec import CONVERSATION
 from hone.feed.files.kinds import NAMES
 from hone.feed.packing import PackingSpec
 from hone.readers import EXTRACTORS
@@ -115,6 +116,35 @@ class Settings(Stage):
             raise ValueError(f"'{value}' is not an encoding of Python: write utf-8, latin-1, or auto") from None
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _conversations_stay_whole(cls, values: Any) -> Any:
+        """Without another word conversations are packed as whole documents, no rule for prose judges them, and only equal ones are duplicates."""
+        given = values.get("tokenizer") if isinstance(values, dict) else None
+        if not (given.get("chat") if isinstance(given, dict) else getattr(given, "chat", None)):
+            return values
+        packing = values.get("packing", {})
+        values = {"filters": (), "dedups": ("exact",), **values}
+        return values | {"packing": {"kind": "best_fit"} | packing} if isinstance(packing, dict) else values
+
+    @model_validator(mode="after")
+    def _conversations_are_as_read(self) -> Settings:
+        """Steps that change texts would leave the conversations, of which the tokens are made, as they are."""
+        if self.tokenizer.chat is None:
+            return self
+        for name in ("edits", "annotations", "decontaminations"):
+            for number, one in enumerate(getattr(self, name)):
+                if name == "edits" or one.kind == "llm_rephrase" or getattr(one, "remove", "") == "span":
+                    raise ValueError(
+                        f"{name}.{number} ({one.kind}) changes texts, and the tokens of tokenizer.chat are made of the conversations "
+                        "as they were read; use steps that drop whole conversations, such as filters, dedups and remove: document"
+                    )
+        if CONVERSATION in self.metadata_fields:
+            raise ValueError(
+                f"metadata_fields: '{CONVERSATION}' is the field in which tokenizer.chat keeps conversations"
+            )
+        return self
+
     @model_validator(mode="after")
     def _languages_known(self) -> Settings:
         """A language that the identifier never names would silently drop all text of the intended one."""
@@ -170,4 +200,5 @@ class Settings(Stage):
             extractor=self.extractor,
             url_field=self.url_field,
             metadata_fields=self.metadata_fields,
+            chat="" if self.tokenizer.chat is None else self.tokenizer.chat.kind,
         )

@@ -98,8 +98,10 @@ class Data(Settings):
         """Runs a sample of the source. The time is that of one worker; `DataPlan.pace` gives it for any number of workers."""
         for package in DATA_PACKAGES:
             MissingExtra.need("the data stage", package, "data")
+        from hone.data.conversations.encode import check_template
         from hone.data.forecast import plan
 
+        check_template(self.tokenizer)
         return plan(self)
 
     def run(self, plan: DataPlan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:

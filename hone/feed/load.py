@@ -19,7 +19,7 @@ from hone.feed.packing import PackingIndex, best_fit_count, best_fit_index
 
 _KEPT_COLUMNS = 4
 IGNORE = -100
-"""Target to be ignored by every loss: the first token of the next document, and padding."""
+"""Target to be ignored by every loss: the first token of the next document, padding, and what is not trained on."""
 
 
 class Batch(NamedTuple):
@@ -104,6 +104,8 @@ class PackedTokens(Feed):
             raise damaged from None
         if self.starts.shape != (row["documents"] + 1,) or self.starts[-1] != row["tokens"]:
             raise damaged
+        self.trained = self._marks(folder / f"{split}.trained.bin")
+        """uint8 [num_tokens], 1 where a token is a target (hone.feed.conversations); None: all are."""
         self.folder = folder.parent
         self.num_bytes = int(row["bytes"])
         """UTF-8 bytes of the tokens' text (0 for the end-of-text tokens)."""
@@ -112,9 +114,29 @@ class PackedTokens(Feed):
         self._orders: dict[tuple[int, int, int], np.ndarray] = {}
         self._columns: dict[str, np.ndarray] = {}
 
+    def _marks(self, path: Path) -> np.ndarray | None:
+        """The marks of targets beside the tokens. Raises ArtifactError when they do not match them."""
+        if self.meta.get("targets") != "trained":
+            return None
+        size = path.stat().st_size if path.exists() else -1
+        if size != len(self.tokens):
+            raise ArtifactError(
+                f"{path} has {max(size, 0)} bytes, but there are {len(self.tokens)} tokens",
+                fix="delete the folder and run its data stage again",
+            )
+        return np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+
     @property
     def num_tokens(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """(tokens, bytes of their text) of what a loss is a mean over: all of the text, of conversations what is trained on."""
+        if self.trained is None:
+            return self.num_tokens, self.num_bytes
+        row = self.meta["splits"][self.split]
+        return row["trained_tokens"], row["trained_bytes"]
 
     @property
     def num_documents(self) -> int:
@@ -218,12 +240,15 @@ class PackedTokens(Feed):
         shape = (len(windows), seq_len + 1)
         tokens = np.full(shape, self.eos_token_id, np.int64)
         owners = np.full(shape, -1, np.int64)  # the document each token belongs to
+        marked = np.ones(shape, bool)  # whether it is a target
         for row, window in enumerate(windows):
             start = int(window) * seq_len
             end = min(start + seq_len + 1, self.num_tokens)  # and the next sequence's first, as a target
             tokens[row, : end - start] = self._read(start, end)
             owners[row, : end - start] = self._owners(start, end)
-        inside = (owners[:, :-1] == owners[:, 1:]) & (owners[:, 1:] >= 0)
+            if self.trained is not None:
+                marked[row, : end - start] = self._trained(start, end)
+        inside = (owners[:, :-1] == owners[:, 1:]) & (owners[:, 1:] >= 0) & marked[:, 1:]
         owners = owners[:, :-1]
         ids = np.where(owners >= 0, owners - owners[:, :1], -1)
         # The stream's last token is a target only; before padding it is also an input, alone and without a target.
@@ -243,6 +268,9 @@ class PackedTokens(Feed):
                 piece = self._read(start, start + size + 1)
                 tokens[row, place : place + size] = piece[:-1]
                 targets[row, place : place + size] = piece[1:]
+                if self.trained is not None:
+                    marked = self._trained(start + 1, start + size + 1)
+                    targets[row, place : place + size][~marked] = IGNORE
                 ids[row, place : place + size] = number
                 place += size
         return Batch(tokens, targets, ids)
@@ -250,6 +278,11 @@ class PackedTokens(Feed):
     def _read(self, start: int, end: int) -> np.ndarray:
         """Tokens `start` .. `end` of the stream."""
         return self.tokens[start:end]
+
+    def _trained(self, start: int, end: int) -> np.ndarray:
+        """Whether each of the tokens `start` .. `end` is a target, bool [end - start]; only where some are not."""
+        assert self.trained is not None, "every token is a target"
+        return self.trained[start:end] != 0
 
     def _owners(self, start: int, end: int) -> np.ndarray:
         """The document of each token `start` .. `end`, int64 [end - start]."""
@@ -277,7 +310,7 @@ class Part(PackedTokens):
         assert (np.diff(documents) > 0).all(), "documents of a part must be in ascending order"
         assert type(whole) is PackedTokens, "a part must be cut from a whole split"
         self.split, self.meta, self.folder, self.tokens = whole.split, whole.meta, whole.folder, whole.tokens
-        self.numbers = documents
+        self.numbers, self.trained = documents, whole.trained
         sizes = whole.starts[documents + 1] - whole.starts[documents]
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._shifts = whole.starts[documents] - self.starts[:-1]
@@ -289,8 +322,22 @@ class Part(PackedTokens):
     def columns(self, *names: str) -> dict[str, np.ndarray]:
         return {name: values[self.numbers] for name, values in self._whole.columns(*names).items()}
 
+    @property
+    def scored(self) -> tuple[int, int]:
+        if self.trained is None:
+            return self.num_tokens, self.num_bytes
+        count, (tokens, num_bytes) = int(self._trained(0, self.num_tokens).sum()), self._whole.scored
+        return count, round(count * num_bytes / max(tokens, 1))
+
     def _read(self, start: int, end: int) -> np.ndarray:
-        return self.tokens[np.arange(start, end) + self._shifts[self._owners(start, end)]]
+        return self.tokens[self._places(start, end)]
+
+    def _trained(self, start: int, end: int) -> np.ndarray:
+        return self.trained[self._places(start, end)] != 0  # type: ignore[index]
+
+    def _places(self, start: int, end: int) -> np.ndarray:
+        """Where tokens `start` .. `end` of the part are in the whole."""
+        return np.arange(start, end) + self._shifts[self._owners(start, end)]
 
 
 def shuffled(count: int, *seeds: int) -> np.ndarray:

@@ -157,17 +157,24 @@ class Tokenizer:
             template_tokens=self._template_tokens,
         )
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        marks: bool = False,
+        **variables: Any,
+    ) -> str:
         """The prompt for `messages` ({"role", "content"}) by the model's own template, run in a sandbox.
 
         `variables` (tools, enable_thinking, ...) are passed to the template. The text holds its special tokens: encode
-        it with add_special_tokens=False. Raises SpecError when there is no template or the template refuses.
+        it with add_special_tokens=False. With `marks` what is in {% generation %} stands between U+E002 and U+E003.
+        Raises SpecError when there is no template or the template refuses.
         """
         if self._template is None:
             raise SpecError(
                 "this model has no chat template", fix="use completions instead of chat, or choose a chat model"
             )
-        template = self._compiled
+        template = self._marked if marks else self._compiled
         try:
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **{**self._template_tokens, **variables}
@@ -182,11 +189,18 @@ class Tokenizer:
 
     @cached_property
     def _compiled(self) -> Any:
+        return self._compile(marks=False)
+
+    @cached_property
+    def _marked(self) -> Any:
+        return self._compile(marks=True)
+
+    def _compile(self, *, marks: bool) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag(marks)]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -339,8 +353,9 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _generation_tag() -> type:
-    """{% generation %}...{% endgeneration %}: marks the assistant's text for training; rendered as its body."""
+def _generation_tag(marks: bool) -> type:
+    """{% generation %}...{% endgeneration %}: the assistant's text, for training; rendered as its body, with `marks` around it."""
+    from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -348,7 +363,11 @@ def _generation_tag() -> type:
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if not marks:
+                return body
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in ("\ue002", "\ue003"))
+            return [begin, *body, end]
 
     return Generation
 

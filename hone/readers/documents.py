@@ -110,7 +110,7 @@ class Options(NamedTuple):
 
     `text_field` and `url_field` name fields of JSON rows and columns of Parquet tables ('a.b': field b of object a);
     `metadata_fields` are copied. `encoding` is that of text files ('auto': detected). `extractor` extracts the text
-    of HTML; None is the fast one.
+    of HTML; None is the fast one. `chat` is the form of rows that are conversations; '' where they are texts.
     """
 
     text_field: str = "text"
@@ -119,6 +119,7 @@ class Options(NamedTuple):
     extractor: Any = None
     url_field: str = "url"
     metadata_fields: tuple[str, ...] = ()
+    chat: str = ""
 
 
 class RawText(NamedTuple):
@@ -153,6 +154,16 @@ def described(fields: dict[str, Any]) -> str:
     """The fields that have a value, as JSON; '' when there are none."""
     there = {name: value for name, value in fields.items() if value not in (None, "")}
     return json.dumps(there, sort_keys=True, ensure_ascii=True, default=str) if there else ""
+
+
+def pick(row: Any, field: str) -> Any:
+    """The value of `field` in a JSON object; of 'a.b', unless that is a field, that of b in a. None when it is absent."""
+    if not isinstance(row, dict):
+        return None
+    if field in row:
+        return row[field]
+    outer, dot, inner = field.partition(".")
+    return pick(row.get(outer), inner) if dot else None
 
 
 def poisoned(error: BaseException) -> bool:

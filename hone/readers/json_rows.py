@@ -19,7 +19,8 @@ from hone.feed.chat import chat_in
 from hone.feed.files.listing import File
 from hone.feed.files.sniff import marked
 from hone.feed.files.streams import Salvage, Unreadable, open_stream
-from hone.readers.documents import BLOCK_BYTES, MAX_ROW_BYTES, SAMPLE_CHARS, Fault, Options, Rows, described
+from hone.readers.conversations import chat_rows
+from hone.readers.documents import BLOCK_BYTES, MAX_ROW_BYTES, SAMPLE_CHARS, Fault, Options, Rows, described, pick
 from hone.readers.tables import strings
 from hone.text.batch import Texts
 
@@ -96,9 +97,15 @@ class _OneLine:
 def read_blocks(stream: Readable, options: Options, place: int = 0, last: int = _ENDLESS) -> Iterator[Rows | Fault]:
     """The rows of the lines of `stream` that begin before offset `last`; the first begins at `place`."""
     plain = not options.metadata_fields and "." not in options.text_field + options.url_field
+    number = 0 if place < 4 else None  # of the first row; not known in a later part of a file
     for block in _blocks(stream, place, last):
         if isinstance(block, Fault):
             yield block
+            number = None if number is None else number + 1
+            continue
+        if options.chat:
+            yield from _conversations(*block, number, options)
+            number = None if number is None else number + sum(bool(line.strip()) for line in block[1].split(b"\n"))
             continue
         rows = _by_arrow(*block, options) if plain else None
         if rows is None:
@@ -204,6 +211,22 @@ def _one(column: Any) -> Any:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
 
 
+def _conversations(place: int, block: bytes, number: int | None, options: Options) -> Iterator[Rows | Fault]:
+    """The conversations in the lines from offset `place`, after the first `number` (None: not known) of the file."""
+    rows: list[tuple[int, str, Any]] = []
+    for line in block.split(b"\n"):
+        here, place = place, place + len(line) + 1
+        if not line.strip():
+            continue
+        number = None if number is None else number + 1
+        name = f"the row at byte {here}" if number is None else f"row {number}"
+        try:
+            rows.append((here, name, json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            yield Fault("bad_json", f"{name}: {error}", len(line))
+    yield from chat_rows(rows, options)
+
+
 def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Fault]:
     """The rows of the lines from offset `place`, one by one, and a Fault for each invalid line."""
     places: list[int] = []
@@ -246,13 +269,3 @@ def _by_line(place: int, block: bytes, options: Options) -> Iterator[Rows | Faul
     if texts:
         described_rows = metadata if options.metadata_fields else None
         yield Rows(Texts.of(texts), urls if any(urls) else None, described_rows, np.array(places, np.int64))
-
-
-def pick(row: Any, field: str) -> Any:
-    """The value of `field` in a JSON object; of 'a.b', unless that is a field, that of b in a. None when it is absent."""
-    if not isinstance(row, dict):
-        return None
-    if field in row:
-        return row[field]
-    outer, dot, inner = field.partition(".")
-    return pick(row.get(outer), inner) if dot else None

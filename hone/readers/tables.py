@@ -13,6 +13,7 @@ from hone.feed.chat import FIELDS, rendered
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
 from hone.feed.files.streams import MAX_EXPANSION, Unreadable, open_raw
+from hone.readers.conversations import chat_rows
 from hone.readers.documents import BLOCK_BYTES, Fault, Options, Rows, described
 from hone.text.batch import Texts
 
@@ -38,7 +39,7 @@ def row_group_bytes(file: File, options: Options) -> list[int]:
 def read_arrow(file: File, options: Options) -> Iterator[Rows | Fault]:
     """The rows of an Arrow file or stream; a Fault for each without text. Of a truncated stream, the batches before the end."""
     with _arrow(file) as (table, is_file):
-        text_column(table.schema, options.text_field)
+        _need_texts(table.schema, options)
         number = file.part[0] if file.part else 0
         while True:
             if is_file and number == (file.part[1] if file.part else table.num_record_batches):
@@ -90,12 +91,18 @@ def _arrow(file: File) -> Iterator[tuple[Any, bool]]:
 
 def _sizes(table: Any, file: File, options: Options) -> list[int]:
     """Bytes of each row group. Raises Unreadable for a table without texts, or one that expands too much."""
-    text_column(table.schema_arrow, options.text_field)
+    _need_texts(table.schema_arrow, options)
     sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.metadata.num_row_groups)]
     # Of a part, the whole table was checked when it was cut.
     if file.part is None and sum(sizes) > max(_FREE_TABLE_BYTES, MAX_EXPANSION * file.size):
         raise Unreadable("expands_too_much", f"{file.size} bytes declare {sum(sizes)} bytes of content")
     return sizes
+
+
+def _need_texts(schema: Any, options: Options) -> None:
+    """Raises Unreadable for a table without a column of texts; of conversations every row says what it lacks."""
+    if not options.chat:
+        text_column(schema, options.text_field)
 
 
 def text_column(schema: Any, text_field: str) -> str:
@@ -117,7 +124,9 @@ def text_column(schema: Any, text_field: str) -> str:
 def _table_rows(table: Any, file: File, options: Options) -> Iterator[Rows | Fault]:
     schema = table.schema_arrow
     sizes = _sizes(table, file, options)
-    wanted = [text_column(schema, options.text_field), *wanted_columns(schema, options)]
+    wanted = schema.names
+    if not options.chat:
+        wanted = [text_column(schema, options.text_field), *wanted_columns(schema, options)]
     first, last = file.part or (0, len(sizes))
     counts = [table.metadata.row_group(number).num_rows for number in range(last)]
     place = sum(counts[:first])
@@ -136,6 +145,10 @@ def wanted_columns(schema: Any, options: Options) -> list[str]:
 
 def batch_rows(batch: Any, schema: Any, place: int, options: Options) -> Iterator[Rows | Fault]:
     """The rows of a record batch of a table with `schema`, at `place` and after it; a Fault for each without text."""
+    if options.chat:
+        rows = ((place + count, f"row {place + count + 1}", row) for count, row in enumerate(batch.to_pylist()))
+        yield from chat_rows(rows, options)
+        return
     wanted = wanted_columns(schema, options)
     texts = _column(batch, text_column(schema, options.text_field))
     if _is_chat(texts.type):

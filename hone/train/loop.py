@@ -386,7 +386,8 @@ def fit(
                 ranks=trainer.ranks,
             )
             if watch is not None:
-                bits = val_loss / math.log(2) * val.num_tokens / val.num_bytes
+                tokens, num_bytes = val.scored
+                bits = val_loss / math.log(2) * tokens / max(num_bytes, 1)
                 watch.evaluated({"step": trainer.done, "val_loss": val_loss, "val_bits_per_byte": bits})
             if early is not None and not last and early.reached(trainer.done, val_loss):
                 trainer.steps, last = trainer.done, True

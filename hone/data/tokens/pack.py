@@ -15,6 +15,7 @@ import numpy as np
 
 from hone.base.durable import sha256, write_atomic
 from hone.base.errors import FitError
+from hone.data.conversations.encode import Shard, trained_bytes
 from hone.data.corpus import Corpus, Part, publish
 from hone.data.executors.task import Task
 from hone.data.tokens import tokenizer
@@ -22,6 +23,7 @@ from hone.data.tokens.spec import Tokenizer
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder
 from hone.data.work import Work
 from hone.feed.packing import PackingSpec, best_fit_index
+from hone.model.tokenizer import load_tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _CODES = {"uint16": 8, "uint32": 4}  # ids are below 2^31: uint32 and Megatron's int32 are the same bytes
@@ -65,12 +67,18 @@ def take_or_train(spec: Tokenizer, corpus: Corpus, train: np.ndarray, work: Work
 
 
 def tokenize(
-    shape: PackingSpec, corpus: Corpus, splits: dict[str, np.ndarray], encoder: Encoder, work: Work
+    shape: PackingSpec,
+    corpus: Corpus,
+    splits: dict[str, np.ndarray],
+    encoder: Encoder,
+    work: Work,
+    chats: Path | None = None,
 ) -> dict[str, dict[str, int]]:
     """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into tokens/; returns {split: {tokens, documents, bytes}}.
 
     `splits` maps a split to its documents (bool [num_documents]), `shape` selects the indices to write. `encoder` is the tokenizer
-    in the result's folder. Tasks tokenize each shard first, so that a killed run resumes with the next one.
+    in the result's folder. Tasks tokenize each shard first, so that a killed run resumes with the next one. `chats` is the folder of
+    conversations that are encoded already; then `<split>.trained.bin` (uint8) says which tokens are targets.
     """
     state, folder, parts = work.state("tokens"), work.folder / "tokens", corpus.parts()
     folder.mkdir(exist_ok=True)
@@ -80,6 +88,7 @@ def tokenize(
     for part in parts:
         chosen = {split: members[part.here] for split, members in splits.items()}
         given = {"part": part, "chosen": chosen, "tokenizer_folder": work.folder, "which": which}
+        given |= {} if chats is None else {"chats": chats / f"chats-{part.number:05d}.npz"}
         tasks.append(Task.of(f"tokens-{part.number:05d}", state, given, reads=reads))
     size = corpus.columns["bytes"] * np.logical_or.reduce(list(splits.values()))
     sizes = [int(size[part.here].sum()) for part in parts]
@@ -90,11 +99,9 @@ def tokenize(
         files = [state / f"tokens-{part.number:05d}.{split}" for part in parts]
         lengths = [np.load(f"{file}.npy") for file in files]
         starts = np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
-        with open(state / "packed.tmp", "wb") as packed:
-            for file in files:
-                with open(file, "rb") as source:
-                    shutil.copyfileobj(source, packed, 1 << 22)
-        publish(state / "packed.tmp", folder / f"{split}.bin")
+        _joined(files, state, folder / f"{split}.bin")
+        if chats is not None:
+            _joined([file.with_name(f"{file.name}.trained") for file in files], state, folder / f"{split}.trained.bin")
         with open(state / "starts.tmp", "wb") as file:
             np.save(file, starts)
         publish(state / "starts.tmp", folder / f"{split}.starts.npy")
@@ -117,17 +124,55 @@ def tokenize(
         "packing": {"kind": shape.kind, "lengths": list(shape.lengths) if shape.kind == "best_fit" else []},
         "splits": rows,
     }
+    if chats is not None:
+        meta["targets"] = "trained"
+        for split, row in rows.items():
+            row |= _trained(folder, split, encoder)
     write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())
     return rows
 
 
+def _joined(files: list[Path], state: Path, out: Path) -> None:
+    """Writes the contents of `files`, one after the other, into `out`."""
+    with open(state / "packed.tmp", "wb") as packed:
+        for file in files:
+            with open(file, "rb") as source:
+                shutil.copyfileobj(source, packed, 1 << 22)
+    publish(state / "packed.tmp", out)
+
+
+def _trained(folder: Path, split: str, encoder: Encoder) -> dict[str, int]:
+    """How many tokens of a split of conversations are targets, and the bytes of their text."""
+    ids, marks = (
+        np.fromfile(folder / f"{split}.bin", encoder.dtype),
+        np.fromfile(folder / f"{split}.trained.bin", np.uint8),
+    )
+    starts = np.load(folder / f"{split}.starts.npy")
+    marks[starts[:-1]] = 0  # nothing comes before the first token of a document
+    targets = ids[marks != 0]
+    return {"trained_tokens": len(targets), "trained_bytes": trained_bytes(load_tokenizer(folder.parent), targets)}
+
+
 def encode(
-    folder: Path, part: Part, chosen: dict[str, np.ndarray], tokenizer_folder: Path, which: str
+    folder: Path,
+    part: Part,
+    chosen: dict[str, np.ndarray],
+    tokenizer_folder: Path,
+    which: str,
+    chats: Path | None = None,
 ) -> dict[str, Any]:
     """A task: writes the ids of one shard's documents, and their numbers, of each split; `chosen` (bool, the shard's documents) are its own.
 
-    `tokenizer_folder` has the tokenizer, whose file has the hash `which`.
+    `tokenizer_folder` has the tokenizer, whose file has the hash `which`. `chats`: the shard's conversations, which are encoded.
     """
+    if chats is not None:
+        whole = Shard.read(chats.parent, part.number)
+        for split, here in chosen.items():
+            name, own = f"tokens-{part.number:05d}.{split}", whole.part(here)
+            own.ids.tofile(folder / name)
+            own.trained.tofile(folder / f"{name}.trained")
+            np.save(folder / f"{name}.npy", own.sizes)
+        return {"rows": int(sum(here.sum() for here in chosen.values()))}
     corpus, encoder = Corpus.of(part), _encoder(tokenizer_folder, which)
     for split, here in chosen.items():
         lengths: list[int] = []

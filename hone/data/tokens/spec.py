@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from hone.base.spec import Spec
+from hone.feed.conversations.spec import Chat
 
 
 class Tokenizer(Spec):
@@ -18,3 +19,7 @@ class Tokenizer(Spec):
         50_000_000, gt=0, description="Most bytes of text to train on; of more, documents are sampled."
     )
     max_token_chars: int = Field(32, gt=0, description="Longest token in bytes.")
+    chat: Chat | None = Field(
+        None,
+        description="Rows are conversations, tokenized with a chat template for training on answers; empty: they are texts.",
+    )

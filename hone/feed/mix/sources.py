@@ -33,6 +33,11 @@ class Joined:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def scored(self) -> tuple[int, int]:
+        tokens, num_bytes = zip(*(part.scored for part in self.parts))
+        return sum(tokens), sum(num_bytes)
+
     def num_sequences(self, seq_len: int) -> int:
         """Sequences of `seq_len` tokens in one epoch."""
         return sum(part.num_sequences(seq_len) for part in self.parts)

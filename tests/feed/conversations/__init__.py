@@ -1,0 +1,1 @@
+"""Tests of conversations: forms of rows, stock chat templates, spans."""
