@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "schedule": ("train/schedules/test_schedule.py",),
     "objective": ("train/objectives/test_objectives.py",),
     "divergence": ("train/objectives/test_divergences.py",),
+    "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),
     "optimizer": (
         "train/optimizers/test_optimizers.py",
         "train/optimizers/test_optimizers_more.py",

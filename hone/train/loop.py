@@ -101,7 +101,7 @@ class Trainer:
         )
         self.scaler = LossScaler(enabled=precision == "fp16")
         holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
-        self.linears = linears_of(model, precision, self.objective.simulated_device, holds=holds)
+        self.linears = linears_of(model, precision, self.objective, holds=holds)
         self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
         self.done = 0
         self.tokens = 0

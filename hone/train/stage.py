@@ -57,6 +57,7 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import Precision, saved_dtype
+from hone.train.quantization_aware.fits import check_rounding, exported_note
 from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
@@ -199,6 +200,7 @@ class Train(Prolonged):
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
+        check_rounding(self, config)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing
@@ -228,7 +230,7 @@ class Train(Prolonged):
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         ends = (*self.early_stopping.notes(steps), *self.early_stopping.energy.notes(steps, joules and joules.value))
-        said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *said)
+        said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *exported_note(self.objective), *said)
         found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
         found |= {"offload": work.offload, "pipeline": stages, "grown": grown}

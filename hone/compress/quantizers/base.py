@@ -135,7 +135,9 @@ class Quantizer(Step):
         """The torch dtype of the scales for a checkpoint of `checkpoint_dtype`."""
         if self.scale_dtype != "auto":
             return self.as_dtype(self.scale_dtype)
-        return self.as_dtype("float16") if checkpoint_dtype == self.as_dtype("float32") else checkpoint_dtype
+        from hone.model.quantized.nearest import scale_dtype
+
+        return scale_dtype(checkpoint_dtype)
 
     @staticmethod
     def as_dtype(name: str) -> torch.dtype:
@@ -150,7 +152,7 @@ class Quantizer(Step):
         bfloat16, which has as many bytes, where float16 does not hold them and was not asked for. Raises SpecError where it was, or
         where the format has no other.
         """
-        from hone.ops.rounding.integer_grid import float16_holds
+        from hone.model.quantized.nearest import all_held
 
         dtype, half, wide = (
             self.stored_scale_dtype(matrix.stored_dtype),
@@ -159,9 +161,7 @@ class Quantizer(Step):
         )
         if dtype != half:
             return dtype
-        found = scales()
-        by_module = found.split(matrix.modules) if len(found) == sum(matrix.modules) else (found,)
-        if all(float16_holds(part) for part in by_module):
+        if all_held(scales(), matrix.modules):
             return dtype
         if self.stored_scale_dtype(wide) == wide:
             matrix.notes.append("scales in bfloat16: float16 has no numbers as small or as large")

@@ -87,15 +87,9 @@ class FP8(Quantizer):
         super().check(name, rows, columns)
 
     def apply(self, matrix: Matrix) -> None:
-        import torch
-
-        from hone.ops.formats import LARGEST
-        from hone.ops.rounding.integer_grid import stored
+        from hone.model.quantized.nearest import float_scales, nearest_floats
 
         weights = matrix.weight
         scheme = self.scheme(weights.shape[1])
-        (high, wide), (down, across) = scheme.extent(*weights.shape), scheme.grid(*weights.shape)
-        padded = torch.nn.functional.pad(weights.abs(), (0, -weights.shape[1] % wide, 0, -len(weights) % high))
-        largest = padded.view(down, high, across, wide).amax((1, 3)) / LARGEST[torch.float8_e4m3fn]
-        scales = stored(largest, self.scale_dtype_of(matrix, lambda: largest))
-        matrix.stored = scheme.quantize(weights, scales)
+        dtype = self.scale_dtype_of(matrix, lambda: float_scales(weights, scheme))
+        matrix.stored = nearest_floats(weights, scheme, dtype)

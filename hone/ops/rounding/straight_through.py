@@ -26,6 +26,23 @@ def fake_quantize(weights: Tensor, grid: Grid, bits: int) -> Tensor:
     return ((codes - zeros) * steps).view(weights.shape)
 
 
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, of x's shape and dtype, with the gradient of x."""
+    return _Straight.apply(x, rounded)  # type: ignore[no-any-return]
+
+
+class _Straight(torch.autograd.Function):
+    """Not x + (rounded - x), whose sum is rounded too."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(context: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return slope, None
+
+
 class _Rounded(torch.autograd.Function):
     """clamp(round(x), low, high) with slope one between low and high."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from hone.base.table import Choice, Technique
 from hone.model.devices import DEVICES
+from hone.train.quantization_aware import FAKE_QUANTIZERS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,11 @@ class Objective(Technique):
     simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
         None,
         description="A device whose rounding and writing noise the layers' linears compute the loss with; empty: none.",
+    )
+    quantization_aware: Annotated[Technique, Choice(FAKE_QUANTIZERS)] | None = Field(
+        None,
+        description="The grid to which the layers' linears' weights are rounded in every pass; empty: none. Exported with the same "
+        "options, the model is the one that was trained.",
     )
 
     def count(self, targets: NDArray[np.int64]) -> int:
