@@ -215,20 +215,26 @@ def _bound(machine: Machine, flops: float, num_bytes: float, dtype: str) -> Esti
 def speed_of_light(machine: Machine, dtype: str) -> tuple[float, float, str]:
     """(FLOP/s, bytes/s, source) that `machine` cannot exceed."""
     if machine.device.startswith("cuda"):
-        row = catalogue().of_processor(machine.processor)
-        found = row.rate(dtype) if row is not None else None
-        if row is not None and found is not None and row.bytes_per_s is not None:
-            widened = "" if found[1] == dtype else f" (it has no {dtype}: the rate of {found[1]})"
-            return found[0], row.bytes_per_s, f"the data sheet of {row.name}{widened}"
-        sold = [one for one in catalogue().accelerators if one.kind == "gpu" and not one.announced]
-        rates = {one.name: (one.rate(dtype) or (0.0, ""))[0] for one in sold}
-        fastest = max(sold, key=lambda one: rates[one.name])
-        read = max(one.bytes_per_s or 0.0 for one in sold)
-        lack = "is not listed" if row is None else f"is listed without a rate for {dtype} or without its memory's"
-        return rates[fastest.name], read, f"the data sheet of {fastest.name} ({machine.processor} {lack})"
+        return _gpu_light(machine.processor, dtype)
     core = _CORE_FLOPS_PER_S.get(dtype, _CORE_TILE_FLOPS_PER_S)
     source = f"{machine.num_cores} CPU cores at {core / 1e9:,.0f} GFLOP/s and {_CORE_BYTES_PER_S / 1e9:.0f} GB/s each"
     return machine.num_cores * core, machine.num_cores * _CORE_BYTES_PER_S, source
+
+
+@cache
+def _gpu_light(processor: str, dtype: str) -> tuple[float, float, str]:
+    """(FLOP/s, bytes/s, source) of a GPU by its data sheet, of an unknown one by the fastest that are sold."""
+    row = catalogue().of_processor(processor)
+    found = row.rate(dtype) if row is not None else None
+    if row is not None and found is not None and row.bytes_per_s is not None:
+        widened = "" if found[1] == dtype else f" (it has no {dtype}: the rate of {found[1]})"
+        return found[0], row.bytes_per_s, f"the data sheet of {row.name}{widened}"
+    sold = [one for one in catalogue().accelerators if one.kind == "gpu" and not one.announced]
+    rates = {one.name: (one.rate(dtype) or (0.0, ""))[0] for one in sold}
+    fastest = max(sold, key=lambda one: rates[one.name])
+    read = max(one.bytes_per_s or 0.0 for one in sold)
+    lack = "is not listed" if row is None else f"is listed without a rate for {dtype} or without its memory's"
+    return rates[fastest.name], read, f"the data sheet of {fastest.name} ({processor} {lack})"
 
 
 @cache

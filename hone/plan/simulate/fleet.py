@@ -106,6 +106,17 @@ class Fleet:
         self.resume(member)
         while self.held:
             self._give(*self.held.popleft())
+        self._relieve(member)
+
+    def _relieve(self, member: Member) -> None:
+        """A new replica takes what it can run at once of the requests that wait at the others, the newest of each queue first."""
+        room = self.sizes.max_num_seqs - member.replica.outstanding
+        for other in self.of("ready"):
+            if other is not member:
+                taken = other.replica.take_newest(room)
+                room -= len(taken)
+                for served in reversed(taken):
+                    self._add(member, served, self._tokens[served.number])
 
     def resume(self, member: Member) -> None:
         """Gives requests to a replica that was starting or draining."""
@@ -149,6 +160,9 @@ class Fleet:
         ready = self.of("ready")
         member = ready[0] if len(ready) == 1 else self._places[self._router.place(tokens)[0]]
         assert member is not None, "the router knows those that are ready"
+        self._add(member, served, tokens)
+
+    def _add(self, member: Member, served: Served, tokens: list[int]) -> None:
         member.replica.add(served, tokens)
         if member.waits:
             self._wake(member, member.wakes)

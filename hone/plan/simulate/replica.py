@@ -159,7 +159,14 @@ class SimulatedReplica:
 
     def take(self, *, all_of_them: bool) -> list[Served]:
         """Takes away unfinished requests, to be served elsewhere: all of them, or those of which nothing was computed."""
-        left = [(seq, one) for seq, one in self._served.items() if all_of_them or one.started_s is None]
+        return self._take([(seq, one) for seq, one in self._served.items() if all_of_them or one.started_s is None])
+
+    def take_newest(self, most: int) -> list[Served]:
+        """Takes away the newest requests of which nothing was computed, at most so many, the newest first."""
+        waiting = [(seq, one) for seq, one in self._served.items() if one.started_s is None]
+        return self._take(waiting[::-1][: max(0, most)])
+
+    def _take(self, left: list[tuple[Seq, Served]]) -> list[Served]:
         for seq, _ in left:
             self.scheduler.finish(seq)
             del self._served[seq]

@@ -121,6 +121,20 @@ def test_a_killed_replicas_requests_go_on_elsewhere_from_the_token_they_had():
     )  # the step under way was lost, nothing else is sampled twice
 
 
+def test_a_new_replica_takes_what_it_can_run_of_what_waits():
+    """Of 14 requests at one replica 4 run and 10 wait: when a second is ready it takes the 4 newest, as the server does."""
+    loop, done = EventLoop(), []
+    fleet = Fleet(loop, SIZES, Slow(), lambda one, now: done.append(one) if one.last_s else None, most=2)
+    fleet.start()
+    served = [Served(number, 0.0, 8, 100) for number in range(14)]
+    for one in served:
+        fleet.submit(one, [one.number] * 8)
+    loop.at(0.5, lambda: fleet.start())
+    loop.run()
+    assert len(done) == 14 and all(one.done == 100 for one in served)
+    assert [one.number for one in served if one.replica == 1] == [10, 11, 12, 13]
+
+
 def test_requests_wait_while_no_replica_is_ready():
     loop, done = EventLoop(), []
     fleet = Fleet(loop, SIZES, Slow(), lambda one, now: done.append(one) if one.last_s else None, most=2)
