@@ -153,7 +153,7 @@ def tokens_of(count: int, vocab_size: int) -> DataFacts:
 
 
 @cache
-def _quantized(shape: str, layers: int | None, format: str, processor: str, device: str) -> CheckpointFacts:
+def quantized(shape: str, layers: int | None, format: str, processor: str) -> CheckpointFacts:
     """The facts of a shape in one of the search's formats, as the plan of its compression says."""
     config = model_of("serving", shape, layers)
     plain = facts_of(config, shape, "bfloat16")
@@ -195,7 +195,7 @@ def serving(
 
     With `step` (`decoding` sequences at a mean `context`) a decode step alone instead of `load`.
     """
-    model = _quantized(shape, layers, format, machine.processor, machine.device)
+    model = quantized(shape, layers, format, machine.processor)
     if dtype is not None and format == "16 bit":
         model = facts_of(model.config, shape, dtype)
     spec = EngineSpec.read(dict(engine))

@@ -56,18 +56,21 @@ def forward_seconds(
     dtype: str = "float32",
     logit_tokens: int | None = None,
     launched: bool = True,
+    codes: str = "",
 ) -> Estimate:
     """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all).
 
     `launched`: its operations are started one by one; else something else starts them, such as a CUDA graph.
+    `codes`: the recipe ("rowwise", "blockwise") by which layers' linears multiply codes of 8 bits with codes of 8 bits; "": they do not.
     """
     rows = tokens if logit_tokens is None else logit_tokens
     products: list[Product] = [((tokens, *matmul), "forward") for layer in dims.layers for matmul in layer.matmuls]
-    if dims.vocab_size:
-        products.append(((rows, dims.vocab_size, dims.hidden_size), "forward"))
+    head: list[Product] = [((rows, dims.vocab_size, dims.hidden_size), "forward")] if dims.vocab_size else []
     flops = sum(layer.mixing.mixing_flops(seq_len) * tokens for layer in dims.layers)
+    linears = _coded_seconds(machine, products, dtype, codes) if codes else product_seconds(machine, products, dtype)
+    products += head
     parts = {
-        f"{len(products)} matmuls": product_seconds(machine, products, dtype),
+        f"{len(products)} matmuls": linears + product_seconds(machine, head, dtype),
         "attention": attention_seconds(machine, flops, dtype, seq_len=seq_len),
         "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False),
     }
@@ -304,6 +307,20 @@ def fp8_seconds(
     moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(coded), 1), dtype=dtype).value
     parts = {f"{len(coded)} fp8 products ({said})": took, "casts": moved}
     return parts, [one for one in every if one[1] not in fp8]
+
+
+def _coded_seconds(machine: Machine, products: Sequence[Product], dtype: str, recipe: str) -> float:
+    """Seconds of linears whose weights are codes of 8 bits and whose inputs are cast to such: at the rates calibrated for `recipe`, casts
+    included; else at FP8_GAIN or FP8_BLOCK_GAIN times those of `dtype`, and the casts' traffic."""
+    known = {
+        shape: linear_seconds(machine, shape, recipe, held=True, trained=False) for shape, _ in dict.fromkeys(products)
+    }
+    if None not in known.values():
+        return sum(known[shape] or 0.0 for shape, _ in products)
+    gain = FP8_BLOCK_GAIN if recipe == "blockwise" else FP8_GAIN
+    cast = sum((BYTES[dtype] + 1) * shape[0] * shape[2] for shape, _ in products)
+    moved = seconds(machine, num_bytes=cast, op_bytes=cast / max(len(products), 1), dtype=dtype).value
+    return product_seconds(machine, products, dtype) / gain + moved
 
 
 def _cast_bytes(products: Iterable[Product], width: int, *, held: bool, recipe: str) -> float:

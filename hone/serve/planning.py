@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -78,7 +79,7 @@ def estimates(
     measured = Measured(
         serving,
         traffic,
-        batching,
+        replace(batching, num_pages=pages),
         weights_bytes=weights,
         read_bytes=sum(model.weights_bytes for model in models),
         num_pages=pages,
@@ -167,13 +168,30 @@ def serving_of(
         read_bytes=_read_bytes(spec, model, dtype),
         split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device, machine.processor),
         vocab_size=dims.vocab_size * spec.tensor_parallel_size,
+        codes=_codes_on(machine, model, dtype),
         offload=offload if streams else None,
-        coded=_coded(model) if machine.device.startswith("cuda") and where_of(machine).capability >= (8, 9) else "",
         compiled=not streams
         and kept.dtype == dtype
         and _keeps_all(spec, model)
         and compiles_on(machine, model.config, dtype),
     )
+
+
+def _codes_on(machine: Machine, model: CheckpointFacts, dtype: str) -> str:
+    """The recipe by which a GPU multiplies the layers' weights as codes of 8 bits (`hone.model.quantized.rounded_inputs`); "": it does not."""
+    if not machine.device.startswith("cuda") or model.quantization is None or not model.packed:
+        return ""
+    found = linear_of(model.quantization, "model.layers.0.mlp.down_proj")
+    scheme = None if found is None else found[1].get("scheme")
+    inputs = None if scheme is None else scheme.activations
+    if scheme is None or inputs is None or {scheme.bits, inputs.bits} != {8} or scheme.number != inputs.number:
+        return ""
+    integer = scheme.number == "int"
+    blocks = scheme.block == (128, 128)
+    sizes = {"rows": 512, "out_features": 1024, "in_features": 1024}
+    case = {"dtype": getattr(torch, dtype), "blockwise": blocks, "integer": integer}
+    runs = choose("fp8_linear", where_of(machine), **sizes, **case).backend != "reference"
+    return ("blockwise" if blocks else "rowwise") if runs else ""
 
 
 def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float | None:
@@ -183,22 +201,6 @@ def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float |
         return read_weights(dims, dtype, model.weights_bytes, _looked_up(model, dtype))
     matrices = sparse_saving(spec, model, dtype)
     return read_weights(dims, dtype, BYTES[dtype] * dims.num_params - matrices * READ_24) if matrices else None
-
-
-def _coded(model: CheckpointFacts) -> str:
-    """The recipe of fp8 by which a GPU multiplies the layers' weights and rounded inputs as codes; empty where it does not."""
-    if not model.packed:
-        return ""
-    assert model.quantization is not None, "packed weights have a config"
-    names = model.config.linears(0)
-    name, one = next(iter(names.items()))
-    found = linear_of(model.quantization, f"model.layers.0.{name}", one.in_features)
-    if found is None or found[0] != "rounded_inputs":
-        return ""
-    scheme = found[1]["scheme"]
-    if (scheme.number, scheme.activations.number, scheme.bits, scheme.activations.bits) != ("e4m3", "e4m3", 8, 8):
-        return ""
-    return "blockwise" if scheme.activations.per == "group" else "rowwise"
 
 
 def sparse_saving(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float:

@@ -309,3 +309,50 @@ def test_which_models_a_cpu_compiles_is_what_the_engine_compiles():
             model = build(config, dtype=getattr(torch, dtype))
             cache = KVCache(cache_tensors(config), 4, 8, dtype=getattr(torch, dtype), rope_len=64)
             assert compiles_on(machine, config, dtype) == (why_not(model, cache) is None), (more, dtype)
+
+
+def test_requests_wait_for_pages_as_in_the_engine():
+    """With few pages there are about as many steps as the engine takes, which preempts and computes again."""
+    planned, real, endless = 0, 0, 0
+    for number in range(6):
+        prompts, outputs = tuple(5 + (7 * number + 5 * one) % 16 for one in range(5)), (9, 4, 11, 7, 3)
+        traffic = Traffic(prompts, outputs, 0, 4)
+        pages = max(-(-(prompt + output) // 4) for prompt, output in zip(prompts, outputs)) + number % 3
+        batching = Batching(4, 13, 4, False, num_pages=pages)
+        sizes = {"num_pages": pages, "max_num_seqs": 4, "max_num_batched_tokens": 13}
+        one = engine(MODEL, enable_prefix_caching=False, **sizes)
+        real += len(measured_steps(one, traffic))
+        planned += sum(step.repeats for step in schedule(traffic, batching))
+        endless += sum(step.repeats for step in schedule(traffic, replace(batching, num_pages=None)))
+    assert endless < 0.8 * real, "pages were short"
+    assert planned == pytest.approx(real, rel=0.15)
+
+
+def test_pages_that_sequences_share_are_read_once():
+    one, context, shared = serving(), 4160, 4096
+    apart = decode(128, context)
+    whole, alike = (one.step_seconds(step).value for step in (apart, apart._replace(shared=shared)))
+    read = 0.95 * h200().calibration.read_bytes_per_s
+    assert whole - alike == pytest.approx(127 * 2 * LLAMA_8B.state_values(shared) / read, rel=1e-6)
+    few = decode(4, context)
+    assert one.step_seconds(few._replace(shared=shared)).value == one.step_seconds(few).value, (
+        "the engine reads them apart"
+    )
+    short = decode(128, 100 * shared)
+    assert one.step_seconds(short._replace(shared=shared)).value == one.step_seconds(short).value
+    steps = [*schedule(Traffic((41, 41), (3, 3), 33, 2), Batching(4, 100, 16, True))]
+    assert {step.shared for step in steps} == {32}, "whole pages"
+
+
+def test_prompts_of_8_bit_codes_are_multiplied_as_codes_where_the_gpu_can():
+    from benchmarks.predicted.estimates import quantized
+
+    spec = EngineSpec(max_num_seqs=8, max_num_batched_tokens=8192)
+    made = {name: quantized("llama3-8b", 2, name, "cpu") for name in ("16 bit", "fp8", "int4 g128")}
+    opened = {name: serving_of(spec, model, h200()) for name, model in made.items()}
+    assert [one.codes for one in opened.values()] == ["", "rowwise", ""]
+    plain, coded, packed = (one.step_seconds(prefill(8192)).value for one in opened.values())
+    assert packed == plain and 1.2 < plain / coded < 1.78
+    older = h200().model_copy(update={"gpus": (h200().gpus[0].model_copy(update={"capability": "8.0"}),)})
+    assert serving_of(spec, made["fp8"], older).codes == ""
+    assert serving_of(spec, made["fp8"], flat()).codes == ""

@@ -51,6 +51,7 @@ def decode_step_seconds(
     in_place: bool = False,
     captured: bool = False,
     coded_gain: float = 1.0,
+    shared: int = 0,
 ) -> Estimate:
     """One decoding step of `num_seqs` sequences that each attend to `context` cached positions.
 
@@ -59,10 +60,14 @@ def decode_step_seconds(
     `in_place`: a GPU's kernels read the pages in place; else they are gathered (read, written), then read.
     `captured`: the step is the replay of a CUDA graph, without launch overhead of kernels; implies `in_place`.
     `coded_gain`: how many times as fast as in `dtype` the layers' products are, where their weights are multiplied as codes.
+    `shared`: the first so many positions are in the same pages for all, which the kernels of a captured step read once.
     """
     width = BYTES[dtype] if cache_width is None or not (in_place or captured) else cache_width
     # Keys and values of the sequences' cached positions.
     cached = width * num_seqs * dims.state_values(context)
+    if captured and shared:
+        again = dims.state_values(context) - dims.state_values(max(context - shared, 0))
+        cached -= width * (num_seqs - 1) * again
     if in_place or captured:
         eight = width < BYTES[dtype] and width < 2
         return _in_place(dims, machine, num_seqs, cached, dtype, weights_bytes, captured, eight, coded_gain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,12 @@ measured where a start takes about 5 us, 17 ms of 16 layers where it takes 7.5 u
 _MANY_ROWS = 8192
 """Rows at which products of codes are compared with those of a dtype: both are bound by arithmetic."""
 
+CODED_ROWS = 64
+"""Rows from which products of 8-bit codes are bound by arithmetic, as those of 16 bits are; with fewer, reading weights decides."""
+
+SHARING_SEQS = 8
+"""Fewest sequences whose shared pages are read once."""
+
 MOST_CAPTURED = 512
 """Sequences up to which decode steps are captured as CUDA graphs: with more, kernels take longer than their launches."""
 
@@ -75,16 +82,22 @@ class Batching:
     block_size: int
     enable_prefix_caching: bool
     static: bool = False
+    num_pages: int | None = None
+    """Of the cache; None: as many as are asked for."""
 
 
 class StepKind(NamedTuple):
-    """`repeats` equal steps: sequences that decode at a mean `context`, and prompts' chunks as (tokens before, tokens)."""
+    """`repeats` equal steps: sequences that decode at a mean `context`, and prompts' chunks as (tokens before, tokens).
+
+    The contexts of all that decode begin with the same `shared` tokens, in the same pages.
+    """
 
     decoding: int
     context: float
     chunks: tuple[tuple[int, int], ...]
     samples: int
     repeats: int
+    shared: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -108,21 +121,34 @@ def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
     """The steps of the run, by the rules of `hone.serve.scheduler`: all that decode, then prompts' chunks.
 
     With a prefix cache one request computes the shared prefix and the others wait for it (in static batches each of the
-    first one computes it). There are assumed to be enough pages.
+    first one computes it). A prompt begins when its pages are free beside one for each running sequence; where those that decode need
+    more than there are, the newest gives its pages back and is computed again.
     """
     waiting = deque(zip(traffic.prompts, traffic.outputs))
     most = min(traffic.concurrency, batching.max_num_seqs)
     running: list[_Running] = []
     known = 0  # tokens of the shared prefix in the cache
+    prefix = traffic.shared_prefix // batching.block_size if batching.enable_prefix_caching else 0
     while waiting or running:
         if not (batching.static and running):
             while waiting and len(running) < most and not _is_coming(known, running, traffic, batching):
+                own = -(-waiting[0][0] // batching.block_size) - prefix
+                if running and own > _free_pages(running, prefix, batching) - len(running):
+                    break
                 prompt, output = waiting.popleft()
                 hit = min(known, traffic.shared_prefix, prompt - 1) // batching.block_size * batching.block_size
                 running.append(_Running(hit, prompt, output))
+        while len(running) > 1 and _growing(running, batching) > _free_pages(running, prefix, batching):
+            last = running.pop()
+            waiting.appendleft((last.length, last.left))
         decoding = [one for one in running if one.decoding]
         prefilling = [one for one in running if not one.decoding]
-        repeats = 1 if prefilling else min(one.left for one in decoding)
+        repeats = 1
+        if not prefilling:
+            repeats = min(one.left for one in decoding)
+            if batching.num_pages is not None:
+                room = int(_free_pages(running, prefix, batching)) * batching.block_size // len(decoding)
+                repeats = max(min(repeats, room), 1)
         context = sum(one.length for one in decoding) / max(len(decoding), 1) + (repeats - 1) / 2
         chunks = _chunks(prefilling, batching.max_num_batched_tokens - len(decoding))
         samples = len(decoding)
@@ -133,12 +159,23 @@ def schedule(traffic: Traffic, batching: Batching) -> Iterator[StepKind]:
             if one.computed == one.length:
                 samples += 1
                 one.length, one.left = one.length + 1, one.left - 1
-        yield StepKind(
-            len(decoding), context, tuple((one.computed - count, count) for one, count in chunks), samples, repeats
-        )
+        before = tuple((one.computed - count, count) for one, count in chunks)
+        yield StepKind(len(decoding), context, before, samples, repeats, prefix * batching.block_size)
         if batching.enable_prefix_caching:
             known = max([known, *(one.computed for one, _ in chunks)])
         running = [one for one in running if one.left > 0]
+
+
+def _free_pages(running: list[_Running], prefix: int, batching: Batching) -> float:
+    """Pages that no running request has; the `prefix` pages that they share count once."""
+    if batching.num_pages is None:
+        return math.inf
+    return batching.num_pages - prefix - sum(-(-one.length // batching.block_size) - prefix for one in running)
+
+
+def _growing(running: list[_Running], batching: Batching) -> int:
+    """Requests that decode and whose next token begins a page."""
+    return sum(one.decoding and one.length % batching.block_size == 0 for one in running)
 
 
 def _is_coming(known: int, running: list[_Running], traffic: Traffic, batching: Batching) -> bool:
@@ -198,10 +235,10 @@ class Serving:
     """With several ranks: tokens of the whole vocabulary."""
     cache_width: float | None = None
     """Bytes of a cached number, its part of a scale included; None: those of `dtype`."""
+    codes: str = ""
+    """How a GPU multiplies weights of 8 bits by inputs of 8 bits, as `forward_seconds` takes it; "": it does not."""
     offload: Offload | ExpertCopies | None = None
     """Layers whose weights every step copies from host memory."""
-    coded: str = ""
-    """The recipe of `hone.ops.fp8` by which a GPU multiplies the layers' weights as codes of fp8; empty: in `dtype`."""
 
     @property
     def cached_width(self) -> float:
@@ -245,11 +282,11 @@ class Serving:
     def coded_gain(self) -> float:
         """How many times as fast as in `dtype` the products of layers with many rows are as codes: as calibrated, else assumed."""
         shapes = [(_MANY_ROWS, *matmul) for layer in self.dims.layers for matmul in layer.matmuls]
-        if not self.coded or not shapes:
+        if not self.codes or not shapes:
             return 1.0
-        took = [linear_seconds(self.machine, shape, self.coded, held=True, trained=False) for shape in shapes]
+        took = [linear_seconds(self.machine, shape, self.codes, held=True, trained=False) for shape in shapes]
         if None in took:
-            return FP8_BLOCK_GAIN if self.coded == "blockwise" else FP8_GAIN
+            return FP8_BLOCK_GAIN if self.codes == "blockwise" else FP8_GAIN
         return product_seconds(self.machine, [(shape, "forward") for shape in shapes], self.dtype) / sum(
             map(float, took)
         )  # type: ignore[arg-type]
@@ -278,8 +315,14 @@ class Serving:
             cache_width=self.cache_width,
             in_place=True,
             captured=captured,
-            coded_gain=self.coded_gain,
+            coded_gain=self.coded_gain if step.decoding > CODED_ROWS else 1.0,
+            shared=step.shared if captured and self._reads_once(step) else 0,
         )
+
+    def _reads_once(self, step: StepKind) -> bool:
+        """Whether the kernels read shared pages once for all sequences (`hone.serve.device.graphs`, `hone.serve.paging.sharing`)."""
+        left_out = 2 * (step.decoding - 1) * step.shared
+        return step.decoding >= SHARING_SEQS and left_out >= step.decoding * step.context
 
     def _mixed(self, step: StepKind, captured: bool) -> Estimate:
         """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once."""
@@ -291,13 +334,8 @@ class Serving:
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
             launched=not captured,
+            codes=self.codes if step.num_tokens > CODED_ROWS else "",
         )
-        if self.coded:
-            layers: list[Product] = [
-                ((step.num_tokens, *matmul), "forward") for layer in self.dims.layers for matmul in layer.matmuls
-            ]
-            saved_s = (1 - 1 / self.coded_gain) * product_seconds(self.machine, layers, self.dtype)
-            whole = whole.model_copy(update={"value": whole.value - saved_s})
         # The products of experts' tokens are counted for one token's experts; together they visit more.
         read = BYTES[self.dtype] * self.dims.read_params(step.num_tokens)
         least = seconds(self.machine, num_bytes=read, op_bytes=read, dtype=self.dtype).value
