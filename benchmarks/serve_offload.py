@@ -23,7 +23,8 @@ from benchmarks.ledger import append, table
 from benchmarks.serve import SHAPES
 from hone.base.figure import human_bytes
 from hone.cost.serve.offload import fewest_streamed
-from hone.cost.serve.serving import Serving, StepKind
+from hone.cost.serve.schedule import StepKind
+from hone.cost.serve.serving import Serving
 from hone.measure.calibrate import calibrate
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.serve import SHAPES
 from benchmarks.serve_load import load_of
 from hone.base.figure import human_bytes
-from hone.cost.serve.serving import Traffic
+from hone.cost.serve.schedule import Traffic
 from hone.model.facts import CheckpointFacts
 from hone.serve.http.metrics import MEANINGS, ServerMetrics
 from hone.serve.planning import estimates, of_a_rank, pages_bytes

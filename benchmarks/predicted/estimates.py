@@ -21,7 +21,7 @@ from hone.base.figure import Estimate
 from hone.base.plan import MEMORY
 from hone.compress.stage import Compress
 from hone.cost.memory import BYTES
-from hone.cost.serve.serving import StepKind, Traffic
+from hone.cost.serve.schedule import StepKind, Traffic
 from hone.cost.train.cut import cut
 from hone.cost.train.figures import growth_bytes, step_seconds
 from hone.cost.train.pipeline import layer_seconds

@@ -14,7 +14,8 @@ from hone.cost.memory import BYTES
 from hone.cost.ranks import Split
 from hone.cost.serve.figures import HELD_24, READ_24, Measured, estimate, read_weights
 from hone.cost.serve.offload import ExpertCopies, Offload
-from hone.cost.serve.serving import Batching, Serving, Traffic
+from hone.cost.serve.schedule import Batching, Traffic
+from hone.cost.serve.serving import Serving
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts

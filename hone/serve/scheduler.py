@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from hone.cost.serve.serving import divided
+from hone.cost.serve.schedule import divided
 from hone.serve.paging.fill import PageFill
 from hone.serve.paging.manager import PageManager
 from hone.serve.sequence import ScheduledSeq, SchedulerOutput, Seq

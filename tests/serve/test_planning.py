@@ -14,15 +14,12 @@ from hone.base.errors import SpecError
 from hone.cost.cache import keys_and_values
 from hone.cost.ranks import LINK_BYTES_PER_S, MESSAGE_S, Split
 from hone.cost.serve.figures import read_weights
+from hone.cost.serve.schedule import Batching, StepKind, Traffic, schedule
 from hone.cost.serve.serving import (
     MOST_CAPTURED,
-    Batching,
     Serving,
-    StepKind,
-    Traffic,
     gather_seconds,
     mapping_seconds,
-    schedule,
     serving_seconds,
     touched_pages,
 )
@@ -99,7 +96,7 @@ def test_prompts_that_come_again_are_a_replay_unless_they_are_long():
 
 
 def test_weights_of_fp8_codes_are_multiplied_at_their_own_rate():
-    plain, coded = (serving(coded=coded, read_bytes=8e9) for coded in ("", "rowwise"))
+    plain, coded = (serving(codes=codes, read_bytes=8e9) for codes in ("", "rowwise"))
     assert plain.coded_gain == 1.0 and coded.coded_gain == FP8_GAIN  # this calibration has no fp8 linears
     times = plain.step_seconds(prefill(8192)).value / coded.step_seconds(prefill(8192)).value
     assert 1.3 < times < FP8_GAIN

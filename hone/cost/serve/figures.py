@@ -8,7 +8,8 @@ from hone.base.figure import Estimate
 from hone.base.plan import MEMORY
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES, serve_bytes
-from hone.cost.serve.serving import Batching, Serving, StepKind, Traffic, serving_seconds, touched_pages
+from hone.cost.serve.schedule import Batching, StepKind, Traffic
+from hone.cost.serve.serving import Serving, serving_seconds, touched_pages
 from hone.measure.machine import Machine
 
 HELD_24, READ_24 = 6 / 16, 7 / 16

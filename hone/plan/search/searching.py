@@ -235,8 +235,9 @@ def mixed(ways: list[Way]) -> list[Way]:
 
 
 def _simulated(kept: list[Way], goal: Goal, most: int, tally: Tally, say: Callable[[str], None]) -> list[Way]:
-    """The first `most` ways that their stages plan, within `SIMULATE_S` for all but the first."""
-    begun, found = time.perf_counter(), list[Way]()
+    """The first `most` ways that their stages plan, within `SIMULATE_S` for all but the first; those whose layers, once chosen, make them
+    another one are left out."""
+    begun, found, known = time.perf_counter(), list[Way](), set[tuple[str, str, str]]()
     for way in kept:
         if len(found) >= most or (found and time.perf_counter() - begun > SIMULATE_S):
             break
@@ -247,6 +248,11 @@ def _simulated(kept: list[Way], goal: Goal, most: int, tally: Tally, say: Callab
             continue
         if len(found) <= REFINED and "layers" in goal.space.recomputation:
             found[-1] = refined(found[-1], goal, simulated)
+        name = (found[-1].fleet.label, found[-1].group, found[-1].label())
+        if name in known:
+            found.pop()
+            continue
+        known.add(name)
         say(f"simulated {len(found)} of {min(most, len(kept))}: {way.label()}")
     return found
 

@@ -11,7 +11,8 @@ import numpy as np
 from hone.base.errors import SpecError
 from hone.base.figure import Figure
 from hone.cost.catalogue.read import catalogue
-from hone.cost.serve.serving import Serving, StepKind
+from hone.cost.serve.schedule import StepKind
+from hone.cost.serve.serving import Serving
 from hone.plan.simulate.events import EventLoop
 from hone.plan.simulate.fleet import Fleet
 from hone.plan.simulate.replica import EngineSizes, Served

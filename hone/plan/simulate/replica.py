@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hone.cost.serve.serving import StepKind
+from hone.cost.serve.schedule import StepKind
 from hone.plan.simulate.steps import StepTimes, kind_of
 from hone.serve.eviction.eviction import Eviction
 from hone.serve.kv_policies.policy import KeptTokens

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from hone.cost.serve.serving import Serving, StepKind
+from hone.cost.serve.schedule import StepKind
+from hone.cost.serve.serving import Serving
 from hone.serve.sequence import ScheduledSeq
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.base.errors import SpecError
-from hone.cost.serve.serving import Traffic
+from hone.cost.serve.schedule import Traffic
 from hone.feed.load import PackedTokens
 from hone.model.tokenizer import load_tokenizer, tokenizers_differ
 from hone.serve.request import SamplingParams

@@ -10,7 +10,8 @@ from torch import nn
 
 from hone.base.figure import human_bytes
 from hone.cost.serve.offload import Offload, link_rate
-from hone.cost.serve.serving import Serving, StepKind
+from hone.cost.serve.schedule import StepKind
+from hone.cost.serve.serving import Serving
 from hone.model.decoder import Decoder
 from hone.model.facts import CheckpointFacts
 from hone.model.hf import Checkpoint

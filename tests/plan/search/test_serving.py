@@ -9,7 +9,7 @@ import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
-from hone.cost.serve.serving import StepKind
+from hone.cost.serve.schedule import StepKind
 from hone.plan.search.exact import simulated
 from hone.plan.search.goal import Goal
 from hone.plan.search.limits import Tally

@@ -147,7 +147,7 @@ def test_a_factor_and_host_time_lengthen_every_step(llama):
     facts, machine = CheckpointFacts.of(llama), machine_named("H200")
     plain = open_simulation(EngineSpec(), facts, machine).steps
     slow = open_simulation(EngineSpec(), facts, machine, host_s=0.001, step_factor=1.5).steps
-    from hone.cost.serve.serving import StepKind
+    from hone.cost.serve.schedule import StepKind
 
     for kind in (StepKind(8, 900.0, (), 8, 1), StepKind(3, 100.0, ((0, 700),), 4, 1)):
         assert slow.step_s(kind) == pytest.approx(1.5 * plain.step_s(kind) + 0.001)

@@ -13,7 +13,7 @@ import torch
 
 from hone.base.errors import FitError, SpecError
 from hone.cost.serve.offload import ExpertCopies, expert_hit_rate
-from hone.cost.serve.serving import Traffic
+from hone.cost.serve.schedule import Traffic
 from hone.model import hf
 from hone.model.facts import CheckpointFacts
 from hone.serve.engine import Engine, EngineSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hone.cost.serve.offload import PCIE_BYTES_PER_S, link_rate
-from hone.cost.serve.serving import StepKind, Traffic
+from hone.cost.serve.schedule import StepKind, Traffic
 from hone.measure.machine import describe
 from hone.model.facts import CheckpointFacts
 from hone.model.shape import Shape

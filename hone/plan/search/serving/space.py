@@ -137,7 +137,7 @@ class Servings:
         return Lookup(self._costs, 4)
 
     def _costs(self, fmt: int, tensor: int, kv: int, step: int, seqs: int) -> Sequence[float]:
-        from hone.cost.serve.serving import StepKind
+        from hone.cost.serve.schedule import StepKind
 
         found = self._opened(fmt, tensor, kv)
         if isinstance(found, str):
