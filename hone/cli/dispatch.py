@@ -28,6 +28,7 @@ VERBS = {
     "chat": "hone.cli.chat.verb:chat",
     "generate": "hone.cli.models:generate",
     "export": "hone.cli.models:export",
+    "merge": "hone.cli.merge.verb:merge",
     "simulate": "hone.cli.simulate.verb:simulate",
     "show": "hone.cli.look:show",
     "redecide": "hone.cli.look:redecide",

@@ -26,6 +26,7 @@ using a model
   serve MODEL       an OpenAI-compatible server, with a page to chat with the model
   chat MODEL        talk with a model in the terminal, or with that of a running server (--url)
   generate MODEL PROMPT   continue a text
+  merge ADAPTER     an adapter added to the weights of its model: a model folder
   export MODEL      one file for another program: GGUF for llama.cpp
 planning
   hardware [NAME ...]   accelerators, links, prices, grids; with names: compared

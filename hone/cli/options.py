@@ -99,6 +99,7 @@ def specs_of(verb: str) -> list[Any]:
         "generate": "hone.serve.request:SamplingParams",
         "hardware": "hone.cli.hardware.spec:HardwareSpec",
         "simulate": "hone.plan.simulate.spec:SimulationSpec",
+        "merge": "hone.exports.merged.spec:MergeSpec",
     }
     if verb == "export":
         table = resolve("hone.exports:EXPORTS")

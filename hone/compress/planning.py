@@ -145,7 +145,10 @@ def check_model(spec: CompressSpec, model: CheckpointFacts) -> None:
     for step in spec.steps:
         step.check_model(model.config)
     if model.config.adapters:
-        raise SpecError(f"{model.where} has adapters around its linears", fix="compress the model without them")
+        raise SpecError(
+            f"{model.where} has adapters around its linears",
+            fix="compress the model without them, or what hone merge makes of it",
+        )
 
 
 def _check_inputs(spec: CompressSpec, calibrated: bool) -> None:

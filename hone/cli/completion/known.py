@@ -18,6 +18,7 @@ from hone.cli.cost.verb import WORDS
 from hone.cli.help import HELP
 from hone.cli.launch import OPTION
 from hone.cli.line import OF_PLAN, OF_REPORT, OF_RUN
+from hone.cli.merge.verb import OF_MERGE
 from hone.cli.models import OF_EXPORT, OF_GENERATE, OF_SERVE
 from hone.cli.options import FLAGS, specs_of
 from hone.cli.schedule.verb import OF_SCHEDULE
@@ -47,6 +48,7 @@ _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "generate": OF_GENERATE,
     "chat": OF_CHAT,
     "export": OF_EXPORT,
+    "merge": OF_MERGE,
     "simulate": OF_SIMULATE,
     "push": ("redo", "quiet"),
     "pull": ("redo", "quiet"),

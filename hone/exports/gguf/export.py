@@ -51,7 +51,10 @@ def write(
     checkpoint, asked = Checkpoint(model), Types(*types)
     where = str(checkpoint.folder)
     if checkpoint.config.adapters:
-        raise SpecError(f"{where} has adapters around its linears", fix="merge them into the model, then export it")
+        raise SpecError(
+            f"{where} has adapters around its linears",
+            fix="hone merge writes the model with them in its weights; export that",
+        )
     architectures.architecture(checkpoint.values.get("model_type"), where)
     shape, notes = architectures.hyperparameters(checkpoint.config, where)
     tokenizer = load_tokenizer(checkpoint.folder)
