@@ -226,7 +226,8 @@ class ModelConfig(Spec):
         """Parameters that a training changes: all, or those of its adapters if it has any."""
         if not self.adapters:
             return self.num_params
-        return sum(one.num_params for at in range(self.num_layers) for one in self.adapter_parameters(at).values())
+        own = (one for at in range(self.num_layers) for one in self.adapter_parameters(at).values())
+        return sum(one.num_params for one in own if one.trained)
 
     @property
     def active_params(self) -> int:

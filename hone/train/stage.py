@@ -34,7 +34,7 @@ from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDU
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, reasons
 from hone.train.adapters.fits import with_adapter
-from hone.train.adapters.saving import saved_weights, saver
+from hone.train.adapters.saving import saved_facts, saver
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
@@ -215,8 +215,7 @@ class Train(Prolonged):
         grown = growth.planned(growths_of(self.init), given.get("model"), config, self.seq_len, tokens)
         made = CheckpointFacts(
             where=self.stage,
-            config=config,
-            **saved_weights(config, work.saved_dtype, given.get("model")),
+            **saved_facts(config, work.saved_dtype, given.get("model")),
             tokenizer=data[0].tokenizer,
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )

@@ -34,8 +34,8 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
     evaluation, around = _evaluation_s(work, machine), _around_s(work, machine)
     num_params, width = work.model.num_params, work.saved_width
     beside = beside_bytes(work.model.vocab_size)
-    saved = work.saved_params
-    weights = f"{saved:,} parameters x {width} bytes"
+    saved, written = work.saved_params, work.written_params
+    weights = f"{written:,} parameters x {width} bytes"
     found = {
         "time_s": Estimate(
             value=work.steps * step.value + evaluation + around,
@@ -54,9 +54,9 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
         "num_params": Estimate(value=float(num_params), unit="parameters", formula="config", tolerance=0.0),
         **trained(work),
         **counts(work),
-        "model_bytes": Estimate(value=float(width * saved), unit="B", formula=weights, tolerance=0.02),
+        "model_bytes": Estimate(value=float(width * written), unit="B", formula=weights, tolerance=0.02),
         DISK: Estimate(
-            value=float(work.num_models * (width * saved + beside) + work.log_bytes),
+            value=float(work.num_models * (width * written + beside) + work.log_bytes),
             unit="B",
             formula=(f"{work.num_models} models x ({weights}" if work.num_models > 1 else weights)
             + f" + tokenizer and manifest {human_bytes(beside)}{')' * (work.num_models > 1)} + logs "
@@ -371,7 +371,7 @@ def _around_s(work: Training, machine: Machine) -> float:
     """Seconds in which the first weights are drawn and the last ones written, hashed and made durable."""
     drawn = DRAW_S * work.model.num_params / min(8, machine.num_threads)
     kept = checkpoint_bytes(work) if work.keeps_state else 0
-    return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.saved_params + kept)
+    return drawn + commit_seconds(machine, work.num_models * work.saved_width * work.written_params + kept)
 
 
 def _evaluation_s(work: Training, machine: Machine) -> float:

@@ -93,7 +93,9 @@ class Training:
     fp8_recipe: str = "rowwise"
     """How they are coded."""
     trained: ModelDims | None = None
-    """The weights of adapters, where these alone are trained, saved, and in checkpoints; None: all are."""
+    """The weights of adapters, where these alone are trained and in checkpoints; None: all are."""
+    exported: int = 0
+    """Weights of the finished folder where an adapter is saved as another one; 0: those that are trained."""
 
     @property
     def holds_codes(self) -> bool:
@@ -122,8 +124,13 @@ class Training:
 
     @property
     def saved_params(self) -> int:
-        """Weights that are saved: those that are trained."""
+        """Weights that checkpoints have: those that are trained."""
         return (self.trained or self.model).num_params
+
+    @property
+    def written_params(self) -> int:
+        """Weights in the finished folder."""
+        return self.exported or self.saved_params
 
     @property
     def load(self) -> Load:

@@ -7,6 +7,7 @@ ADAPTERS = Table(
     {
         "lora": "hone.model.adapters.lora:LoRA",
         "dora": "hone.model.adapters.dora:DoRA",
+        "pissa": "hone.model.adapters.pissa:PiSSA",
         "ia3": "hone.model.adapters.ia3:IA3",
     },
 )

@@ -13,7 +13,7 @@ from hone.base.table import Technique
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _EXPRESSION = re.compile(r"[\\*+?()\[\]{}|^$]")
 """What tells a regular expression from the end of a name."""
@@ -67,6 +67,10 @@ class Adapter(Technique):
     def decays(self, name: str) -> bool:
         """Whether weight decay draws its parameter `name` to zero."""
         return True
+
+    def exported(self, tensors: Mapping[str, Tensor]) -> tuple[Adapter, dict[str, Tensor]]:
+        """What a PEFT folder holds of it when its training has ended, and its tensors by key, of the `tensors` of its parameters."""
+        return self, dict(tensors)
 
     def peft_values(self) -> dict[str, Any]:
         """Its keys in adapter_config.json, beside those of every PEFT folder."""

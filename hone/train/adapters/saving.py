@@ -36,9 +36,16 @@ def save_adapter(trainer: Trainer, model: Path, tokenizer_from: Path, dtype: str
     if trainer.ranks.mesh.leads:
         folder.mkdir(parents=True, exist_ok=True)
         base = base_of(model) if is_adapter(model) else model
-        peft.write(folder, config, factors, str(base.resolve()))
+        adapter, tensors = config.adapters[0].exported(factors)  # type: ignore[attr-defined]
+        peft.write(folder, config.model_copy(update={"adapters": (adapter,)}), tensors, str(base.resolve()))
         copy_tokenizer(tokenizer_from, folder)
     return config
+
+
+def exported(config: ModelConfig) -> ModelConfig:
+    """The model that is read from the folder of a training of the adapter of `config`."""
+    adapter, _ = config.adapters[0].exported({})  # type: ignore[attr-defined]
+    return config.model_copy(update={"adapters": (adapter,)})
 
 
 def saver(
@@ -52,9 +59,16 @@ def saver(
     return partial(Parallelism.save, trainer, tokenizer_from, dtype)
 
 
-def saved_weights(config: ModelConfig, dtype: str, model: CheckpointFacts | None) -> dict[str, Any]:
-    """The facts of the weights of a trained model of `config` saved in `dtype`: those of an adapter lie beside the frozen `model`'s."""
+def saved_facts(config: ModelConfig, dtype: str, model: CheckpointFacts | None) -> dict[str, Any]:
+    """The facts of a trained model of `config` saved in `dtype`, and its weights': those of an adapter lie beside the frozen `model`'s."""
     size = BYTES[dtype] * config.trained_params
     if config.adapters and model is not None:
-        return {"dtype": model.dtype, "quantization": model.quantization, "weights_bytes": model.weights_bytes + size}
-    return {"dtype": dtype, "weights_bytes": size}
+        config = exported(config)
+        size = BYTES[dtype] * config.trained_params
+        return {
+            "config": config,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "weights_bytes": model.weights_bytes + size,
+        }
+    return {"config": config, "dtype": dtype, "weights_bytes": size}

@@ -14,6 +14,7 @@ from hone.cost.train.update import masked
 from hone.feed.facts import DataFacts
 from hone.measure.machine import Machine
 from hone.model.facts import CheckpointFacts
+from hone.train.adapters.saving import exported
 from hone.train.fp8.fits import fp8_products
 from hone.train.growth.init import growths_of
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
@@ -77,4 +78,5 @@ def training_of(
         fp8=fp8_products(spec.precision),
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
         trained=config.trained_dims(),
+        exported=exported(config).trained_params if config.adapters else 0,
     )

@@ -32,6 +32,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     },
     "expression": {"kind": "lora", "rank": 2, "target_modules": [r".*1\.self_attn\.(q|v)_proj"]},
     "dora": {"kind": "dora", "rank": 4},
+    "pissa": {"kind": "pissa", "rank": 4},
     "ia3": {"kind": "ia3"},
 }
 PEFT: dict[str, dict[str, Any]] = {
@@ -81,7 +82,8 @@ def written(model: Decoder, base: Path, folder: Path) -> Path:
         for path in [f"layers.{at}.{path}"]
     }
     tensors = {names[name]: model.get_parameter(path).detach() for name, path in stored.items()}
-    peft.write(folder, model.config, tensors, str(base))
+    adapter, tensors = model.config.adapters[0].exported(tensors)
+    peft.write(folder, model.config.model_copy(update={"adapters": (adapter,)}), tensors, str(base))
     return folder
 
 
@@ -89,7 +91,7 @@ def written(model: Decoder, base: Path, folder: Path) -> Path:
 def test_it_begins_as_the_model_and_trains_itself_alone(name: str, base: Path) -> None:
     model, plain = begun(base, name, filled=False), hf.load(base)
     with torch.no_grad():
-        assert float((model(TOKENS) - plain(TOKENS)).abs().max()) <= (2e-6 if name == "dora" else 0.0)
+        assert float((model(TOKENS) - plain(TOKENS)).abs().max()) <= (2e-6 if name in ("dora", "pissa") else 0.0)
     own = adapters(model)
     assert own and sum(one.numel() for one in own.values()) == model.config.trained_params
     assert all(one.dtype == torch.float32 for one in own.values())
@@ -103,7 +105,7 @@ def test_it_begins_as_the_model_and_trains_itself_alone(name: str, base: Path) -
 def test_a_folder_read_again_computes_the_same(name: str, base: Path, tmp_path: Path) -> None:
     model = begun(base, name)
     again = hf.load(written(model, base, tmp_path / "adapter"))
-    torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=0, atol=1e-6)
+    torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=0, atol=1e-5)
     for layer, other in zip(model.layers, again.layers, strict=True):
         dense = layer.mixer.qkv.dequantize(torch.float32) if hasattr(layer.mixer.qkv, "dequantize") else None
         x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
@@ -152,6 +154,21 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, base: Path) ->
         torch.testing.assert_close(qkv.get_parameter(key).grad.double(), one.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_pissa_begins_as_the_largest_directions_and_is_saved_beside_the_weights_as_they_were(
+    base: Path, tmp_path: Path
+) -> None:
+    model, plain = begun(base, "pissa", filled=False), hf.load(base)
+    qkv, whole = model.layers[0].mixer.qkv, plain.layers[0].mixer.qkv.weight.detach()[:32]
+    left, values, right = torch.linalg.svd(whole.double())
+    best = left[:, :4] * values[:4] @ right[:4]
+    own = 8.0 * (qkv.lora_B_q @ qkv.lora_A_q).detach().double()
+    torch.testing.assert_close(own, best, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(qkv.inner.weight.detach()[:32].double(), whole - best, rtol=1e-4, atol=1e-5)
+    again = hf.load(written(model, base, tmp_path / "adapter"))
+    assert again.config.adapters[0].kind == "lora" and again.config.adapters[0].rank == 8
+    assert torch.equal(again.layers[0].mixer.qkv.inner.weight[:32], whole)
+
+
 def test_dropout_is_of_training_steps_alone(base: Path) -> None:
     adapter = ADAPTERS.read({"kind": "lora", "rank": 4, "dropout": 0.5})
     model = Trainable(hf.Checkpoint(base), adapter).build("cpu", torch.float32).train()
@@ -198,7 +215,7 @@ def test_peft_computes_what_hone_wrote(name: str, base: Path, tmp_path: Path) ->
     model = begun(base, name)
     folder = written(model, base, tmp_path / "adapter")
     loaded = found.PeftModel.from_pretrained(theirs(base), str(folder)).eval()
-    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=2e-6)
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=5e-6)
 
 
 @torch.no_grad()
@@ -213,7 +230,7 @@ def test_hone_computes_what_peft_wrote(name: str, base: Path, tmp_path: Path) ->
             part.add_(torch.empty_like(part).normal_(std=0.2, generator=draw))
     model.save_pretrained(tmp_path / "adapter")
     ours = hf.load(tmp_path / "adapter")
-    torch.testing.assert_close(ours(TOKENS), model.eval()(TOKENS).logits, rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours(TOKENS), model.eval()(TOKENS).logits, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "ia3"])

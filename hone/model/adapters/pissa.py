@@ -1,0 +1,90 @@
+"""PiSSA: LoRA that begins as the largest singular directions of each weight, which the frozen weight loses.
+
+Shapes: K input features, N output rows of a checkpoint module, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from hone.base.errors import SpecError
+from hone.model.adapters.base import Adapter
+from hone.model.adapters.lora import LoRA
+from hone.model.linear import Dense
+from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
+
+
+class PiSSA(LoRA):
+    """y = (W - s B0 A0) x + s B A x; A and B begin as A0 [r, K] and B0 [N, r], where s B0 A0 is the best approximation of W of rank r. Saved as LoRA of rank 2 r beside W itself. Meng et al. 2024, arXiv:2404.02948."""
+
+    paper: ClassVar[str] = "arXiv:2404.02948"
+    stored: ClassVar[dict[str, str]] = {
+        **LoRA.stored,
+        "lora_first_A": "lora_first_A.weight",
+        "lora_first_B": "lora_first_B.weight",
+    }
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> PiSSA:
+        if (self.rank_pattern or self.alpha_pattern) and self.use_rslora:
+            raise ValueError("pissa is saved with twice the ranks: give patterns or use_rslora, not both")
+        return self
+
+    def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
+        trained = super().parameters(linear, pieces)
+        first = (
+            ParameterSpec(one.name.replace("lora_", "lora_first_"), one.shape, (0.0, 0.0), trained=False)
+            for one in trained
+        )
+        return (*trained, *first)
+
+    @torch.no_grad()
+    def start(self, module: nn.Module) -> None:
+        """Takes the largest singular directions from the weight. Raises SpecError for one that is not of floats."""
+        if not isinstance(module.inner, Dense):
+            raise SpecError(
+                "pissa takes a part of each weight, and the model's are quantized", fix="take adapter.kind: lora"
+            )
+        weight = module.inner.weight.data
+        for piece, rows in module.rows():
+            if piece not in module.pieces:
+                continue
+            own = self.of_piece(piece.name)
+            left, values, right = torch.linalg.svd(weight[rows].float(), full_matrices=False)
+            root = (values[: own.rank] / own.scale).sqrt()
+            down, up = root[:, None] * right[: own.rank], left[:, : own.rank] * root
+            for name, value in (("A", down), ("B", up)):
+                for kind in ("lora", "lora_first"):
+                    getattr(module, f"{kind}_{name}_{piece.name}").data.copy_(value)
+            weight[rows] -= (own.scale * (up @ down)).to(weight.dtype)
+
+    def exported(self, tensors: Mapping[str, Tensor]) -> tuple[Adapter, dict[str, Tensor]]:
+        """LoRA of twice the rank, [A; A0] and [B, -B0]: on the model as it was it computes the same."""
+        values = self.model_dump(mode="json") | {"kind": "lora", "use_rslora": False, "dropout": 0.0}
+        ranks = {name: 2 * rank for name, rank in self.rank_pattern.items()}
+        alphas = {name: 2 * alpha for name, alpha in self.alpha_pattern.items()}
+        found = {}
+        for key, value in tensors.items():
+            if "lora_first_" in key:
+                continue
+            first = tensors[key.replace(".lora_", ".lora_first_")]
+            found[key] = torch.cat([value, first]) if ".lora_A." in key else torch.cat([value, -first], 1)
+        return LoRA.model_validate(
+            values
+            | {
+                "rank": 2 * self.rank,
+                "alpha": 2 * self.rank * self.scale,
+                "rank_pattern": ranks,
+                "alpha_pattern": alphas,
+            }
+        ), found
+
+    @classmethod
+    def of_peft(cls, values: Mapping[str, Any]) -> PiSSA | None:
+        """None: it is saved as LoRA."""
+        return None
