@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.cost.activations.segments import Segment, saved_values
+from hone.cost.activations.segments import Segment, adapted_values, saved_values
 from hone.cost.dims import ModelDims
 from hone.cost.memory import score_bytes, serve_bytes, train_bytes
 from hone.model.context import Causal
@@ -15,9 +15,15 @@ from hone.model.shape import Shape
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("hidden", [96, 192])
-def test_saved_values_are_what_autograd_keeps(kv_heads, hidden):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_values_are_what_autograd_keeps(kv_heads, hidden, adapted):
     shape = Shape(hidden_size=hidden, num_layers=2, num_heads=6, num_kv_heads=kv_heads, intermediate_size=256)
-    decoder = build(shape.config(64, eos=0))
+    config = shape.config(64, eos=0)
+    if adapted:
+        config = config.read({**config.model_dump(mode="json"), "adapters": [{"kind": "lora", "rank": 4}]})
+    decoder = build(config)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not adapted or "lora_" in name)
     tokens = torch.randint(0, 64, (2, 32))
     weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     kept, alive = {}, []
@@ -29,11 +35,12 @@ def test_saved_values_are_what_autograd_keeps(kv_heads, hidden):
             alive.append(tensor)  # or the address would be given to another tensor
         return tensor
 
-    x = decoder.embed(tokens)
+    x = decoder.embed(tokens).detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder.layers[0](x, Causal(tokens))
     real = sum(kept.values()) / 4 / tokens.numel()
-    assert saved_values(decoder.config.dims().layers[0], hidden) == pytest.approx(real, rel=0.02)
+    values = adapted_values if adapted else saved_values
+    assert values(decoder.config.dims().layers[0], hidden) == pytest.approx(real, rel=0.02)
 
 
 def llama_8b() -> ModelDims:

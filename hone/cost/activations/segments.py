@@ -77,6 +77,16 @@ def saved_values(layer: LayerDims, hidden_size: int) -> int:
     return 4 * hidden_size + layer.widths.total + 3 * layer.intermediate_size + layer.routed_values
 
 
+def adapted_values(layer: LayerDims, hidden_size: int) -> int:
+    """Numbers per token that a layer saves whose weights are frozen under LoRA: an attention and a SwiGLU, both adapted.
+
+    As `saved_values`, but for the product of gate and up, which is computed again, and for what queries and keys were before they
+    were rotated: an adapted product keeps its input, not its output.
+    """
+    widths = layer.widths
+    return 4 * hidden_size + widths.total - widths.turned + 2 * layer.intermediate_size
+
+
 def gradient_values(layer: LayerDims, hidden_size: int) -> int:
     """Numbers per token that the backward pass of a feed-forward adds at its widest.
 

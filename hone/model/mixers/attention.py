@@ -188,6 +188,8 @@ class AttentionLayer(GroupedHeadsLayer):
             q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         else:
             q, k = rope(turning, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=-2)
+        if torch.is_grad_enabled() and hasattr(self.qkv, "of_gate_up"):
+            v = v.contiguous()  # an adapter's product does not keep its output, which v would keep whole
         return self._attended(context, q, k, v)
 
     def _attended(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,496 @@
+"""LoRA and QLoRA on one device: checks and rates of their kernels, hone's steps, and transformers + peft (+ Liger, bitsandbytes) beside.
+
+    python -m benchmarks.finetune --device cuda --shape llama3-8b --peer-path SITE   # all parts, one H100 or H200: about 9 minutes
+    python -m benchmarks.finetune --device cuda --parts checks,rates,lora,qlora      # hone alone: about 4 minutes
+    python -m benchmarks.finetune                                                    # a CPU, the tiny shape: under a minute
+
+Every part is a process of its own with `--limit` seconds, so that one that fails, hangs or runs out of memory leaves the others.
+Rows are printed as they come and go to $OUT/finetune.jsonl if OUT is set; a table of all of them ends the run. Weights and tokens
+are random, rank 16 on all linears, AdamW in float32 on the factors alone. Beside each step stand the forecasts: bytes from
+`hone.cost`, and the seconds of its products at the rate that an 8192 cubed product had in the same process (a bound, not a guess
+of the step). Reads no setting of the device and changes none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels.timing import ceilings, median_seconds
+from benchmarks.train import SHAPES
+from hone.cost.activations.segments import Segment, adapted_values, gradient_values, keep_all
+from hone.cost.chunks import kernel_chunk_tokens
+from hone.model.config import ModelConfig
+from hone.model.context import Causal
+from hone.model.decoder import Decoder, unmade
+from hone.model.quantized.nf4_base import nf4_base
+from hone.model.weights.model import ModelSource, expected_shapes
+from hone.ops import dequantize_nf4, linear_cross_entropy, lora_linear
+from hone.ops.activation.api import swiglu_gradient
+from hone.ops.nf4.reference import Nested, dynamic_map
+from hone.train.passes import run_layers
+
+PARTS = (
+    "checks",
+    "rates",
+    "lora",
+    "lora-recomputed",
+    "qlora",
+    "qlora-kept",
+    "peer-lora",
+    "peer-lora-recomputed",
+    "peer-qlora",
+)
+RANK = 16
+GIB = 2**30
+Row = dict[str, Any]
+
+
+# Kernels
+
+
+def checks(args: argparse.Namespace) -> Iterator[Row]:
+    """Kernels on this device against references, bit for bit or in float64."""
+    device = args.device
+    generator = torch.Generator(device).manual_seed(0)
+    kernel = "triton" if device.startswith("cuda") else None
+    for number in ("nf4", "fp4"):
+        codes = torch.randint(0, 256, (300, 512), dtype=torch.uint8, device=device, generator=generator)
+        plain = torch.rand(300, 16, device=device, generator=generator)
+        eighths = torch.randint(0, 256, (300, 16), dtype=torch.uint8, device=device, generator=generator)
+        outer, offsets = torch.rand(2, 20, device=device, generator=generator)
+        for scales, nested in ((plain, None), (eighths, Nested(dynamic_map().to(device), outer, offsets, 100))):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                ways = [
+                    dequantize_nf4(codes, scales, dtype, number=number, nested=nested, backend=backend)
+                    for backend in (kernel, "reference")
+                ]
+                wrong = int((ways[0] != ways[1]).sum())
+                name = f"{number}, {'both levels' if nested else 'float32 scales'}, {dtype}: weights that differ"
+                yield {"figure": name, "value": wrong, "unit": "of 307200", "passed": wrong == 0}
+    yield from _lora_check(device, generator)
+
+
+def _lora_check(device: str, generator: torch.Generator) -> Iterator[Row]:
+    """Gradients of a stacked LoRA linear behind a SwiGLU in bf16: error against float64, beside that of the formula in bf16."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    x, weight, rows = drawn(400, 1024), drawn(768, 512) / 20, (384, 192, 192)
+    factors = [*(drawn(RANK, 512) / 20 for _ in rows), *(drawn(count, RANK) / 4 for count in rows)]
+    flow, begins = drawn(400, 768), (0, 384, 576)
+
+    def run(way: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [one.to(dtype).requires_grad_() for one in (x, *factors)]
+        out = way(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, flow.to(dtype))]
+
+    def ours(x: Tensor, *both: Tensor) -> Tensor:
+        return lora_linear(x, weight.to, None, both[:3], both[3:], scale=2.0, begins=begins, gated=True)
+
+    def formula(x: Tensor, *both: Tensor) -> Tensor:
+        inputs = F.silu(x[:, :512]) * x[:, 512:]
+        added = [inputs @ down.T @ up.T * 2.0 for down, up in zip(both[:3], both[3:], strict=True)]
+        return inputs @ weight.to(x.dtype).T + torch.cat(added, 1)
+
+    exact, found, eager = run(formula, torch.float64), run(ours, torch.bfloat16), run(formula, torch.bfloat16)
+    for name, true, mine, plain in zip(("output", "x", *"ABCDEF"), exact, found, eager, strict=True):
+        error, other = (float((one.double() - true).norm() / true.norm()) for one in (mine, plain))
+        name = {"A": "A of q", "B": "A of k", "C": "A of v", "D": "B of q", "E": "B of k", "F": "B of v"}.get(
+            name, name
+        )
+        yield {
+            "figure": f"lora_linear in bf16, error of {name}", "value": error, "unit": "of float64",
+            "peer": "autograd in bf16", "peer_value": other, "passed": error <= 2 * other + 1e-5,
+        }  # fmt: skip
+    gate_up, upstream = drawn(300, 2048), drawn(300, 1024)
+    wide = gate_up.double().requires_grad_()
+    (true,) = torch.autograd.grad(F.silu(wide[:, :1024]) * wide[:, 1024:], wide, upstream.double())
+    error = float((swiglu_gradient(gate_up, upstream).double() - true).norm() / true.norm())
+    yield {"figure": "swiglu_gradient in bf16, error", "value": error, "unit": "of float64", "passed": error < 0.01}
+
+
+def rates(args: argparse.Namespace) -> Iterator[Row]:
+    """Bytes a second of the dequantizing kernel beside a copy, and seconds of a LoRA linear beside its frozen product."""
+    device = args.device
+    if not device.startswith("cuda"):
+        yield {"figure": "rates of kernels", "value": None, "unit": "", "note": "need a GPU"}
+        return
+    top = ceilings()
+    yield {"figure": "copy", "value": top.copy / 1e12, "unit": "TB/s"}
+    yield {"figure": "bf16 product 8192^3", "value": top.gemm / 1e12, "unit": "TFLOP/s"}
+    for rows, columns in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
+        count = max(1, 400_000_000 // (rows * columns))  # more than the cache holds
+        sets = [torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device) for _ in range(count)]
+        scales = torch.randint(0, 256, (rows, columns // 64), dtype=torch.uint8, device=device)
+        outer, offsets = torch.rand(2, rows * columns // 16384, device=device)
+        nested = Nested(dynamic_map().to(device), outer, offsets)
+        seconds = median_seconds(
+            lambda sets=sets, scales=scales, nested=nested: [
+                dequantize_nf4(one, scales, torch.bfloat16, nested=nested) for one in sets
+            ],
+            calls=count,
+        )
+        moved = rows * columns * (2 + 0.5 + 1 / 64 + 8 / 16384) / seconds
+        yield {
+            "figure": f"nf4 to bf16, {rows} x {columns}", "value": moved / 1e12, "unit": "TB/s",
+            "of_limit": moved / top.copy, "seconds": seconds, "passed": moved >= 0.8 * top.copy,
+        }  # fmt: skip
+    for name, columns, rows in (
+        ("qkv", 4096, (4096, 1024, 1024)),
+        ("gate_up", 4096, (14336, 14336)),
+        ("down", 14336, (4096,)),
+    ):
+        yield from _linear_rate(device, args.rows * args.seq_len, name, columns, rows, top.gemm)
+
+
+def _linear_rate(
+    device: str, tokens: int, name: str, columns: int, rows: tuple[int, ...], gemm: float
+) -> Iterator[Row]:
+    """Forward and backward of one LoRA linear: the share of the time that its two frozen products need alone."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).bfloat16()
+
+    x, weight, flow = drawn(tokens, columns).requires_grad_(), drawn(sum(rows), columns), drawn(tokens, sum(rows))
+    downs = [drawn(RANK, columns).requires_grad_() for _ in rows]
+    ups = [drawn(count, RANK).requires_grad_() for count in rows]
+    begins = [sum(rows[:index]) for index in range(len(rows))]
+
+    def both() -> None:
+        out = lora_linear(x, lambda dtype: weight, None, downs, ups, scale=2.0, begins=begins)
+        torch.autograd.grad(out, [x, *downs, *ups], flow)
+
+    seconds = median_seconds(both, captured=False)
+    with torch.no_grad():
+        alone = median_seconds(lambda: (F.linear(x, weight), flow @ weight), captured=False)
+    yield {
+        "figure": f"LoRA {name}, forward and backward", "value": 1e3 * seconds, "unit": "ms", "peer": "frozen products alone",
+        "peer_value": 1e3 * alone, "ratio": seconds / alone, "of_limit": 4 * tokens * columns * sum(rows) / gemm / seconds,
+    }  # fmt: skip
+
+
+# Steps
+
+
+class Drawn:
+    """Random weights by the names of a config, drawn on the device when they are read: factors B are zero, norms one."""
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        self._shapes = expected_shapes(unmade(config))
+        self._device, self._seed = device, 0
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shapes[name])
+
+    def tensor(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        if "lora_B" in name or len(shape) < 2:
+            return torch.full(shape, float(len(shape) < 2), device=self._device, dtype=torch.bfloat16)
+        self._seed += 1
+        generator = torch.Generator(self._device).manual_seed(self._seed)
+        return torch.empty(shape, device=self._device, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+
+    def file(self, name: str) -> Path:
+        return Path(name)
+
+    def close(self) -> None:
+        pass
+
+    def reopened(self) -> Drawn:
+        return self
+
+
+def model_of(shape: str, device: str, *, codes: bool) -> Decoder:
+    """A random model in bf16 (float32 on a CPU), or with NF4 linears, under LoRA, whose factors alone are trained, in float32."""
+    sizes, vocab = SHAPES[shape]
+    values = sizes.config(vocab).model_dump(mode="json")
+    config = ModelConfig.read({**values, "adapters": [{"kind": "lora", "rank": RANK, "alpha": 2 * RANK}]})
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    source = ModelSource(Path("random"), config, {"dtype": "bfloat16"}, Drawn(config, device))
+    model = (nf4_base(source, device=device) if codes else source).build(device, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def step_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Iterator[Row]:
+    """Tokens a second and peak memory of hone's training steps, beside their forecasts."""
+    device, rows, seq_len = args.device, args.rows, args.seq_len
+    cuda = device.startswith("cuda")
+    begun = time.perf_counter()
+    model = model_of(args.shape, device, codes=codes)
+    made_s = time.perf_counter() - begun
+    config = model.config
+    segments = keep_all(config.num_layers)
+    segments = tuple(Segment(one.start, one.stop, recomputed) for one in segments)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    tokens = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
+    targets = tokens.roll(-1, 1)
+
+    def step() -> Tensor:
+        x = run_layers(model, tokens, Causal(tokens), segments)
+        loss = linear_cross_entropy(model.head_input(x), model.head_weight, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses, seconds, peak = timed(step, cuda, args.steps)
+    weights = held_bytes(model)
+    name = f"{'QLoRA' if codes else 'LoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    planned = (
+        weights
+        + 3 * 4 * sum(one.numel() for one in trained)
+        + activation_bytes(config, rows * seq_len, device, recomputed)
+    )
+    yield {
+        "figure": f"hone {name}", "value": rows * seq_len / seconds, "unit": "tokens/s", "peak_gib": peak, "seconds": seconds,
+        "forecast_gib": planned / GIB, "forecast_seconds": bound_seconds(config, rows, seq_len, recomputed) if cuda else None,
+        "weights_gib": weights / GIB, "made_s": made_s, "trained": sum(one.numel() for one in trained),
+        "passed": math.isfinite(losses[-1]) and losses[-1] < losses[0], "losses": losses, "n": args.steps,
+    }  # fmt: skip
+
+
+def timed(step: Callable[[], Tensor], cuda: bool, steps: int) -> tuple[list[float], float, float | None]:
+    """(losses, mean seconds of a step after two, GiB at the peak or None where it is not known)."""
+    losses = [step() for _ in range(2)]
+    gc.collect()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    losses += [step() for _ in range(steps)]
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begun) / steps
+    return [float(one) for one in losses], seconds, torch.cuda.max_memory_allocated() / GIB if cuda else None
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights, each storage once."""
+    held = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in (*model.parameters(), *model.buffers())
+    }
+    return sum(held.values())
+
+
+def activation_bytes(config: ModelConfig, tokens: int, device: str, recomputed: bool) -> float:
+    """Bytes of activations at the peak of a step: what layers keep, a layer's gradients, a chunk of logits."""
+    dims = config.dims()
+    width = 2 if device.startswith("cuda") else 4
+    layer = [adapted_values(one, config.hidden_size) for one in dims.layers]
+    kept = sum(layer) if not recomputed else max(layer) + config.hidden_size * len(layer)
+    making = max(gradient_values(one, config.hidden_size) for one in dims.layers)
+    logits = kernel_chunk_tokens(tokens) * config.vocab_size if device.startswith("cuda") else 0
+    return width * (tokens * (kept + making + 2 * config.hidden_size) + logits)
+
+
+def bound_seconds(config: ModelConfig, rows: int, seq_len: int, recomputed: bool) -> float:
+    """Seconds of a step's products at the measured rate of a large one: frozen weights have no gradient of their own."""
+    size = 4096
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * size**3 / median_seconds(lambda: a @ b, captured=False)
+    dims, passes = config.dims(), 3 if recomputed else 2
+    linears = sum(wide * into for layer in dims.layers for wide, into in layer.matmuls)
+    mixing = sum(layer.mixer.mixing_flops(seq_len) for layer in config.layers)
+    each = 2 * passes * linears + (passes + 1.5) * mixing + 4 * config.vocab_size * config.hidden_size
+    return rows * seq_len * each / rate
+
+
+# The peer
+
+
+def peer_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Iterator[Row]:
+    """transformers + peft, with Liger's kernels where they are installed, and bitsandbytes for the codes: the same sizes and steps."""
+    import transformers
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    sizes, vocab = SHAPES[args.shape]
+    device, cuda, liger = args.device, args.device.startswith("cuda"), ""
+    if cuda:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+        liger = " + Liger"
+    config = transformers.LlamaConfig(
+        hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size, num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads, vocab_size=vocab,
+        max_position_embeddings=sizes.max_seq_len, rope_theta=sizes.rope_theta, tie_word_embeddings=sizes.tie_embeddings,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if cuda else torch.float32
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if codes:
+        model = _as_4bit(model, device)
+        model = prepare_model_for_kbit_training(
+            model, use_gradient_checkpointing=recomputed, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora).train()
+    if recomputed and not codes:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4, fused=True)
+    ids = torch.randint(0, vocab, (args.rows, args.seq_len), device=device)
+
+    def step() -> Tensor:
+        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=cuda):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses, seconds, peak = timed(step, cuda, args.steps)
+    name = f"{'QLoRA' if codes else 'LoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    yield {
+        "figure": f"peft{liger} {name}", "value": args.rows * args.seq_len / seconds, "unit": "tokens/s", "peak_gib": peak,
+        "seconds": seconds, "losses": losses, "n": args.steps,
+    }  # fmt: skip
+
+
+def _as_4bit(model: Any, device: str) -> Any:
+    """The transformers model with bitsandbytes' NF4 linears, quantized from its weights, as `load_in_4bit` would make it."""
+    import bitsandbytes
+
+    dtype = next(model.parameters()).dtype
+    for layer in model.model.layers:
+        for holder in (layer.self_attn, layer.mlp):
+            for name, linear in list(holder.named_children()):
+                if not isinstance(linear, torch.nn.Linear):
+                    continue
+                options = {"compute_dtype": dtype, "compress_statistics": True, "quant_type": "nf4"}
+                made = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **options)
+                weight = linear.weight.detach().to("cpu")
+                made.weight = bitsandbytes.nn.Params4bit(
+                    weight, requires_grad=False, compress_statistics=True, quant_type="nf4"
+                )
+                setattr(holder, name, made.to(device))
+    model.is_loaded_in_4bit = True
+    return model
+
+
+# The run
+
+
+def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one part, as they come."""
+    if part in ("checks", "rates"):
+        return {"checks": checks, "rates": rates}[part](args)
+    codes = "qlora" in part
+    recomputed = part.endswith("recomputed") or (codes and not part.endswith("kept"))
+    return (peer_rows if part.startswith("peer") else step_rows)(args, codes=codes, recomputed=recomputed)
+
+
+def run_part(part: str, given: list[str], args: argparse.Namespace, write: Callable[[Row], None]) -> None:
+    """Runs one part in its own process and hands on its rows; its failure is a row too."""
+    command = [sys.executable, "-m", "benchmarks.finetune", *given, "--one", part]
+    environment = dict(os.environ)
+    if part.startswith("peer") and args.peer_path:
+        environment["PYTHONPATH"] = os.pathsep.join([args.peer_path, environment.get("PYTHONPATH", "")])
+    begun = time.perf_counter()
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, errors = child.communicate(timeout=args.limit)
+        said = "" if child.returncode == 0 else errors.strip()[-400:]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, _ = child.communicate()
+        said = f"stopped after {args.limit} s"
+    for line in out.splitlines():
+        if line.startswith("{"):
+            write({"part": part, **json.loads(line)})
+    if said:
+        write({"part": part, "figure": f"{part} failed", "value": None, "unit": "", "passed": False, "note": said})
+    print(f"[{part}: {time.perf_counter() - begun:.0f} s]", flush=True)
+
+
+def table(rows: list[Row]) -> str:
+    """All rows as text: what is measured, what was forecast, and whether a check passed."""
+    names = (
+        "figure",
+        "value",
+        "unit",
+        "peak_gib",
+        "forecast_gib",
+        "seconds",
+        "forecast_seconds",
+        "peer_value",
+        "of_limit",
+        "passed",
+    )
+    cells = [list(names)]
+    for row in rows:
+        found = (row.get(name) for name in names)
+        cells.append(["" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in found])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def main() -> None:
+    """Runs the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--rows", type=int, default=4, help="sequences a step")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens of a sequence; 2048, or 64 on a CPU")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds of a part")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument(
+        "--peer-path", default="", help="folder with the peer's packages; without it peers are left out on a GPU"
+    )
+    parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.seq_len = args.seq_len or (2048 if args.device.startswith("cuda") else 64)
+    if args.one:
+        for row in rows_of(args.one, args):
+            print(json.dumps(row), flush=True)
+        return
+    parts = args.parts.split(",")
+    if not args.peer_path:
+        parts = [part for part in parts if not part.startswith("peer")]
+    rows: list[Row] = []
+    out = os.environ.get("OUT")
+
+    def write(row: Row) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if out:
+            with open(Path(out) / "finetune.jsonl", "a", encoding="utf8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    for part in parts:
+        run_part(part, sys.argv[1:], args, write)
+    print(table(rows))
+    if any(row.get("passed") is False for row in rows):
+        print("not passed: " + "; ".join(row["figure"] for row in rows if row.get("passed") is False))
+
+
+if __name__ == "__main__":
+    main()
