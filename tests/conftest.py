@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from filelock import FileLock
@@ -176,6 +177,19 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> None:
         ),
     )
     describe.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """`os.fsync` returns at once, here and in forked processes: it guards against a power cut, which no test makes. What a killed
+    process has written the system keeps. A training of many small steps would wait for the disk longer than it computes."""
+
+    def synced(file: int | IO) -> None:
+        os.fstat(file if isinstance(file, int) else file.fileno())  # a closed one is an error as before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        yield
 
 
 @pytest.fixture(scope="session")

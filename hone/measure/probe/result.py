@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hone.base.durable import write_atomic
-from hone.base.errors import ArtifactError
 from hone.measure.calibration import cache_folder
 from hone.measure.topology.read import Topology
 
@@ -189,15 +188,3 @@ def keep_probe(probe: MachineProbe, path: Path | None = None) -> Path | None:
         warnings.warn(f"the probe cannot be stored: {error}", stacklevel=2)
         return None
     return file
-
-
-def read_probe(path: Path) -> MachineProbe:
-    """The probe stored at `path`. Raises ArtifactError when there is none, or one of another version."""
-    fix = "measure it again: hone calibrate --report"
-    try:
-        return MachineProbe.model_validate_json(path.read_text(encoding="utf8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}", fix=fix) from None
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ArtifactError(f"{path}: field {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", fix=fix) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -174,8 +174,3 @@ def table_of(ways: Sequence[Way]) -> tuple[NDArray[np.float64], NDArray[np.float
             elif not np.isnan(values[row, place]):  # the error of a machine's rates is the same for all that run on it
                 halves[row, place] = values[row, place] * (CLOSED if way.evidence == "bound" else CLOSED / 2)
     return values, halves, [way.group if way.quality is None else "known" for way in ways]
-
-
-def as_bound(way: Way, why: str) -> Way:
-    """`way` with the reason that it is kept for."""
-    return replace(way, why=why)

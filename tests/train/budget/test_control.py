@@ -23,11 +23,20 @@ from hone.train.loop import Trainer
 from hone.train.schedules.wsd import WarmupStableDecay
 from hone.train.stage import Train
 from tests.ranked import together
+from tests.train.conftest import SHAPE
 from tests.train.ranks import made
 from tests.train.test_stage import QUIET, SPEC
 
 WSD = {"kind": "wsd", "warmup": 4, "decay": 0.25}
-LONG = {**SPEC, "steps": 120, "validation": {"sequences": 8}, "checkpoint": {"interval": 10}, "schedule": WSD}
+LAYER = SHAPE.model_copy(update={"num_layers": 1}).model_dump()  # what is counted here are steps
+LONG = {
+    **SPEC,
+    "model": LAYER,
+    "steps": 120,
+    "validation": {"sequences": 8},
+    "checkpoint": {"interval": 10},
+    "schedule": WSD,
+}
 
 
 class World:
