@@ -29,6 +29,7 @@ def check(found: list[list[Any]], micro_batches: int, recomputed: bool) -> None:
             assert set(exact[3]).isdisjoint({2 * rooms[1]})
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_numbers_of_exact_sizes(data_folder: Path) -> None:
     """Where weights are gathered for a pass and where they are not; recomputed layers are in the same rooms."""
     shared = {"model": MODEL, "parallelism": {"expert_parallel_degree": 2}}
