@@ -25,7 +25,7 @@ _USUAL_NAMES = {
     "prompt_tokens": "engine_prompt_tokens",
     "output_tokens": "engine_output_tokens",
 }
-_COUNTERS = {*_USUAL_NAMES.values(), "steps", "kv_slots", "kv_slots_empty", "kv_slots_coming"} - {
+_COUNTERS = {*_USUAL_NAMES.values(), "steps", "kv_slots", "kv_slots_empty", "kv_slots_coming", "energy_joules"} - {
     "num_requests_running",
     "num_requests_waiting",
 }
@@ -52,6 +52,8 @@ MEANINGS = {
     "last_step_age_seconds": "Seconds since a step ended, or since work arrived at an idle engine.",
     "draft_tokens": "Tokens that the drafter guessed.",
     "accepted_tokens": "Guessed tokens that the model agreed with.",
+    "energy_joules": "Joules of the engines' GPUs, or of the processor, since they were opened, idle time included; only where there is a meter.",
+    "joules_per_token": "These joules over the tokens chosen by steps since then; only where there is a meter, and after the first token.",
 }
 """What each figure of the engine means, by its name here; docs/serving.md has them in its table of metrics."""
 
@@ -215,4 +217,8 @@ def _with_usage(stats: dict[str, float]) -> dict[str, float]:
     if stats.get("pages_total"):
         stats["kv_cache_usage_perc"] = stats.get("pages_used", 0) / stats["pages_total"]
         stats["pages"] = stats.pop("pages_total")  # Prometheus reserves _total for counters
+    if "processor_joules" in stats:
+        stats["energy_joules"] = stats.pop("processor_joules")
+    if "energy_joules" in stats and stats.get("output_tokens"):
+        stats["joules_per_token"] = stats["energy_joules"] / stats["output_tokens"]
     return stats

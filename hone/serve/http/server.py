@@ -31,10 +31,12 @@ def build_engine(
     The HTTP process limits waiting requests and replies at once with 503 and Retry-After; the engine's limit is higher.
     """
     from hone.serve.device.clocked import clocked
+    from hone.serve.device.metered import metered
     from hone.serve.engine import Engine
 
-    engine = clocked(Engine(folder, spec, device=device), clock, device)
-    engine.max_waiting = max(spec.max_waiting, max_queue + engine.scheduler.max_num_seqs)
+    own = Engine(folder, spec, device=device)
+    own.max_waiting = max(spec.max_waiting, max_queue + own.scheduler.max_num_seqs)
+    engine = metered(clocked(own, clock, device), device, spec.num_ranks)
     return engine, EngineInfo(
         max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size,

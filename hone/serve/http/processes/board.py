@@ -51,11 +51,12 @@ def newest(each: Iterable[tuple[EngineReport, ...]]) -> list[EngineReport]:
 
 
 def added(heard: Iterable[EngineReport]) -> dict[str, float]:
-    """The figures of several engines, added up."""
+    """The figures of several engines, added up; of the joules of the processor, which all of them read, the most."""
     total: dict[str, float] = {}
     for one in heard:
         for name, value in one.stats.items():
-            total[name] = total.get(name, 0) + value
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name == "processor_joules" else before + value
     return total
 
 
