@@ -71,18 +71,18 @@ def of_sheet(row: dict[str, Any]) -> Rates:
 
 
 def measured(row: dict[str, Any]) -> Rates:
-    """Those that the row's call recorded; else the newest stored ones of such a GPU; else those of the ledger's own rows."""
+    """Those that the row's call recorded; else the newest stored ones of such a GPU, best of as many; else those of the ledger's own rows."""
     name = row.get("calibration")
     if name:
         return Rates(machine_of(row, kept(name)), True, f"calibration {name}")
     ranks = max(row["machine"].get("num_ranks") or 1, 1)
     same = [
-        (at["time"], one)
-        for one, at in stored().items()
-        if at["processor"] == gpu_of(row) and (ranks == 1 or int(at["ranks"]) >= ranks)
+        (int(at["ranks"]) >= ranks, at["time"], one) for one, at in stored().items() if at["processor"] == gpu_of(row)
     ]
+    if "H200" not in gpu_of(row):  # of H100s the ledger's rows have collectives, too
+        same = [one for one in same if one[0]]
     if same:
-        name = max(same)[1]
+        name = max(same)[2]
         return Rates(machine_of(row, kept(name)), False, f"calibration {name}, of another day")
     one = h200() if "H200" in gpu_of(row) else h100(ranks)
     return Rates(machine_of(row, one.calibration), False, "rows of the ledger")
