@@ -79,8 +79,24 @@ def _front(found: Found, console: Console) -> None:
     chosen = found.ways[0]
     weights = ", ".join(f"{axis} x {weight:g}" for axis, weight in found.goal.weights.items() if weight)
     console.print(f"\nchosen: 1, least in {weights} together ({chosen.evidence})", soft_wrap=True)
+    if chosen.step_s is not None:
+        console.print(f"  a step: {step_said(chosen)}", markup=False, soft_wrap=True)
     for name, value in chosen.measured.items():
         console.print(f"  {name}: {value:.4g}")
+
+
+def step_said(way: Way) -> str:
+    """What one optimizer step of a training takes of everything."""
+    assert way.step_s is not None and way.train is not None, "a training has steps"
+    hours = way.step_s / 3600
+    parts = [human_seconds(way.step_s)] if way.fleet.spread is not None else [f"\u2265 {human_seconds(way.step_s)}"]
+    for value, text in (
+        (way.fleet.dollars(hours), lambda value: f"${value:,.3g}"),
+        (way.fleet.joules(hours), lambda value: f"{value / 1e6:,.4g} MJ"),
+        (way.fleet.grams(hours), lambda value: f"{value:,.4g} g CO2"),
+    ):
+        parts += [] if value is None else [text(value)]
+    return f"{', '.join(parts)}, {human_bytes(way.train_bytes or 0.0)} of a device"
 
 
 def _cells(number: int, way: Way, served: bool) -> list[str]:
