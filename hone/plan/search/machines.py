@@ -93,6 +93,7 @@ def fleet_of(text: str, goal: Goal, device: str = "cpu", machine: Machine | None
         return _fleet(HERE, 1, here, goal, rates, watts or watts_of(name), price_of(name))
     count, name = parts_of(text)
     sheet = sheet_of(name)
+    name = sheet["match"]
     if goal.utilization is None:
         calibration, rates = None, "bound"
     else:
@@ -122,9 +123,9 @@ def _fleet(
 
 
 def sheet_of(name: str) -> dict[str, Any]:
-    """The data sheet of the GPU `name`. Raises SpecError with the known ones."""
+    """The data sheet of the GPU `name`, in any case. Raises SpecError with the known ones."""
     for row in data_sheets():
-        if row["match"] == name:
+        if row["match"].casefold() == name.casefold():
             return row
     known = [row["match"] for row in data_sheets()]
     raise SpecError(

@@ -158,3 +158,9 @@ def test_a_scaling_law_has_the_spread_of_its_fits():
     found = trained_loss(70e9, 1.4e12)
     assert found.value == pytest.approx(1.95, abs=0.05) and 0.005 < found.half < 0.1
     assert trained_loss(1e9, 1e12).value < trained_loss(1e9, 1e11).value
+
+
+def test_a_machine_is_named_in_any_case():
+    goal = Goal.read({**GOAL, "price_per_hour": {"H100": 2.0}})
+    lower, usual = (fleet_of(text, goal) for text in ("2xh100", "2xH100"))
+    assert lower == usual and lower.price_per_hour == 2.0
