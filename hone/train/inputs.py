@@ -76,11 +76,12 @@ def config_of(
     objective: str,
     wants_teacher: bool,
     seq_len: int,
+    adapted: bool = False,
 ) -> ModelConfig:
     """The config of the model to train, checked against the data and the parents in their roles.
 
     `keep_every` is that of a student (None: the weights are not its teacher's), `growths` what makes the model larger than its
-    parent, `objective` the kind of loss.
+    parent, `objective` the kind of loss; `adapted`: an adapter alone is trained, beside weights that may be codes.
     """
     need_small(growths, given)
     if wants_teacher and "teacher" not in given:
@@ -92,10 +93,10 @@ def config_of(
     if "model" in given and keep_every is not None:
         raise SpecError("init: teacher and a 'model' parent both give the initial weights", fix="drop one of them")
     starts = "model" if keep_every is None else "teacher"
-    if starts in given and given[starts].quantization:
+    if starts in given and given[starts].quantization and not (adapted or given[starts].config.adapters):
         raise SpecError(
             f"{given[starts].where} has quantized weights, which cannot be trained",
-            fix="start from the model it was compressed from",
+            fix="train an adapter beside them (adapter: {kind: lora}), or start from the model it was compressed from",
         )
     for role, one in given.items():
         same_tokens(one, data, role)

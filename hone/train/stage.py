@@ -184,6 +184,7 @@ class Train(Prolonged):
             objective=self.objective.kind,
             wants_teacher=self.objective.from_teacher or kept_layers(self.init) is not None,
             seq_len=self.seq_len,
+            adapted=self.adapter is not None,
         )
         config = with_adapter(self, config, given)
         marks = [one.same_as for one in data]
