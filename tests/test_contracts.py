@@ -297,16 +297,17 @@ def test_an_objective_ignores_what_it_is_told_to_and_has_a_gradient(name, tiny_l
     tokens = torch.arange(24).reshape(2, 12)
     targets = tokens.roll(-1, 1)
     targets[:, -4:] = -100
-    from hone.model.context import Causal
+    from hone.model.context import Packed
 
+    context = Packed((torch.arange(12) // 5).expand(2, 12))  # for a preference the first two are a pair
     teacher = hone.load(tiny_llama) if objective.from_teacher else None
-    taught = teacher.hidden(tokens, Causal(tokens)) if teacher is not None else None
-    x = model.hidden(tokens, Causal(tokens))
-    loss = objective.total(model, x, targets, teacher, taught)
+    taught = teacher.hidden(tokens, context) if teacher is not None else None
+    x = model.hidden(tokens, context)
+    loss = objective.total_in(model, x, targets, context, teacher, taught)
     changed = x.detach().clone()
     changed[:, -4:] += 1.0
     other = None if taught is None else torch.cat([taught[:, :-4], taught[:, -4:] - 1.0], 1)
-    assert torch.allclose(objective.total(model, changed, targets, teacher, other), loss, rtol=1e-5)
+    assert torch.allclose(objective.total_in(model, changed, targets, context, teacher, other), loss, rtol=1e-5)
     loss.backward()
     assert all(parameter.grad is not None and torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 

@@ -16,7 +16,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @pytest.mark.parametrize(
-    "name", ["case_study", "curation", "tiny", "verification"]
+    "name", ["case_study", "curation", "sft", "tiny", "verification"]
 )  # the others begin with what tiny made
 def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

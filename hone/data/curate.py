@@ -58,7 +58,8 @@ def curate(spec: Settings, listing: Listing, plan: DataPlan, draft: Draft, run: 
             chats = encode_all(chain, encoder, work)
             splits = {name: members & chain.kept for name, members in splits.items()}
             work.done(STEP)
-        rows = tokenize(spec.packing, corpus, splits, encoder, work, chats)
+        marks = {} if spec.tokenizer.chat is None else {"chats": chats, "kind": spec.tokenizer.chat.targets}
+        rows = tokenize(spec.packing, corpus, splits, encoder, work, **marks)
         work.done("tokenize")
         write_tables(splits, chain, work)
         write_results(reading, chain, scorers, draft.folder)

@@ -274,5 +274,6 @@ def _facts(spec: Settings, trial: Trial | None) -> DataFacts:
         if given
         else f"trained on {fingerprint(spec.model_dump(mode='json'))}",
         packing=spec.packing.kind,
+        targets="all" if spec.tokenizer.chat is None else spec.tokenizer.chat.targets,
         exact=False,
     )

@@ -43,6 +43,11 @@ class DataFacts(Facts):
         description="Identity of its tokenizer (`Tokenizer.identity`); for one that is not trained yet, a unique text."
     )
     packing: str = Field("stream", description="How documents are packed into sequences: 'stream' or 'best_fit'.")
+    targets: str = Field(
+        "all",
+        description="Tokens with a target: 'all', 'trained' (of conversations those that are marked), or 'pairs' (of answers chosen "
+        "and rejected).",
+    )
     exact: bool = Field(True, description="False for estimates.")
     fingerprint: str | None = Field(None, description="Of the artifact; None for a planned one.")
 
@@ -62,6 +67,7 @@ class DataFacts(Facts):
                 eos_token_id=meta["eos_token_id"],
                 tokenizer=identity_of(folder),
                 packing=meta.get("packing", {}).get("kind", "stream"),
+                targets=meta.get("targets", "all"),
                 fingerprint=Artifact.read(folder).fingerprint,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

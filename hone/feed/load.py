@@ -105,7 +105,7 @@ class PackedTokens(Feed):
         if self.starts.shape != (row["documents"] + 1,) or self.starts[-1] != row["tokens"]:
             raise damaged
         self.trained = self._marks(folder / f"{split}.trained.bin")
-        """uint8 [num_tokens], 1 where a token is a target (hone.feed.conversations); None: all are."""
+        """uint8 [num_tokens]: bit 0 where a token is a target, of pairs bit 1 in the rejected answer (hone.feed.conversations); None: all are."""
         self.folder = folder.parent
         self.num_bytes = int(row["bytes"])
         """UTF-8 bytes of the tokens' text (0 for the end-of-text tokens)."""
@@ -116,7 +116,7 @@ class PackedTokens(Feed):
 
     def _marks(self, path: Path) -> np.ndarray | None:
         """The marks of targets beside the tokens. Raises ArtifactError when they do not match them."""
-        if self.meta.get("targets") != "trained":
+        if self.meta.get("targets", "all") == "all":
             return None
         size = path.stat().st_size if path.exists() else -1
         if size != len(self.tokens):
@@ -152,9 +152,30 @@ class PackedTokens(Feed):
 
     def num_sequences(self, seq_len: int) -> int:
         """Sequences of `seq_len` input positions in one epoch; the last may be padded."""
+        if self.is_pairs:
+            self._need_whole(seq_len)
         if self.kind == "best_fit":
             return self.packing_index(seq_len).num_sequences
         return max(-(-(self.num_tokens - 1) // seq_len), 0)
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether a document is two conversations, one with the chosen and one with the rejected answer."""
+        return self.meta.get("targets") == "pairs"
+
+    def _need_whole(self, seq_len: int) -> None:
+        """Raises SpecError when a pair does not fit into a sequence."""
+        sizes = np.diff(self.starts) - 1
+        if self.kind != "best_fit":
+            raise SpecError(
+                f"{self.folder}: pairs are packed as a stream, which cuts them", fix="set packing: best_fit"
+            )
+        if len(sizes) and sizes.max() > seq_len:
+            raise SpecError(
+                f"{int((sizes > seq_len).sum())} of {len(sizes)} pairs of {self.folder} are longer than seq_len {seq_len}; the longest has "
+                f"{sizes.max()} positions",
+                fix=f"set seq_len to {sizes.max()}, or tokenizer.chat.max_tokens of the data to {seq_len}",
+            )
 
     @property
     def kind(self) -> str:
@@ -272,6 +293,8 @@ class PackedTokens(Feed):
                     marked = self._trained(start + 1, start + size + 1)
                     targets[row, place : place + size][~marked] = IGNORE
                 ids[row, place : place + size] = number
+                if self.is_pairs:  # documents 2k and 2k + 1 of the sequence
+                    ids[row, place : place + size] += number + (self.trained[start : start + size] >> 1)
                 place += size
         return Batch(tokens, targets, ids)
 
@@ -282,7 +305,7 @@ class PackedTokens(Feed):
     def _trained(self, start: int, end: int) -> np.ndarray:
         """Whether each of the tokens `start` .. `end` is a target, bool [end - start]; only where some are not."""
         assert self.trained is not None, "every token is a target"
-        return self.trained[start:end] != 0
+        return self.trained[start:end] & 1 != 0
 
     def _owners(self, start: int, end: int) -> np.ndarray:
         """The document of each token `start` .. `end`, int64 [end - start]."""
@@ -333,7 +356,7 @@ class Part(PackedTokens):
         return self.tokens[self._places(start, end)]
 
     def _trained(self, start: int, end: int) -> np.ndarray:
-        return self.trained[self._places(start, end)] != 0  # type: ignore[index]
+        return self.trained[self._places(start, end)] & 1 != 0  # type: ignore[index]
 
     def _places(self, start: int, end: int) -> np.ndarray:
         """Where tokens `start` .. `end` of the part are in the whole."""

@@ -6,6 +6,8 @@ import ast
 import warnings
 from collections.abc import Iterator
 
+_LEAST_ANSWER = 20
+"""Characters of a docstring's first paragraph that says something."""
 _HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -25,6 +27,23 @@ def prose_of(source: str, name: str) -> list[str]:
         return _topics(tree)
     parts = [text if not title else f"{title}\n\n{text}" for title, text in _docstrings(tree, "")]
     return ["\n\n\n".join(parts)] if parts else []
+
+
+def questions_in(source: str, name: str) -> list[tuple[str, str]]:
+    """(question, answer) of every public function and class in Python `source` with a docstring, whose first paragraph is the answer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    found = []
+    for title, text in _docstrings(tree, ""):
+        answer = " ".join(text.strip().split("\n\n")[0].split())
+        if title and len(answer) >= _LEAST_ANSWER and not any(part.startswith("_") for part in title.split(".")):
+            found.append((f"What is {title} in the module {module}?", answer))
+    return found
 
 
 def _docstrings(node: ast.AST, title: str) -> Iterator[tuple[str, str]]:

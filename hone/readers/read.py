@@ -14,13 +14,15 @@ from typing import Any
 from hone.base.errors import MissingExtra
 from hone.base.lazy import resolve
 from hone.base.store import unreachable
+from hone.feed.chat import rendered
+from hone.feed.conversations.spec import CONVERSATION
 from hone.feed.files.code import fault_of, language_of
 from hone.feed.files.kinds import CONTAINERS, TABLES, UNKNOWN
 from hone.feed.files.listing import File
 from hone.feed.files.remote import is_lost
 from hone.feed.files.sniff import sniffed
 from hone.feed.files.streams import Unreadable, read_whole, zstandard
-from hone.readers.docstrings import prose_of
+from hone.readers.docstrings import prose_of, questions_in
 from hone.readers.documents import (
     BLOCK_BYTES,
     NUL_REMOVED,
@@ -221,8 +223,13 @@ def _read_code(file: File, options: Options) -> Iterator[RawText | Fault]:
 
 
 def _read_python(file: File, options: Options) -> Iterator[RawText]:
-    """A module of the Python library: its prose, then its source."""
+    """A module of the Python library: its prose, then its source; of conversations a question about each thing that it documents."""
     source = _python_text(read_whole(file))
+    if options.chat:
+        for question, answer in questions_in(source, file.name):
+            row = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            yield RawText(rendered(row["messages"]) or "", metadata=json.dumps({CONVERSATION: row}))
+        return
     for text in prose_of(source, file.name):
         yield RawText(text)
     if not file.name.endswith("pydoc_data/topics.py"):

@@ -15,6 +15,9 @@ OBJECTIVES = Table(
     {
         "next_token": "hone.train.objectives.next_token:NextToken",
         "distill": "hone.train.objectives.distill:Distill",
+        "dpo": "hone.train.objectives.preference.dpo:DPO",
+        "orpo": "hone.train.objectives.preference.orpo:ORPO",
+        "simpo": "hone.train.objectives.preference.simpo:SimPO",
     },
 )
 

@@ -29,6 +29,7 @@ from hone.train.live.rank_times import RankTimes
 from hone.train.noise.linears import linears_of
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
+from hone.train.objectives.preference.measure import evaluated
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
@@ -229,7 +230,7 @@ class Trainer:
         if self.ranks.context is not None:
             batch = self.ranks.context.divide(batch)
             read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences
-        own = [self.objective.count(batch.targets), batch.tokens.size, read] if self.ranks.counts_tokens else [0, 0, 0]
+        own = [self.objective.count_in(batch), batch.tokens.size, read] if self.ranks.counts_tokens else [0, 0, 0]
         self.times.arrives()
         rows = self._of_ranks(torch.tensor([*own, self.asked(), *self.times.own], dtype=torch.float64))
         self.times.gathered(self.done, rows[:, 4:])
@@ -275,7 +276,7 @@ class Trainer:
         if self.teacher is not None and self.objective.from_teacher:
             with torch.no_grad():
                 teacher_hidden = self.teacher.hidden(tokens, context)
-        return self.objective.total(self.model, x, targets, self.teacher, teacher_hidden)
+        return self.objective.total_in(self.model, x, targets, context, self.teacher, teacher_hidden)
 
     def _diverged(self, loss: float, norm: float) -> HoneError:
         skipped = f" after {self.spikes.in_a_row - 1} skipped ones" if self.spikes.stuck else ""
@@ -377,18 +378,11 @@ def fit(
         last = trainer.done == trainer.steps
         scored = any(every and trainer.done % every == 0 for every in (eval_every, *eval_also))
         if val is not None and (last or scored):
-            val_loss = validate(
-                trainer.model,
-                val,
-                batch_size=batch_size,
-                seq_len=seq_len,
-                num_sequences=eval_sequences,
-                ranks=trainer.ranks,
-            )
+            sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_sequences": eval_sequences}
+            val_loss = validate(trainer.model, val, **sizes, ranks=trainer.ranks)
+            row = evaluated(trainer, val, val_loss, **sizes)
             if watch is not None:
-                tokens, num_bytes = val.scored
-                bits = val_loss / math.log(2) * tokens / max(num_bytes, 1)
-                watch.evaluated({"step": trainer.done, "val_loss": val_loss, "val_bits_per_byte": bits})
+                watch.evaluated(row)
             if early is not None and not last and early.reached(trainer.done, val_loss):
                 trainer.steps, last = trainer.done, True
         due = trainer.stopping or (checkpoint_every and trainer.done % checkpoint_every == 0)

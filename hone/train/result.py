@@ -62,6 +62,11 @@ def _error(trainer: Trainer, dtype: Any) -> float:
     return (lost / whole) ** 0.5 if whole else 0.0
 
 
+_PAIRS = {"val_preference_loss": "nats/pair", "val_accuracy": "fraction", "val_margin": "nats"}
+"""Units of what an objective on pairs is evaluated by: the loss, the share of pairs in which the chosen answer has the higher reward, and by
+how much."""
+
+
 def record(
     draft: Draft,
     watch: Watch,
@@ -108,6 +113,9 @@ def record(
     draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
     note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
     draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
+    for name in ("val_preference_loss", "val_accuracy", "val_margin"):
+        if last is not None and name in last:
+            draft.record(name, last[name], _PAIRS[name], n=int(last["val_pairs"]), note=f"pairs of answers, {where}")
     rate, steps_per_s = watch.rate()
     mfu = watch.mfu(steps_per_s) if rate else None
     note = "of all positions computed, padding included: 6 a weight (4 if it is frozen), head included, plus causal-halved attention; peak as calibrated"

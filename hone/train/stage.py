@@ -52,6 +52,7 @@ from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.next_token import NextToken
+from hone.train.objectives.preference.fits import check_pairs
 from hone.train.offload.choose import chosen, record_left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
@@ -202,6 +203,7 @@ class Train(Prolonged):
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
         check_rounding(self, config)
+        check_pairs(self.objective, data, self.parallelism)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing

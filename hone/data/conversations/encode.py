@@ -17,7 +17,7 @@ from hone.data.executors.task import Task
 from hone.data.tokens.spec import Tokenizer as TokenizerSpec
 from hone.data.tokens.tokenizer import FILES, OPTIONAL_FILES, Encoder
 from hone.data.work import Work
-from hone.feed.conversations.spans import Spans, Unusable
+from hone.feed.conversations.spans import Encoded, Spans, Unusable
 from hone.feed.conversations.spec import Chat
 from hone.feed.conversations.templates import template_of
 from hone.model.tokenizer import Tokenizer, load_tokenizer
@@ -115,11 +115,7 @@ def encode(
     column = parquet.read_table(part.shard, columns=["metadata"]).column(0).to_pylist()
     for number in np.flatnonzero(kept).tolist():
         try:
-            one, labels, how = _labelled(spans, conversation_of(column[number] or ""))
-            if chat.max_tokens is not None and len(one) > chat.max_tokens:
-                one, labels, cut = one[: chat.max_tokens], labels[: chat.max_tokens], cut + 1
-            if not labels[1:].any():  # nothing comes before the first token, so that it is no target
-                raise Unusable("no_trained_token", "no token is trained on")
+            one, labels, how, too_long = _labelled(spans, chat, conversation_of(column[number] or ""))
         except Unusable as error:
             reasons.setdefault(error.reason, []).append(number)
             if len(reasons[error.reason]) <= _SAMPLES:
@@ -128,6 +124,7 @@ def encode(
         ids.append(one.astype(dtype))
         trained.append(labels)
         sizes[number] = len(one)
+        cut += too_long
         ways.update(how)
     file = folder / f"chats-{part.number:05d}.npz"
     np.savez(file, ids=np.concatenate(ids), trained=np.concatenate(trained), sizes=sizes)
@@ -135,12 +132,35 @@ def encode(
     return {"rows": rows, "reasons": reasons, "whys": whys, "ways": dict(ways), "cut": cut}
 
 
-def _labelled(spans: Spans, found: dict[str, Any] | None) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """(ids, labels uint8, how messages were found) of one conversation."""
+def _labelled(
+    spans: Spans, chat: Chat, found: dict[str, Any] | None
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...], bool]:
+    """(ids, labels uint8, how messages were found, whether it was cut off) of one conversation; of a preference the chosen one with the
+    rejected one after it, whose labels have 2 added."""
     if found is None:
         raise Unusable("no_conversation", "a text, not a conversation")
-    encoded = spans.encode(found["messages"], found.get("tools"))
-    return encoded.ids, encoded.trained.astype(np.uint8), encoded.ways
+    messages, tools, pairs = found["messages"], found.get("tools"), chat.targets == "pairs"
+    if pairs != ("chosen" in found):
+        raise Unusable(
+            "other_form", "a conversation, not a preference" if pairs else "a preference: set tokenizer.chat=preference"
+        )
+    if not pairs:
+        return _cut_off(spans.encode(messages, tools), chat.max_tokens, "")
+    most = chat.max_tokens and chat.max_tokens // 2
+    chosen, rejected = (
+        _cut_off(spans.encode([*messages, *found[name]], tools, first=len(messages)), most, f" in {name}")
+        for name in ("chosen", "rejected")
+    )
+    labels = np.concatenate([chosen[1], rejected[1] | 2])
+    return np.concatenate([chosen[0], rejected[0]]), labels, chosen[2] + rejected[2], chosen[3] or rejected[3]
+
+
+def _cut_off(encoded: Encoded, most: int | None, where: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...], bool]:
+    """`_labelled` of one conversation, its first `most` tokens. Raises Unusable when none of these is trained on."""
+    ids, labels = encoded.ids[:most], encoded.trained[:most].astype(np.uint8)
+    if not labels[1:].any():  # nothing comes before the first token, so that it is no target
+        raise Unusable("no_trained_token", f"no token is trained on{where}")
+    return ids, labels, encoded.ways, len(ids) < len(encoded.ids)
 
 
 def trained_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:

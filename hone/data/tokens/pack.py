@@ -73,12 +73,13 @@ def tokenize(
     encoder: Encoder,
     work: Work,
     chats: Path | None = None,
+    kind: str = "trained",
 ) -> dict[str, dict[str, int]]:
     """Writes `<split>.bin`, `<split>.starts.npy` and meta.json into tokens/; returns {split: {tokens, documents, bytes}}.
 
     `splits` maps a split to its documents (bool [num_documents]), `shape` selects the indices to write. `encoder` is the tokenizer
     in the result's folder. Tasks tokenize each shard first, so that a killed run resumes with the next one. `chats` is the folder of
-    conversations that are encoded already; then `<split>.trained.bin` (uint8) says which tokens are targets.
+    conversations that are encoded already, of which `kind` are the targets; then `<split>.trained.bin` (uint8) says which tokens are targets.
     """
     state, folder, parts = work.state("tokens"), work.folder / "tokens", corpus.parts()
     folder.mkdir(exist_ok=True)
@@ -125,7 +126,7 @@ def tokenize(
         "splits": rows,
     }
     if chats is not None:
-        meta["targets"] = "trained"
+        meta["targets"] = kind
         for split, row in rows.items():
             row |= _trained(folder, split, encoder)
     write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())
@@ -149,7 +150,7 @@ def _trained(folder: Path, split: str, encoder: Encoder) -> dict[str, int]:
     )
     starts = np.load(folder / f"{split}.starts.npy")
     marks[starts[:-1]] = 0  # nothing comes before the first token of a document
-    targets = ids[marks != 0]
+    targets = ids[marks & 1 != 0]
     return {"trained_tokens": len(targets), "trained_bytes": trained_bytes(load_tokenizer(folder.parent), targets)}
 
 

@@ -33,6 +33,11 @@ class Chat(Spec):
         None, gt=1, description="Longer conversations are cut off after so many tokens; empty: none."
     )
 
+    @property
+    def targets(self) -> Literal["trained", "pairs"]:
+        """What the marks beside the tokens tell: which are trained on, or that and which answer is the rejected one."""
+        return "pairs" if self.kind == "preference" else "trained"
+
     @model_validator(mode="before")
     @classmethod
     def _a_word_is_the_form(cls, values: Any) -> Any:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from hone.feed.load import Batch
+    from hone.model.context import Context
     from hone.model.decoder import Decoder
 
 
@@ -38,6 +40,22 @@ class Objective(Technique):
     def count(self, targets: NDArray[np.int64]) -> int:
         """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""
         return int((targets != -100).sum())
+
+    def count_in(self, batch: Batch) -> int:
+        """`count` of a step's batch, for an objective whose divisor is not a number of targets."""
+        return self.count(batch.targets)
+
+    def total_in(
+        self,
+        model: Decoder,
+        x: Tensor,
+        targets: Tensor,
+        context: Context,
+        teacher: Decoder | None,
+        teacher_hidden: Tensor | None,
+    ) -> Tensor:
+        """`total` of a micro-batch with its `context`, for an objective that must know which tokens are of one document."""
+        return self.total(model, x, targets, teacher, teacher_hidden)
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None

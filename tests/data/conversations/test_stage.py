@@ -120,3 +120,29 @@ def test_nothing_to_train_on_is_an_error(tmp_path):
         spec_of(tmp_path / "rows.jsonl", edits=["mask"])
     with pytest.raises(SpecError, match="no chat template"):
         spec_of(tmp_path / "rows.jsonl", chat={"template": ""}).make(tmp_path / "data-none", run=QUIET)
+
+
+def test_preferences_are_pairs_of_both_answers(tmp_path):
+    rows = [
+        {"prompt": f"Say {WORDS[number]}.", "chosen": f"{WORDS[number]}, of course.", "rejected": "No."}
+        for number in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, chat(1)]))
+    made = spec_of(tmp_path / "rows.jsonl", chat={"kind": "preference"}).make(tmp_path / "data-pairs", run=QUIET)
+    (bad,) = [row["text"] for row in read_jsonl(made.folder / "dropped.jsonl") if row["step"] == "read"]
+    assert bad.startswith("row 13: chosen is missing")
+    data, tokenizer = PackedTokens(made.folder), load_tokenizer(made.folder)
+    batch, found = data.cut(np.arange(data.num_sequences(64)), 64), set()
+    for tokens, targets, ids in zip(batch.tokens, batch.targets, batch.document_ids):
+        assert ids.max() % 2 == 1
+        for number in range(ids.max() + 1):
+            said = tokenizer.decode([one for one in targets[ids == number].tolist() if one != IGNORE], False)
+            word = tokenizer.decode(tokens[ids == number].tolist(), False).split("Say ")[1].split(".")[0]
+            found.add((word, said))
+            assert said == ("No.<|endoftext|>" if number % 2 else f"{word}, of course.<|endoftext|>")
+    assert len(found) == 2 * data.num_documents
+    with pytest.raises(SpecError, match="seq_len 10"):
+        data.num_sequences(10)
+    other = spec_of(tmp_path / "rows.jsonl").make(tmp_path / "data-chats", run=QUIET)
+    steps = {row["name"]: row for row in json.loads((other.folder / "stats.json").read_text())["steps"]}
+    assert steps["conversations"]["reasons"]["other_form"]["documents"] == 12

@@ -1,0 +1,46 @@
+"""Direct preference optimization: a classifier of pairs whose logit is how much the model prefers the chosen answer beyond its reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from hone.base.lazy import lazy
+from hone.train.objectives.preference.base import Answers, Preference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = lazy("torch.nn.functional")
+
+
+class DPO(Preference):
+    """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), ratios to the teacher, the frozen reference. Rafailov et al. 2023,
+    arXiv:2305.18290."""
+
+    paper: ClassVar[str] = "arXiv:2305.18290"
+    from_teacher: ClassVar[bool] = True
+    beta: float = Field(0.1, gt=0, description="How strongly the model is held to its reference.")
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
+        "sigmoid",
+        description="sigmoid; hinge (arXiv:2305.10425); ipo: squared distance of the log-ratios a token to 1 / (2 beta) (arXiv:2310.12036).",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="With sigmoid, the share of pairs whose labels may be wrong."
+    )
+
+    def losses(self, answers: Answers, reference: Answers | None) -> Tensor:
+        assert reference is not None, "dpo without its reference"
+        if self.loss == "ipo":
+            ratio = answers.means - reference.means
+            return (ratio[:, 0] - ratio[:, 1] - 1 / (2 * self.beta)) ** 2
+        rewards = self.rewards(answers, reference)
+        logits = rewards[:, 0] - rewards[:, 1]
+        if self.loss == "hinge":
+            return (1 - logits).relu()
+        return -(1 - self.label_smoothing) * F.logsigmoid(logits) - self.label_smoothing * F.logsigmoid(-logits)
+
+    def rewards(self, answers: Answers, reference: Answers | None) -> Tensor:
+        assert reference is not None, "dpo without its reference"
+        return self.beta * (answers.log_probs - reference.log_probs)

@@ -1,0 +1,75 @@
+"""What an evaluation during a training says: the loss of the next token and, of pairs, how often and how far the chosen answer wins."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hone.feed.load import Batch
+from hone.train.activation_checkpointing import KeepAll
+from hone.train.objectives.preference.base import Preference
+from hone.train.passes import run_layers, share, to_device
+
+if TYPE_CHECKING:
+    from hone.feed.load import PackedTokens
+    from hone.feed.mix.sources import Joined
+    from hone.model.decoder import Decoder
+    from hone.train.objectives.base import Objective
+    from hone.train.ranks import Ranks
+
+
+class Trained(Protocol):
+    """What is read of a training."""
+
+    model: Decoder
+    teacher: Decoder | None
+    objective: Objective
+    ranks: Ranks
+    device: torch.device
+    done: int
+
+
+def evaluated(
+    trainer: Trained,
+    val: PackedTokens | Joined,
+    val_loss: float,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_sequences: int = 0,
+) -> dict[str, Any]:
+    """The row of an evaluation: step, val_loss (nats a target), val_bits_per_byte, and of pairs what `held_out` says. Every rank calls it."""
+    tokens, num_bytes = val.scored
+    row = {"step": trainer.done, "val_loss": val_loss}
+    row["val_bits_per_byte"] = val_loss / math.log(2) * tokens / max(num_bytes, 1)
+    if isinstance(trainer.objective, Preference):
+        row |= held_out(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
+    return row
+
+
+def held_out(
+    trainer: Trained, val: PackedTokens | Joined, *, batch_size: int, seq_len: int, num_sequences: int = 0
+) -> dict[str, float]:
+    """On the first `num_sequences` of `val` (0: all): val_pairs, and means over them: val_preference_loss, val_accuracy (the share of pairs
+    whose chosen answer has the higher reward) and val_margin (its reward less the other's)."""
+    objective, model, teacher = trainer.objective, trainer.model, trainer.teacher
+    assert isinstance(objective, Preference), "measured for objectives on pairs alone"
+    segments = KeepAll().segments(len(model.layers))
+    sums, seen = torch.zeros(4, dtype=torch.float64), 0
+    with torch.no_grad(), trainer.ranks.mesh.transfers():
+        for batch in val.in_order(batch_size, seq_len):
+            if num_sequences:
+                batch = Batch(*(array[: num_sequences - seen] for array in batch))
+            seen += len(batch.tokens)
+            tokens, targets, context = to_device(share(batch, *trainer.ranks.data), trainer.device)
+            x = run_layers(model, tokens, context, segments)
+            taught = teacher.hidden(tokens, context) if teacher is not None and objective.from_teacher else None
+            sums += objective.measures(model, x, targets, context, teacher, taught).cpu()
+            if num_sequences and seen >= num_sequences:
+                break
+        pairs, loss, wins, margins = trainer.ranks.mesh.sum(sums * trainer.ranks.counts_loss).tolist()
+    count = max(pairs, 1.0)
+    means = {"val_preference_loss": loss / count, "val_accuracy": wins / count, "val_margin": margins / count}
+    return {"val_pairs": pairs, **means}
