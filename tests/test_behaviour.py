@@ -44,7 +44,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "curriculum": ("feed/order/test_curricula.py",),
     "executor": tuple(f"data/executors/test_{name}.py" for name in ("same_bytes", "deaths", "slurm")),
     "schedule": ("train/schedules/test_schedule.py",),
-    "objective": ("train/objectives/test_objectives.py", "train/objectives/preference/test_preference.py"),
+    "objective": (
+        "train/objectives/test_objectives.py",
+        "train/objectives/test_layers.py",
+        "train/objectives/preference/test_preference.py",
+    ),
     "divergence": ("train/objectives/test_divergences.py",),
     "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),
     "optimizer": (

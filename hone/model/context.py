@@ -50,6 +50,9 @@ class Context:
     real: Tensor | None = None
     """bool, in the shape of the tokens: false for those that only pad a pass to its size. None: all are real."""
 
+    taps: dict[int, Tensor | None] | None = None
+    """Hidden states after the layers whose indices are its keys, which a training pass stores; None: none are wanted."""
+
     cached: bool = False
     """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 

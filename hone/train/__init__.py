@@ -18,6 +18,8 @@ OBJECTIVES = Table(
         "dpo": "hone.train.objectives.preference.dpo:DPO",
         "orpo": "hone.train.objectives.preference.orpo:ORPO",
         "simpo": "hone.train.objectives.preference.simpo:SimPO",
+        "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
+        "relations": "hone.train.objectives.relations:Relations",
     },
 )
 

@@ -30,6 +30,7 @@ from hone.train.noise.linears import linears_of
 from hone.train.objectives.base import Objective
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.measure import evaluated
+from hone.train.objectives.taps import tap, total
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
@@ -268,15 +269,12 @@ class Trainer:
         return loss, None if extra is None else extra * tokens.numel(), context
 
     def _begin(self, context: Context, place: int) -> None:
+        tap(self.objective, self.model, self.teacher, context)
         self.routing.begin(context, self.done, self.ranks.data[0] * self.gradient_accumulation_steps + place)
 
     def _objective(self, x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
         """The objective summed over the micro-batch whose last hidden states are x."""
-        teacher_hidden = None
-        if self.teacher is not None and self.objective.from_teacher:
-            with torch.no_grad():
-                teacher_hidden = self.teacher.hidden(tokens, context)
-        return self.objective.total_in(self.model, x, targets, context, self.teacher, teacher_hidden)
+        return total(self.objective, self.model, self.teacher, x, tokens, targets, context)
 
     def _diverged(self, loss: float, norm: float) -> HoneError:
         skipped = f" after {self.spikes.in_a_row - 1} skipped ones" if self.spikes.stuck else ""

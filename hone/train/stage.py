@@ -53,6 +53,7 @@ from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.fits import check_pairs
+from hone.train.objectives.taps import check_taps
 from hone.train.offload.choose import chosen, record_left
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
@@ -204,6 +205,7 @@ class Train(Prolonged):
         check_noise(self, config)
         check_rounding(self, config)
         check_pairs(self.objective, data, self.parallelism)
+        check_taps(self, config, teacher)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing

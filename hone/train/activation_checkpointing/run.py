@@ -20,7 +20,7 @@ def run_layers_in(layers: Sequence[Any], x: Tensor, context: Context, segments: 
     """x [B, S, D] through the layers of `segments`; without gradients nothing is kept anyway."""
     if not torch.is_grad_enabled():
         for segment in segments:
-            x = _through([layers[index] for index in range(segment.start, segment.stop)], x, context)
+            x = _through([layers[index] for index in range(segment.start, segment.stop)], x, context, segment.start)
         return x
     copies = Copies(x.device) if any(one.to_host for one in segments) else None
     for segment in segments:
@@ -32,15 +32,18 @@ def run_layers_in(layers: Sequence[Any], x: Tensor, context: Context, segments: 
 def _run(layers: Sequence[Any], segment: Segment, x: Tensor, context: Context) -> Tensor:
     own = [layers[index] for index in range(segment.start, segment.stop)]
     if not segment.recompute:
-        return _through(own, x, context)
+        return _through(own, x, context, segment.start)
     keeps = contexts(own) if segment.saves == "products" else noop_context_fn
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": keeps}
     if segment.inner:
         return checkpoint(run_layers_in, layers, x, context, again(segment), **options)
-    return checkpoint(_through, own, x, context, **options)
+    return checkpoint(_through, own, x, context, segment.start, **options)
 
 
-def _through(layers: Sequence[Any], x: Tensor, context: Context) -> Tensor:
-    for layer in layers:
+def _through(layers: Sequence[Any], x: Tensor, context: Context, first: int) -> Tensor:
+    """x through `layers`, of which the first has index `first`. What a context taps of them is that of the first pass, not of one again."""
+    for index, layer in enumerate(layers, first):
         x = layer(x, context)
+        if context.taps is not None and context.taps.get(index, x) is None:
+            context.taps[index] = x
     return x

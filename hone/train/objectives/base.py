@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
@@ -64,4 +65,12 @@ class Objective(Technique):
 
         x [B, S, D] and `teacher_hidden` [B, S, D'] are hidden states before the final norm; targets int64 [B, S].
         """
+        raise NotImplementedError
+
+    def pairs(self, num_layers: int, teacher_layers: int) -> tuple[tuple[int, int], ...]:
+        """The layers of a student and its teacher, from 0, after which it compares hidden states; none."""
+        return ()
+
+    def tapped(self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Tensor) -> Tensor:
+        """What is added to `total` for the hidden states ([B, S, D], [B, S, D']) of each of `pairs`, summed over the valid targets."""
         raise NotImplementedError

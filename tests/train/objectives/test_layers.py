@@ -1,0 +1,121 @@
+"""Objectives that compare layers: against their definitions, with recomputed layers, and where ranks have parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hone.base.errors import SpecError
+from hone.feed.load import Batch
+from hone.model.context import Causal
+from hone.model.decoder import Decoder, build
+from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES
+from hone.train.loop import Trainer
+from hone.train.objectives.taps import check_taps, teacher_layer
+from hone.train.schedules.cosine import Cosine
+from hone.train.stage import Train
+from tests.train.conftest import SHAPE
+from tests.train.objectives.test_objectives import VOCAB, batch, model
+
+WIDE = SHAPE.model_copy(update={"hidden_size": 64, "num_layers": 6})
+
+
+def after(one: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states after each layer."""
+    x, found, context = one.embed(tokens), [], Causal(tokens)
+    one.prepare(x, context)
+    for layer in one.layers:
+        x = layer(x, context)
+        found.append(x)
+    return found
+
+
+def distances(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, None] - x[None, :]).square().sum(-1).add(1e-20).sqrt()
+
+
+def defined(kind: str, own: torch.Tensor, theirs: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The comparison of hidden states [S, D] and [S, D'] of one sequence, summed over its valid positions."""
+    if kind == "squared":
+        return ((own - theirs) ** 2).mean(-1)[valid].sum() / 2
+    if kind == "cosine":
+        return (1 - (F.normalize(own, dim=-1) * F.normalize(theirs, dim=-1)).sum(-1))[valid].sum()
+    mine, wanted = distances(own[valid]), distances(theirs[valid])
+    count = len(mine)
+    off = 1 - torch.eye(count, dtype=own.dtype)
+    mine, wanted = (one / ((one * off).sum() / (count * (count - 1))) for one in (mine, wanted))
+    return (F.smooth_l1_loss(mine, wanted, reduction="none") * off).sum() / (count - 1)
+
+
+def trainer(student: Decoder, teacher: Decoder, objective: dict, segments: str = "none") -> Trainer:
+    return Trainer(
+        student,
+        steps=3,
+        schedule=Cosine(),
+        objective=OBJECTIVES.read({"alpha": 0.5, **objective}),
+        activation_checkpointing=ACTIVATION_CHECKPOINTINGS.read(segments),
+        teacher=teacher,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "shape"),
+    [
+        ("squared", {"kind": "hidden_states"}, SHAPE.model_copy(update={"num_layers": 8})),
+        ("cosine", {"kind": "hidden_states", "metric": "cosine", "layers": (1, 3), "weight": 2.0}, SHAPE),
+        ("relations", {"kind": "relations", "layers": (0, 2)}, WIDE),
+    ],
+)
+def test_the_comparison_is_its_definition_beside_distill_recomputed_or_not(kind, fields, shape):
+    tokens, targets = batch()
+    given = Batch(tokens.numpy(), targets.numpy(), torch.zeros_like(tokens).int().numpy())
+    teacher = build(shape.config(VOCAB), seed=5).double()
+    valid, found = targets != -100, []
+    for segments in ("none", "full"):
+        one = trainer(model(0), teacher, fields, segments)
+        one.model.double()
+        sums, _ = one.gradients(given)
+        found.append((sums.loss, [parameter.grad.clone() for parameter in one.model.parameters()]))
+        objective = one.objective
+    student = model(0).double()
+    own, theirs = after(student, tokens), after(teacher, tokens)
+    assert objective.pairs(4, len(theirs)) == tuple(
+        (layer, round((layer + 1) * len(theirs) / 4) - 1) for layer in objective.layers or range(4)
+    )
+    compared = [
+        sum(defined(kind, own[a][row], theirs[b][row], valid[row]) for row in range(3))
+        for a, b in objective.pairs(4, len(theirs))
+    ]
+    with torch.no_grad():
+        last = teacher.hidden(tokens, Causal(tokens))
+    apart = OBJECTIVES.read({"kind": "distill", "alpha": 0.5}).total(student, own[-1], targets, teacher, last)
+    expected = apart + objective.weight * sum(compared) / len(compared)
+    (expected / int(valid.sum())).backward()
+    wanted = [parameter.grad for parameter in student.parameters()]
+    for loss, gradients in found:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+        for ours, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-6)
+
+
+def test_layers_are_compared_at_equal_depth():
+    assert [teacher_layer(layer, 3, 6) for layer in range(3)] == [1, 3, 5]
+    assert [teacher_layer(layer, 4, 6) for layer in range(4)] == [1, 2, 3, 5]  # 1.5 and 4.5 to the even one
+    assert teacher_layer(0, 6, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree 2"),
+        ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree 2"),
+        ({"objective": {"kind": "hidden_states"}}, "the student has 48, the teacher 64"),
+        ({"objective": {"kind": "relations", "layers": [4]}}, r"objective.layers \[4\]: the student has layers 0 to 3"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(fields, said):
+    spec = Train.read({"objective": "relations", **fields})
+    with pytest.raises(SpecError, match=said):
+        check_taps(spec, SHAPE.config(VOCAB), WIDE.config(VOCAB))
+    check_taps(Train.read({"objective": "distill"}), SHAPE.config(VOCAB), WIDE.config(VOCAB))
