@@ -1,12 +1,12 @@
 """Autoscaling policies and fixed fleets on published traces: requests answered in time, GPU hours, cold starts, waiting.
 
-    python -m benchmarks.autoscale run AzureLLMInferenceTrace_conv.csv --keep=.autoscale.jsonl
-    python -m benchmarks.autoscale run AzureLLMInferenceTrace_code.csv --keep=.autoscale.jsonl
-    python -m benchmarks.autoscale page --keep=.autoscale.jsonl
+    python -m benchmarks.autoscale AzureLLMInferenceTrace_conv.csv --share=0.2 --keep=.autoscale.jsonl
+    python -m benchmarks.autoscale AzureLLMInferenceTrace_code.csv --share=0.4 --keep=.autoscale.jsonl
+    python -m benchmarks.autoscale_page .autoscale.jsonl
 
-`run` simulates every policy and seed that the file does not have yet; a seed keeps another random part of the trace's requests,
-the same for every policy. `page` adds rows to benchmarks/ledger/autoscale.jsonl and writes the table and the picture of
-docs/simulation.md. The traces are Azure/AzurePublicDataset's of 2023 (CC-BY; Patel et al. 2024, arXiv:2311.18677).
+Simulates every policy and seed that the file does not have yet; a seed keeps another random part of the trace's requests, the
+same for every policy. The page's command adds rows to benchmarks/ledger/autoscale.jsonl and writes docs/simulation.md's table and picture.
+The traces are Azure/AzurePublicDataset's of 2023 (CC-BY; Patel et al. 2024, arXiv:2311.18677).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ SEQS = 8
 START_S = 120.0
 INTERVAL_S = 5.0
 MOST = 12
+WARM = 3
+"""Loaded replicas that wait in one more run of `panic_window`."""
 REQUESTS = 300
 """Of the runs that find one replica's goodput."""
 QWEN_14B = {
@@ -92,14 +94,18 @@ def one_replica(engine: Opened, trace: Trace) -> float:
     return goodput(at, engine.sizes, engine.steps, GOAL, start=0.5, tolerance=0.05).rate
 
 
-def outcome(engine: Opened, trace: Trace, fields: dict[str, Any] | None, replicas: int) -> dict[str, Any]:
-    """The figures of one run; `fields` of a policy, None: as many replicas all the time."""
+def outcome(
+    engine: Opened, trace: Trace, fields: dict[str, Any] | None, replicas: int, warm: int = 0
+) -> dict[str, Any]:
+    """The figures of one run; `fields` of a policy, None: as many replicas all the time. `warm` loaded replicas wait."""
     scaling, conduct = None, Conduct(replicas=replicas)
     if fields is not None:
-        scaling = Scaling(Elasticity(AUTOSCALERS.read(fields), INTERVAL_S, START_S))
+        scaling = Scaling(Elasticity(AUTOSCALERS.read(fields), INTERVAL_S, START_S, warm))
         conduct = Conduct(scaling.begin, came=scaling.came, replicas=replicas, most=max(scaling.most, replicas))
     run = simulate(trace, engine.sizes, engine.steps, conduct)
     found = {one.name: one.value for one in figures(run, GOAL, bound=engine.steps.bound)}
+    if scaling is not None:
+        found |= {one.name: one.value for one in scaling.figures(run.fleet, run.end_s)}  # with the warm pool's hours
     met = sum(map(GOAL.met, run.served))
     more = [] if scaling is None else [(one.time_s, one.replicas, one.ready) for one in scaling.moments]
     return {
@@ -133,14 +139,16 @@ def run(path: Path, keep: Path, share: float, seeds: int, rate: float | None) ->
             "fixed, for the peak": (None, peak),
         }
         arms |= {name: ({"kind": name, **fields}, mean) for name, fields in policies(rate).items()}
+        arms[f"panic_window, {WARM} warm"] = arms["panic_window"]
         for name, (fields, replicas) in arms.items():
+            warm = WARM if name.endswith("warm") else 0
             if (whole.source, name, seed) in known:
                 continue
             begin = time.perf_counter()
             row = {
                 "trace": whole.source, "policy": name, "seed": seed, "share": share, "requests": len(trace.arrivals), "left_out": left_out,
                 "rate": trace.rate, "rates": rates(trace), "burstiness": trace.burstiness, "rate_per_replica": rate, "begin": replicas,
-                **outcome(engine, trace, fields, replicas), "took_s": time.perf_counter() - begin,
+                **outcome(engine, trace, fields, replicas, warm), "took_s": time.perf_counter() - begin,
             }  # fmt: skip
             with keep.open("a", encoding="utf8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -150,19 +158,15 @@ def run(path: Path, keep: Path, share: float, seeds: int, rate: float | None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    runs = verbs.add_parser("run")
-    runs.add_argument("trace", type=Path)
-    runs.add_argument("--share", type=float, default=1.0, help="Part of the requests that a seed keeps.")
-    runs.add_argument("--seeds", type=int, default=3)
-    runs.add_argument(
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--share", type=float, default=1.0, help="Part of the requests that a seed keeps.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
         "--rate", type=float, help="Requests/s that one replica serves in time; without it, bisected first."
     )
-    for verb in (runs, verbs.add_parser("page")):
-        verb.add_argument("--keep", type=Path, default=Path(".autoscale.jsonl"))
+    parser.add_argument("--keep", type=Path, default=Path(".autoscale.jsonl"))
     given = parser.parse_args()
-    if given.verb == "run":
-        run(given.trace, given.keep, given.share, given.seeds, given.rate)
+    run(given.trace, given.keep, given.share, given.seeds, given.rate)
 
 
 if __name__ == "__main__":
