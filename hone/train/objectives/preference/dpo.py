@@ -16,8 +16,7 @@ F = lazy("torch.nn.functional")
 
 
 class DPO(Preference):
-    """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), ratios to the teacher, the frozen reference. Rafailov et al. 2023,
-    arXiv:2305.18290."""
+    """-log sigmoid(beta (log-ratio of chosen - of rejected)), ratios to the frozen teacher. Rafailov et al. 2023, arXiv:2305.18290."""
 
     paper: ClassVar[str] = "arXiv:2305.18290"
     from_teacher: ClassVar[bool] = True
