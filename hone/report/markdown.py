@@ -276,7 +276,8 @@ def _prices(line: Line) -> list[str]:
     for bill in found.bills:
         shown = {one.name: one.shown for one in bill.figures}
         rows.append([code(bill.row.id), *(escape(shown.get(name, "-")) for name in found.names)])
-    return ["## Money and carbon", "", escape(f"At {found.said}."), *table(("artifact", *found.names), rows)]
+    said = escape(f"Time and energy as measured; money and carbon at {found.said}.")
+    return ["## Cost", "", said, *table(("artifact", *found.names), rows), *(escape(one) for one in found.unknown)]
 
 
 def _estimates(line: Line) -> list[str]:

@@ -1,4 +1,4 @@
-"""What artifacts cost in money and carbon, by stated rates: of a run, of a token, and until a loss was reached."""
+"""What artifacts cost: time and energy as measured, money and carbon by stated rates, of a run, of a token, and until a loss was reached."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class Priced(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Value and unit, or why there is none."""
+        """Value and unit, or that there is none."""
         if self.value is None:
-            return f"not known: {self.note}"
-        return units.seconds(self.value) if self.unit == "s" else f"{units.three(self.value)} {self.unit}"
+            return "not known"
+        if self.unit == "$":
+            return f"${units.three(self.value)}"
+        return units.show(self.value, self.unit)
 
 
 class Bill(NamedTuple):
@@ -47,13 +49,15 @@ class Prices:
     """Every artifact whose time or energy was measured."""
 
     id: ClassVar[str] = "prices"
-    title: ClassVar[str] = "Money and carbon"
+    title: ClassVar[str] = "Cost"
     stages: ClassVar[tuple[str, ...]] = ()
 
     said: str
     """The rates, in words."""
     names: tuple[str, ...]
     bills: list[Bill]
+    unknown: tuple[str, ...]
+    """Why some figures are not known, in sentences."""
 
     @classmethod
     def of(cls, line: Line) -> Self | None:
@@ -72,11 +76,29 @@ class Prices:
         if rates.target_loss is not None:
             said.append(f"a loss of {rates.target_loss:g}")
         names = tuple(dict.fromkeys(one.name for bill in bills for one in bill.figures))
-        return cls("; ".join(said), names, bills)
+        return cls("; ".join(said), names, bills, _unknown(bills))
+
+
+def _unknown(bills: list[Bill]) -> tuple[str, ...]:
+    """One sentence for each reason, with the figures and artifacts that it is of."""
+    reasons: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for bill in bills:
+        for one in bill.figures:
+            if one.value is None:
+                names, rows = reasons.setdefault(one.note, ({}, {}))
+                names[one.name] = rows[bill.row.id] = None
+    return tuple(
+        f"Not known: {', '.join(names)} of {', '.join(rows)} ({why})." for why, (names, rows) in reasons.items()
+    )
 
 
 def _figures(row: Row, rates: Rates) -> tuple[Priced, ...]:
-    found = []
+    energy = row.figures.get("energy_j")
+    why = (energy.note if energy is not None else "") or "it has no energy_j"
+    found = [
+        Priced("time", row.value("time_s"), "s", "its time was not measured"),
+        Priced("energy", row.value("energy_j"), "J", why),
+    ]
     if rates.usd_per_hour is not None:
         found += _money(row, rates.usd_per_hour)
     if rates.g_per_kwh is not None:

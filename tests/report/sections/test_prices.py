@@ -46,6 +46,8 @@ def test_figures_follow_from_the_artifacts(tmp_path: Path):
     line.rates = Rates(3.4, 400.0, "as given", 1.5, 2.5)
     found = {bill.row.kind: {one.name: one.value for one in bill.figures} for bill in Prices.of(line).bills}
     assert found["train"] == {
+        "time": 7200.0,
+        "energy": 3.6e6,
         "price": pytest.approx(6.8),
         "price of a million tokens": pytest.approx(6.8 / 3),
         "CO2e": pytest.approx(600.0),  # 1 kWh, PUE 1.5, 400 g
@@ -60,9 +62,13 @@ def test_what_was_not_measured_has_a_reason(tmp_path: Path):
     line = collect(_line(tmp_path, energy=False))
     line.rates = Rates(None, 400.0, "as given", 1.0, 2.0)
     train = {one.name: one for bill in Prices.of(line).bills if bill.row.kind == "train" for one in bill.figures}
-    assert train["CO2e"].value is None and train["CO2e"].shown == "not known: no RAPL on this machine"
+    assert train["CO2e"].value is None and train["CO2e"].note == "no RAPL on this machine"
+    assert {one.shown for one in train.values()} == {"2 h 00 min", "not known"}
+    assert Prices.of(line).unknown == (
+        "Not known: energy, CO2e, CO2e of a million tokens of train-base, serve-bench (no RAPL on this machine).",
+        "Not known: time to the loss of train-base (the lowest was 2.4).",
+    )
     assert train["CO2e of a million tokens"].value is None
-    assert train["time to the loss"].shown == "not known: the lowest was 2.4"
     assert "price" not in train
 
 
@@ -70,12 +76,12 @@ def test_the_report_has_the_section_where_rates_are_stated(tmp_path: Path, capsy
     folder = _line(tmp_path / "mine", energy=True)
     build(folder)
     assert "prices" not in json.loads((folder / "report/report.json").read_text())
-    assert "Money and carbon" not in (folder / "report/index.html").read_text()
+    assert 'id="prices"' not in (folder / "report/index.html").read_text()
     assert main(["report", str(folder), "--price_per_hour=3.4", "--grid=FR", "--target_loss=2.5"]) == 0
     values = json.loads((folder / "report/report.json").read_text())["prices"]
     assert values["rates"]["g_per_kwh"] == pytest.approx(56.0) and "2023" in values["rates"]["source"]
     assert '<section id="prices">' in (folder / "report/index.html").read_text()
-    assert "## Money and carbon" in (folder / "report/report.md").read_text()
+    assert "## Cost" in (folder / "report/report.md").read_text()
     assert main(["report", str(folder), "--price_per_hour=cheap"]) == 2
     assert "--price_per_hour=cheap is not a number" in capsys.readouterr().err
     assert main(["report", str(folder), "--grid=Mars"]) == 2
