@@ -1,7 +1,10 @@
-"""Objectives that compare layers: against their definitions, with recomputed layers, and where ranks have parts."""
+"""Objectives that compare layers: against their definitions, with recomputed layers, on ranks, and where ranks have parts."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,9 @@ from hone.train.objectives.taps import check_taps, teacher_layer
 from hone.train.schedules.cosine import Cosine
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
+from tests.train.data_parallel.test_data_parallel import on_ranks
 from tests.train.objectives.test_objectives import VOCAB, batch, model
+from tests.train.ranks import trained
 
 WIDE = SHAPE.model_copy(update={"hidden_size": 64, "num_layers": 6})
 
@@ -97,6 +102,21 @@ def test_the_comparison_is_its_definition_beside_distill_recomputed_or_not(kind,
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
         for ours, other in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-6)
+
+
+def test_ranks_that_share_sequences_train_as_one_process_does(data_folder, tmp_path):
+    """Layers gathered one by one, recomputed and in micro-batches, beside one process without any of that."""
+    kinds: list[dict[str, Any]] = [{"kind": "hidden_states"}, {"kind": "relations", "layers": [1]}]
+    plain = [{"model": {"num_layers": 2}, "distill": one, "uneven": True} for one in kinds]
+    more = {"data_parallel": "zero3", "gradient_accumulation_steps": 2, "activation_checkpointing": "full"}
+    [alone] = on_ranks(1, trained, str(data_folder), str(tmp_path), plain)
+    shared = on_ranks(2, trained, str(data_folder), str(tmp_path), [one | more for one in plain])
+    for number in range(len(kinds)):
+        whole = torch.load(tmp_path / f"{number}-1-0.pt")
+        for rank, losses in enumerate(shared):
+            np.testing.assert_allclose(losses[number], alone[number], rtol=1e-5)
+            for name, found in torch.load(tmp_path / f"{number}-2-{rank}.pt").items():
+                torch.testing.assert_close(found, whole[name], rtol=1e-5, atol=2e-6)
 
 
 def test_layers_are_compared_at_equal_depth():

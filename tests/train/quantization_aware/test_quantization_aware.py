@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from hone.train.quantization_aware import FAKE_QUANTIZERS
 from hone.train.quantization_aware.linears import RoundedLinears
 from hone.train.stage import Train
 from tests.train.conftest import SHAPE
+from tests.train.data_parallel.test_data_parallel import on_ranks
+from tests.train.ranks import trained as trained_on_ranks
 
 WIDE = SHAPE.model_copy(update={"hidden_size": 64, "num_layers": 2, "intermediate_size": 128})
 SPEC = {"model": WIDE.model_dump(), "batch_size": 4, "seq_len": 32, "steps": 3}
@@ -159,6 +162,25 @@ def test_recomputed_and_accumulated_passes_give_the_same_weights(data_folder, tm
     one, other = (load_file(made.folder / "model.safetensors") for made in (plain, again))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-6)
+
+
+def test_ranks_round_the_weights_that_one_process_rounds(data_folder, tmp_path):
+    """One step, after which rounding starts from weights that differ by the rounding of sums in another order."""
+    rounds = {
+        "model": {"num_layers": 2},
+        "distill": {"quantization_aware": {"kind": "integer", "group_size": 0}},
+        "until": 1,
+    }
+    ways = [{"data_parallel": "zero3"}, {"parallelism": {"pipeline_parallel_degree": 2}, "layers": [(0, 1), (1, 2)]}]
+    more = {"gradient_accumulation_steps": 2}
+    [[alone]] = on_ranks(1, trained_on_ranks, str(data_folder), str(tmp_path), [rounds])
+    whole = torch.load(tmp_path / "0-1-0.pt")
+    settings = [rounds | more | one for one in ways]
+    for rank, losses in enumerate(on_ranks(2, trained_on_ranks, str(data_folder), str(tmp_path), settings)):
+        for number in range(2):
+            np.testing.assert_allclose(losses[number], alone, rtol=1e-5)
+            for name, found in torch.load(tmp_path / f"{number}-2-{rank}.pt").items():
+                torch.testing.assert_close(found, whole[name], rtol=1e-5, atol=2e-6)
 
 
 def test_a_copy_of_a_model_is_not_changed():
