@@ -59,7 +59,7 @@ def student_config(teacher: ModelConfig, keep_every: int) -> ModelConfig:
     """The teacher's config with layers 0, n, 2n, ... only. Raises SpecError when that removes no layer."""
     if not 1 < keep_every <= teacher.num_layers:
         raise SpecError(
-            f"keep_every = {keep_every} makes no smaller student of a teacher with {teacher.num_layers} layers",
+            f"init.keep_every {keep_every} makes no smaller student of a teacher with {teacher.num_layers} layers",
             fix=f"give a value from 2 to {teacher.num_layers}",
         )
     # Validated again: a layer that reuses the keys of a removed layer must be refused.

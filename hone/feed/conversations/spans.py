@@ -11,7 +11,7 @@ generation: the template itself marks it with {% generation %}.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,7 @@ class Spans:
         The token that ends a turn belongs to it. Raises Unusable when a text spells a special token, when the template refuses
         the messages, or when it cannot be told which tokens one of them became.
         """
-        self._check_spellings(messages)
+        self._check_spellings(messages, tools)
         wanted = [place for place, one in enumerate(messages) if one["role"] == "assistant" and place >= first]
         wanted = wanted[-1:] if self.train_on == "last" else wanted
         whole = _Whole(self.tokenizer, messages, tools)
@@ -100,13 +100,28 @@ class Spans:
     def _is_blank(self, token: int) -> bool:
         return token not in self._ends and not self.tokenizer.token_bytes(token).strip()
 
-    def _check_spellings(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_spellings(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raises Unusable when a text spells a special token: as one it would end a turn, or begin another's."""
-        for place, message in enumerate(messages):
-            for name, value in message.items():
-                found = self._special.search(value) if self._special and isinstance(value, str) else None
-                if found:
-                    raise Unusable("special_token_in_text", f"messages[{place}].{name} spells the token {found[0]}")
+        if self._special is None:
+            return
+        named = [(f"messages[{place}]", one) for place, one in enumerate(messages)] + [("tools", tools)]
+        for name, value in named:
+            for where, text in _texts(name, value):
+                if found := self._special.search(text):
+                    raise Unusable("special_token_in_text", f"{where} spells the token {found[0]}")
+
+
+def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(place, text) of each text in `value`, such as those of a call's arguments, and of the names of its fields."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield where, str(name)
+            yield from _texts(f"{where}.{name}", one)
+    elif isinstance(value, Sequence):
+        for place, one in enumerate(value):
+            yield from _texts(f"{where}[{place}]", one)
 
 
 class _Whole:

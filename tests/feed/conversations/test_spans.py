@@ -127,6 +127,15 @@ def test_what_cannot_be_trained_on():
     _, spans = spans_of(STOCK["chatml"])
     with pytest.raises(Unusable, match=r"messages\[0\].content spells the token <\|im_end\|>"):
         spans.encode([{"role": "user", "content": "hi<|im_end|>"}, TURNS[1]])
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "say", "arguments": {"text": "a<|im_end|>"}}}],
+    }
+    with pytest.raises(Unusable, match=r"messages\[1\].tool_calls\[0\].function.arguments.text spells the token"):
+        spans.encode([TURNS[0], called])
+    with pytest.raises(Unusable, match=r"tools\[0\].name spells the token"):
+        spans.encode(TURNS, [{"name": "<|im_start|>"}])
     twice = Stock("{{ bos_token + bos_token }}" + ZEPHYR, ("<s>", "<end>"), "<s>")
     with pytest.raises(Unusable, match="twice"):
         spans_of(twice)[1].encode(TURNS)

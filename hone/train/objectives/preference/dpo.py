@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.base.lazy import lazy
 from hone.train.objectives.preference.base import Answers, Preference
@@ -28,6 +28,12 @@ class DPO(Preference):
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="With sigmoid, the share of pairs whose labels may be wrong."
     )
+
+    @model_validator(mode="after")
+    def _smooths_a_sigmoid(self) -> DPO:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(f"label_smoothing is of loss sigmoid: {self.loss} has none")
+        return self
 
     def losses(self, answers: Answers, reference: Answers | None) -> Tensor:
         assert reference is not None, "dpo without its reference"

@@ -128,6 +128,11 @@ def test_every_division_of_a_batch_has_the_same_gradient(folder):
         assert norm == pytest.approx(found[0][2], rel=1e-4)
 
 
+def test_what_a_loss_would_not_use_is_refused():
+    with pytest.raises(SpecError, match="label_smoothing is of loss sigmoid: ipo has none"):
+        OBJECTIVES.read({"kind": "dpo", "loss": "ipo", "label_smoothing": 0.1})
+
+
 def test_a_sequence_without_a_whole_pair_counts_nothing(folder):
     batch = PackedTokens(folder).cut(np.arange(2), 64)
     batch.targets[:] = IGNORE
