@@ -410,4 +410,9 @@ def _type_name(annotation: Any, tables: list[Iterable[str]]) -> str:
         return "|".join("null" if argument is type(None) else _type_name(argument, []) for argument in arguments)
     if origin in (list, tuple):
         return f"list of {_type_name(arguments[0], [])}"
+    kind = (
+        annotation.model_fields.get("kind") if isinstance(annotation, type) and issubclass(annotation, Spec) else None
+    )
+    if kind is not None and typing.get_origin(kind.annotation) is typing.Literal:
+        return _type_name(kind.annotation, [])  # words that are short for it
     return getattr(annotation, "__name__", str(annotation))

@@ -1,6 +1,6 @@
 """Specs: reading, printing, overriding, and what a mistake says."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import yaml
@@ -223,3 +223,15 @@ def test_defaults_are_shown_as_they_are_typed():
     shown = {name: default for name, _, default, _ in describe_fields(Defaults)}
     assert [shown[name] for name in ("none", "yes", "names")] == ["null", "true", "[exact, minhash]"]
     assert all(Defaults.from_overrides({name: shown[name]}) == Defaults() for name in ("none", "yes", "names"))
+
+
+def test_a_spec_that_a_word_is_short_for_is_shown_as_its_words():
+    class Kept(Spec):
+        kind: Literal["teacher"] = "teacher"
+        every: int = 2
+
+    class Begun(Spec):
+        init: Literal["random"] | Kept | None = Field("random", description="How it begins.")
+
+    [(_, kind, _, _)] = describe_fields(Begun)
+    assert kind == "random|teacher|null"
