@@ -114,7 +114,7 @@ def picture(runs: Rows, width: float = 860) -> Markup:
     parts: list[Any] = []
     for place, (trace, policies) in enumerate(runs.items()):
         left, right = place * (each + gap) + 40, place * (each + gap) + each
-        parts.append(text(left, 14, trace.removesuffix(".csv"), "name"))
+        parts.append(text(left, 10, trace.removesuffix(".csv"), "name"))
         parts += _points(policies, left, right, top, top + height)
         parts += _strips(policies, named[trace], left, right, top + height + 66, strip)
     whole = top + height + 66 + bands * (strip + 14) + 20
@@ -141,8 +141,10 @@ def _points(
         text(left, top - 8, "part of the requests in time", "tick"),
         text(right, bottom + 34, "GPU hours", "tick", "end"),
     ]
-    anchors = [(x(fmean(hours[name])), y(fmean(met[name]))) for name in policies]
-    for (px, py), name in zip(anchors, policies, strict=True):
+    places = {name: (round(x(fmean(hours[name])), 1), round(y(fmean(met[name])), 1)) for name in policies}
+    # Of points in one place a fixed fleet is on top.
+    for name in sorted(policies, key=lambda name: name.startswith("fixed")):
+        px, py = places[name]
         around, across = spread(met[name]), spread(hours[name])
         if around is not None:
             parts.append(line(px, y(max(around[0], y.low)), px, y(min(around[1], 1.0)), "whisker"))
@@ -151,11 +153,15 @@ def _points(
         kind = "best" if name.startswith("fixed") else "right"
         said = f"{name}: {fmean(met[name]):.1%} in time, {fmean(hours[name]):.2f} GPU hours"
         parts.append(group(said, dot(px, py, 5, f"point {kind}")))
-    labels = [name.replace("_", " ") for name in policies]
+    labels: dict[tuple[float, float], str] = {}
+    for name, at in places.items():
+        short = name.replace(" for the", "").replace("_", " ")
+        labels[at] = f"{labels[at]} = {short}" if at in labels else short
+    frame = left, top - 6, right + 4, bottom
     for box, label in zip(
-        place_labels(anchors, labels, (left, top - 6, right + 4, bottom), size=12), labels, strict=True
+        place_labels(list(labels), list(labels.values()), frame, size=13), labels.values(), strict=True
     ):
-        parts.append(text(box[0], box[3] - 3, label, "pointlabel"))
+        parts.append(text(box[0], box[3] - 4, label, "pointlabel"))
     return parts
 
 
