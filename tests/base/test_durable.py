@@ -1,13 +1,14 @@
-"""Files that a user names: what is no regular file is refused at once, wherever data are read."""
+"""Files that a user names: what is no regular file is refused at once, wherever data are read; and written files are durable."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from hone.base.durable import input_file
+from hone.base.durable import input_file, write_atomic
 from hone.base.errors import HoneError, SpecError
 from hone.data.contamination.evaluation import read_evaluations
 from hone.data.quality.lexicon import Lexicon
@@ -53,3 +54,21 @@ def test_what_is_no_file_is_named(tmp_path):
         with pytest.raises(SpecError, match=f"a.field: .*{said}"):
             input_file(path, "a.field")
     assert input_file(str(tmp_path / "fine"), "a.field") == tmp_path / "fine"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_is_after(tmp_path, monkeypatch):
+    done, renamed = [], os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        if done[-1] == "file":
+            assert os.fstat(descriptor).st_size == 3, "all of it was written"
+
+    def replaced(old: Path, new: Path) -> None:
+        done.append("name")
+        renamed(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_atomic(tmp_path / "a", b"abc")
+    assert done == ["file", "name", "folder"] and (tmp_path / "a").read_bytes() == b"abc"
