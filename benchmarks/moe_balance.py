@@ -76,6 +76,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args(arguments)
     steps, seeds = given.steps, given.seeds
+    if min(steps, seeds) < 1:
+        parser.error("--steps and --seeds are at least 1")
     kept: list[dict[str, Any]] = []
     print("| balance | busiest / mean | visits dropped | loss, nats |\n|---|---|---|---|")
     for name, options in ARMS.items():

@@ -19,7 +19,10 @@ from benchmarks.predicted import page, rates, rows
 
 def take(folder: Path) -> int:
     """Adds a call's calibration and rows to the ledger; returns the number of rows. Rows that it has already stay as they are."""
-    given = rows.read(folder / "rows.jsonl")
+    path = folder / "rows.jsonl"
+    given = rows.read(path) if path.exists() else []
+    if not given:
+        raise SystemExit(f"error: {path} has no rows\nfix: let benchmarks.predicted.measured --out {folder} end")
     for file in sorted(folder.glob("calibration-*.json")):
         rates.store(file, given[0])
     added = 0
