@@ -48,6 +48,9 @@ def line_of(pair: Pair) -> Line:
         value = None
         if pair.config is not None and rates.gpu_of(pair.row):
             known = made(pair.row)
+            if known is None:
+                found.append(None)
+                continue
             try:
                 value = said_of(pair.config, known.machine).by_unit.get(pair.unit)
             except HoneError:

@@ -54,8 +54,8 @@ def gpu_of(row: dict[str, Any]) -> str:
 
 def machine_of(row: dict[str, Any], calibration: Calibration | None) -> Machine:
     """The machine of a row with these rates; what an old row does not say of its GPU is as others of that name have it."""
-    gpu = GPUS[gpu_of(row)]
     told = row["machine"]
+    gpu = GPUS.get(gpu_of(row)) or Gpu.model_validate(told["gpus"][0])
     count = max(told.get("num_ranks") or 1, 1)
     return Machine(
         cpu=told.get("cpu") or "unknown", num_cores=told.get("num_cores") or 16, num_threads=told.get("num_threads") or 16,
@@ -64,14 +64,17 @@ def machine_of(row: dict[str, Any], calibration: Calibration | None) -> Machine:
     )  # fmt: skip
 
 
-def of_sheet(row: dict[str, Any]) -> Rates:
-    """A part of the data sheet."""
-    sheet = next(one for one in data_sheets() if one["match"] in gpu_of(row))
+def of_sheet(row: dict[str, Any]) -> Rates | None:
+    """A part of the data sheet; None for a GPU that the catalogue lacks."""
+    sheet = next((one for one in data_sheets() if one["match"] in gpu_of(row)), None)
+    if sheet is None:
+        return None
     return Rates(machine_of(row, assumed(sheet, SHEET_PART)), False, f"{SHEET_PART:.0%} of the data sheet")
 
 
-def measured(row: dict[str, Any]) -> Rates:
-    """Those that the row's call recorded; else the newest stored ones of such a GPU, best of as many; else those of the ledger's own rows."""
+def measured(row: dict[str, Any]) -> Rates | None:
+    """Those that the row's call recorded; else the newest stored ones of such a GPU, best of as many; else those of the ledger's own rows,
+    which are of H100s and H200s: None for another GPU."""
     name = row.get("calibration")
     if name:
         return Rates(machine_of(row, kept(name)), True, f"calibration {name}")
@@ -84,6 +87,8 @@ def measured(row: dict[str, Any]) -> Rates:
     if same:
         name = max(same)[2]
         return Rates(machine_of(row, kept(name)), False, f"calibration {name}, of another day")
+    if gpu_of(row) not in GPUS:
+        return None
     one = h200() if "H200" in gpu_of(row) else h100(ranks)
     return Rates(machine_of(row, one.calibration), False, "rows of the ledger")
 

@@ -134,11 +134,10 @@ class Serving:
         if not self.codes or not shapes:
             return 1.0
         took = [linear_seconds(self.machine, shape, self.codes, held=True, trained=False) for shape in shapes]
-        if None in took:
+        known = [one for one in took if one is not None]
+        if len(known) < len(took):
             return FP8_BLOCK_GAIN if self.codes == "blockwise" else FP8_GAIN
-        return product_seconds(self.machine, [(shape, "forward") for shape in shapes], self.dtype) / sum(
-            map(float, took)
-        )  # type: ignore[arg-type]
+        return product_seconds(self.machine, [(shape, "forward") for shape in shapes], self.dtype) / sum(known)
 
     def _on_gpu(self, step: StepKind, *, again: bool) -> Estimate:
         if step.chunks:

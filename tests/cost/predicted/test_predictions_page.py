@@ -77,9 +77,13 @@ def test_a_call_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (predictions.take(given), predictions.take(given)) == (1, 0)
     assert rows.read(ledger / "train.jsonl") == [row]
     known = rates.measured(row)
-    assert known.fresh and known.machine.calibration == rates.h200().calibration
+    assert known is not None and known.fresh and known.machine.calibration == rates.h200().calibration
     other = rates.measured({**row, "calibration": ""})
-    assert not other.fresh and "abc" in other.what
+    assert other is not None and not other.fresh and "abc" in other.what
+    unlike = {**row, "calibration": "", "machine": {**machine, "gpus": [{"name": "Unlisted"}]}}
+    assert rates.measured(unlike) is None and rates.of_sheet(unlike) is None, "no rates of another GPU"
+    with pytest.raises(SystemExit, match="has no rows"):
+        predictions.take(tmp_path)
     rates.stored.cache_clear(), rates.kept.cache_clear()
 
 
