@@ -17,14 +17,17 @@ from hone.model import hf
 from hone.model.adapters import ADAPTERS, peft
 from hone.model.adapters.trainable import Trainable
 from hone.model.decoder import build
+from hone.model.quantized.nf4_base import nf4_base
 from hone.model.shape import Shape
 
 SHAPE = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, max_seq_len=64)
 TOKENS = torch.arange(40).view(2, 20) * 7 % 50
 
 
-def base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
-    config = SHAPE.config(50).model_copy(update={"tie_embeddings": tied})
+def base(folder: Path, *, tied: bool = False, wide: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """`wide`: of rows that blocks of 64 divide."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128} if wide else {}
+    config = SHAPE.model_copy(update=sizes).config(50).model_copy(update={"tie_embeddings": tied})
     hf.save(build(config, seed=1, dtype=dtype), folder)
     return folder
 
@@ -57,6 +60,33 @@ def test_a_merged_model_computes_what_its_adapter_did(kind: str, tmp_path: Path)
         merge(adapter, tmp_path / "merged")
     with pytest.raises(SpecError, match="has no adapter"):
         merge(made.path, tmp_path / "again")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_biases_are_those_that_the_adapter_adds(kind: str, tmp_path: Path) -> None:
+    """IA3's factors of outputs multiply them, too."""
+    model = build(SHAPE.model_copy(update={"family": "qwen2"}).config(50), seed=1)
+    draw = torch.Generator().manual_seed(0)
+    for name, part in model.named_parameters():
+        if name.endswith("bias"):
+            part.normal_(std=0.5, generator=draw)
+    hf.save(model, tmp_path / "base")
+    adapter = adapted(tmp_path / "base", tmp_path / "adapter", kind=kind)
+    merged = hf.load(merge(adapter, tmp_path / "merged").path)
+    torch.testing.assert_close(merged(TOKENS), hf.load(adapter)(TOKENS), rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_codes_become_weights_with_the_adapter(kind: str, tmp_path: Path) -> None:
+    model = base(tmp_path / "dense", wide=True)
+    hf.save(nf4_base(hf.Checkpoint(model)).build(), tmp_path / "nf4")
+    adapter = adapted(tmp_path / "nf4", tmp_path / "adapter", kind=kind)
+    made = merge(adapter, tmp_path / "merged")
+    assert "no longer quantized" in made.describe()
+    assert "quantization_config" not in json.loads((made.path / "config.json").read_text())
+    torch.testing.assert_close(hf.load(made.path)(TOKENS), hf.load(adapter)(TOKENS), rtol=0, atol=2e-5)
 
 
 @torch.no_grad()

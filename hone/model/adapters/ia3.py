@@ -61,13 +61,12 @@ class IA3(Adapter):
         return False
 
     def peft_values(self) -> dict[str, Any]:
-        ends = [name for name in self.target_modules if name in self.feedforward_modules]
-        more = [
+        inputs = [
             name
             for name in self.target_modules
             if any(f".{name}".endswith(f".{end}") for end in self.feedforward_modules)
         ]
-        return {"feedforward_modules": sorted({*ends, *more})}
+        return {"feedforward_modules": sorted(inputs)}
 
     @classmethod
     def of_peft(cls, values: Mapping[str, Any]) -> IA3 | None:
@@ -90,6 +89,12 @@ class IA3Linear(Adapted):
         weight = self.inner.dequantize(torch.float32)
         weight = weight if inputs is None else weight * inputs.float()
         return (weight if outputs is None else weight * outputs.float()[:, None]).to(dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """As the forward pass adds it: an output's factor multiplies its bias, too."""
+        outputs = self._factors()[1]
+        return self.inner.bias if self.inner.bias is None or outputs is None else self.inner.bias * outputs
 
     def _factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Those of the inputs [K] and of all outputs [N of all pieces]; None: all are one."""
