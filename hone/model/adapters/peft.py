@@ -40,8 +40,11 @@ _REFUSED = (
     "lora_bias", "fan_in_fan_out", "modules_to_save",
     "layers_to_transform", "layers_pattern", "layer_replication", "target_parameters", "exclude_modules",
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "lora_ga_config", "monteclora_config",
 )  # fmt: skip
 """Keys of adapter_config.json that change what an adapter computes, and that are empty or false in the ones hone runs."""
+_BESIDE_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the model as it is; PEFT changes its weights for others (pissa, olora, corda, loftq)."""
 
 
 class Opened(NamedTuple):
@@ -100,6 +103,8 @@ def read(folder: Path) -> Adapter:
     wrong = {"peft_type": values.get("peft_type")} if values.get("peft_type") not in types else {}
     wrong |= {"bias": values["bias"]} if values.get("bias", "none") != "none" else {}
     wrong |= {name: values[name] for name in _REFUSED if values.get(name)}
+    if (first := values.get("init_lora_weights")) not in _BESIDE_THE_MODEL:
+        wrong["init_lora_weights"] = first
     targets = values.get("target_modules")
     targets = [targets] if isinstance(targets, str) else targets
     if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
