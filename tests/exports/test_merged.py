@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.base.errors import ArtifactError, SpecError
+from hone.base.run import Run
 from hone.cli.dispatch import main
 from hone.exports.merged.spec import MergeSpec
 from hone.exports.merged.write import merge
@@ -58,6 +59,16 @@ def test_a_merged_model_computes_what_its_adapter_did(kind: str, tmp_path: Path)
     assert float((plain(TOKENS) - hf.load(tmp_path / "base")(TOKENS)).abs().max()) > 0.01
     with pytest.raises(ArtifactError, match="exists"):
         merge(adapter, tmp_path / "merged")
+    merge(adapter, tmp_path / "merged", run=Run(quiet=True, redo=True))
+    for folder, said in (
+        (tmp_path / "base", "holds what the merge reads"),
+        (tmp_path, "holds what"),
+        (tmp_path / "notes", "no model folder"),
+    ):
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(ArtifactError, match=said):
+            merge(adapter, folder, run=Run(quiet=True, redo=True))
+        assert folder.exists()
     with pytest.raises(SpecError, match="has no adapter"):
         merge(made.path, tmp_path / "again")
 

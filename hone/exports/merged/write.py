@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hone.base.errors import SpecError
+from hone.base.errors import ArtifactError, SpecError
 from hone.base.figure import human_bytes
 from hone.base.run import Run
 from hone.exports.base import need_free
@@ -63,6 +63,7 @@ def merge(model: Path | str, out: Path | str, spec: MergeSpec | None = None, run
     dtype = getattr(torch, spec.dtype) if spec.dtype else base.dtype
     if not run.redo:
         need_free(out)
+    _replaceable(out, Path(model), base.folder)
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     sums, plain = torch.zeros(3, dtype=torch.float64), base.config.model_copy(update={"adapters": ()})
@@ -90,6 +91,14 @@ def merge(model: Path | str, out: Path | str, spec: MergeSpec | None = None, run
     share = (along / change, (apart / change) ** 0.5) if change else (1.0, 0.0)
     notes = ["the weights are no longer quantized"] if base.quantization else []
     return Merged(out, str(dtype).removeprefix("torch."), *share, tuple(notes))
+
+
+def _replaceable(out: Path, *read: Path) -> None:
+    """Raises ArtifactError for an `out` that is or holds what is read, or exists and is no model folder."""
+    if any(folder.resolve().is_relative_to(out.resolve()) for folder in read):
+        raise ArtifactError(f"{out} holds what the merge reads", fix="give another output folder")
+    if out.exists() and not (out / "config.json").is_file():
+        raise ArtifactError(f"{out} exists and is no model folder", fix="give another output folder")
 
 
 def _onto(source: Checkpoint, model: Path, spec: MergeSpec) -> ModelSource:

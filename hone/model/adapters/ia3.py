@@ -64,13 +64,15 @@ class IA3(Adapter):
         inputs = [
             name
             for name in self.target_modules
-            if any(f".{name}".endswith(f".{end}") for end in self.feedforward_modules)
+            if any(f".{name}".endswith(f".{end}") or f".{end}".endswith(f".{name}") for end in self.feedforward_modules)
         ]
         return {"feedforward_modules": sorted(inputs)}
 
     @classmethod
     def of_peft(cls, values: Mapping[str, Any]) -> IA3 | None:
         inputs = values.get("feedforward_modules") or ()
+        if isinstance(inputs, str):
+            raise ValueError(f"feedforward_modules is the expression {inputs!r}, not a list of names")
         return cls.model_validate({"kind": "ia3", "feedforward_modules": tuple(inputs)})
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from hone.model.adapters.base import Adapter
@@ -46,6 +46,18 @@ class LoRA(Adapter):
 
     stored: ClassVar[dict[str, str]] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
     peft_type: ClassVar[str] = "LORA"
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _patterns_are_usable(cls, pattern: dict[str, float]) -> dict[str, float]:
+        for name, value in pattern.items():
+            if not value > 0:
+                raise ValueError(f"{name!r} has {value}: give a number above 0")
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"{name!r} is no regular expression: {error}") from None
+        return pattern
 
     @property
     def scale(self) -> float:

@@ -36,6 +36,13 @@ class PiSSA(LoRA):
         return self
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
+        for piece in pieces:
+            most, rank = min(piece.out_features, linear.in_features), self.of_piece(piece.name).rank
+            if rank > most:
+                raise SpecError(
+                    f"pissa of rank {rank} takes more directions than the {most} that the weight of '{piece.name}' has",
+                    fix=f"give adapter.rank of at most {most}, or rank_pattern a smaller one for it",
+                )
         trained = super().parameters(linear, pieces)
         first = (
             ParameterSpec(one.name.replace("lora_", "lora_first_"), one.shape, (0.0, 0.0), trained=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hone.base.errors import SpecError
 from hone.model import hf
 from hone.model.adapters import ADAPTERS, peft
 from hone.model.adapters.trainable import Trainable
@@ -34,6 +35,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "dora": {"kind": "dora", "rank": 4},
     "pissa": {"kind": "pissa", "rank": 4},
     "ia3": {"kind": "ia3"},
+    "ia3 of a longer name": {"kind": "ia3", "feedforward_modules": ["mlp.down_proj"]},
 }
 PEFT: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -121,7 +123,7 @@ def formula(name: str, model: Decoder, x: Tensor) -> tuple[Tensor, dict[str, Ten
     ys = []
     for piece in ("q", "k", "v"):
         w = weight[rows[piece]]
-        if name == "ia3":
+        if name.startswith("ia3"):
             y = x @ w.T
             ys.append(y * own[f"ia3_l_{piece}"].view(-1) if f"ia3_l_{piece}" in own else y)
             continue
@@ -167,6 +169,19 @@ def test_pissa_begins_as_the_largest_directions_and_is_saved_beside_the_weights_
     again = hf.load(written(model, base, tmp_path / "adapter"))
     assert again.config.adapters[0].kind == "lora" and again.config.adapters[0].rank == 8
     assert torch.equal(again.layers[0].mixer.qkv.inner.weight[:32], whole)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"kind": "pissa", "rank": 40}, "rank 40 takes more directions than the"),
+        ({"kind": "lora", "rank_pattern": {"q_proj": 0}}, "give a number above 0"),
+        ({"kind": "lora", "alpha_pattern": {"[q": 1.0}}, "no regular expression"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_error(spec: dict[str, Any], said: str, base: Path) -> None:
+    with pytest.raises(SpecError, match=said):
+        Trainable(hf.Checkpoint(base), ADAPTERS.read(spec)).build("cpu", torch.float32)
 
 
 def test_dropout_is_of_training_steps_alone(base: Path) -> None:
