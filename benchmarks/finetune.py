@@ -7,7 +7,7 @@
 Every part is a process of its own with `--limit` seconds, so that one that fails, hangs or runs out of memory leaves the others.
 Rows are printed as they come and go to $OUT/finetune.jsonl if OUT is set; a table of all of them ends the run. Weights and tokens
 are random, rank 16 on all linears, AdamW in float32 on the factors alone. Beside each step stand the forecasts: bytes from
-`hone.cost`, and the seconds of its products at the rate that an 8192 cubed product had in the same process (a bound, not a guess
+`hone.cost`, and the seconds of its products at the rate that a 4096 cubed product had in the same process (a bound, not a guess
 of the step). Reads no setting of the device and changes none.
 """
 
