@@ -29,6 +29,7 @@ LSE = torch.randn(1, 4, 5)
 X, W = torch.randn(3, 64), torch.randn(8, 64)
 SPARSE = compress_24(W * (torch.arange(64) % 4 < 2))
 CODES, SCALES = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2)
+NIBBLES = torch.zeros(8, 32, dtype=torch.uint8)
 TILES, TILE_SCALES = tile_codes(CODES, 4), tile_scales(SCALES)
 FP8, ONES = torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.ones(8)
 PAGES, LATENTS = torch.zeros(3, 2, 4, 8), torch.zeros(3, 4, 8)
@@ -90,6 +91,19 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("bitmask torch.int64", lambda: ops.apply_token_bitmask(X, MASKS.long(), PLACES)),
         ("rows on cpu", lambda: ops.apply_token_bitmask(X.to("meta"), MASKS.to("meta"), PLACES)),
         ("strides", lambda: ops.apply_token_bitmask(W.T[:3, :8], MASKS[:, :1], PLACES, backend="triton")),
+    ],
+    "dequantize_nf4": [
+        ("codes torch.int8", lambda: ops.dequantize_nf4(CODES, torch.ones(8, 2), torch.float32)),
+        (r"scales torch.float32 \(8, 3\)", lambda: ops.dequantize_nf4(NIBBLES, torch.ones(8, 3), torch.float32)),
+        ("scales torch.uint8", lambda: ops.dequantize_nf4(NIBBLES, NIBBLES[:, :2], torch.float32)),
+    ],
+    "frozen_linear": [(r"\(64, 8\), and x has 64", lambda: ops.frozen_linear(X, lambda dtype: W.T))],
+    "lora_linear": [
+        (r"A \(2, 63\)", lambda: ops.lora_linear(X, lambda dtype: W, None, [W[:2, 1:]], [W[:, :2]], scale=1.0)),
+        (
+            "1 pieces begin",
+            lambda: ops.lora_linear(X, lambda dtype: W, None, [W[:2]], [W[:, :2]], scale=1.0, begins=()),
+        ),
     ],
     "attend": [
         ("4 heads .* 3", lambda: ops.attend(Q, Q[:, :, :3], Q[:, :, :3])),
@@ -300,6 +314,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "attend_latent": lambda: ops.attend_latent(**latent(backend="tritno")),
         "attend_shared": lambda: ops.attend_shared(**paged(shared=PLACES.int(), backend="tritno")),
         "scan": lambda: ops.scan(Q, K, K, backend="tritno"),
+        "dequantize_nf4": lambda: ops.dequantize_nf4(NIBBLES, SCALES, torch.float32, backend="tritno"),
         "linear": lambda: ops.linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),

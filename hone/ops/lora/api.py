@@ -24,9 +24,9 @@ Weight = Callable[[torch.dtype], Tensor]
 
 
 def frozen_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: [..., K] -> [..., N], differentiable once in x alone; nothing is saved."""
+    """x W^T + b: [..., K] -> [..., N], differentiable once in x alone; nothing is saved. Raises SpecError for a weight that does not fit."""
     if torch.compiler.is_compiling():
-        return F.linear(x, weight(x.dtype), bias)
+        return F.linear(x, _fitting(weight, x), bias)
     found: Tensor = _Frozen.apply(x, weight, bias)
     return found
 
@@ -72,7 +72,7 @@ class _Frozen(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         ctx.weight, ctx.columns = weight, x.shape[-1]
-        return F.linear(x, weight(x.dtype), bias)
+        return F.linear(x, _fitting(weight, x), bias)
 
     @staticmethod
     @once_differentiable
@@ -120,6 +120,17 @@ class _LoRA(Function):
             grad_x = swiglu_gradient(x.reshape(len(flow), -1), grad_x) if ctx.gated else grad_x
             grad_x = grad_x.view(x.shape)
         return grad_x, None, None, None, None, None, *grad_downs, *grad_ups
+
+
+def _fitting(weight: Weight, x: Tensor) -> Tensor:
+    """The weight in x's dtype."""
+    found = weight(x.dtype)
+    if found.dim() != 2 or found.shape[1] != x.shape[-1]:
+        raise SpecError(
+            f"the frozen weight is {tuple(found.shape)}, and x has {x.shape[-1]} input features",
+            fix="give what returns the weight [N, K] of x [..., K]",
+        )
+    return found
 
 
 def _rows(x: Tensor, gated: bool) -> Tensor:
