@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from hone.base.errors import SpecError
 from hone.model.adapters.base import Adapter
-from hone.model.adapters.wrap import Adapted
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class IA3(Adapter):
@@ -53,7 +53,9 @@ class IA3(Adapter):
             for one in pieces
         )
 
-    def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> Adapted:
+    def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> nn.Module:
+        from hone.model.adapters.ia3_linear import IA3Linear
+
         return IA3Linear(self, inner.requires_grad_(False), linear, pieces)
 
     def decays(self, name: str) -> bool:
@@ -74,35 +76,3 @@ class IA3(Adapter):
         if isinstance(inputs, str):
             raise ValueError(f"feedforward_modules is the expression {inputs!r}, not a list of names")
         return cls.model_validate({"kind": "ia3", "feedforward_modules": tuple(inputs)})
-
-
-class IA3Linear(Adapted):
-    """A linear with factors ia3_l_NAME, of a piece's outputs [N, 1] or of the inputs [1, K]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N of all pieces], in x's dtype."""
-        inputs, outputs = self._factors()
-        y = self.inner(x if inputs is None else x * inputs.to(x.dtype))
-        return y if outputs is None else y * outputs.to(y.dtype)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, K] in `dtype`, factors included."""
-        inputs, outputs = self._factors()
-        weight = self.inner.dequantize(torch.float32)
-        weight = weight if inputs is None else weight * inputs.float()
-        return (weight if outputs is None else weight * outputs.float()[:, None]).to(dtype)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """As the forward pass adds it: an output's factor multiplies its bias, too."""
-        outputs = self._factors()[1]
-        return self.inner.bias if self.inner.bias is None or outputs is None else self.inner.bias * outputs
-
-    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the inputs [K] and of all outputs [N of all pieces]; None: all are one."""
-        if any(piece.name in self.spec.feedforward_modules for piece in self.pieces):
-            return getattr(self, f"ia3_l_{self.pieces[0].name}").view(-1), None
-        own = {piece.name: getattr(self, f"ia3_l_{piece.name}").view(-1) for piece in self.pieces}
-        some = next(iter(own.values()))
-        parts = [own.get(piece.name, some.new_ones(piece.out_features)) for piece in self.all_pieces]
-        return None, torch.cat(parts)

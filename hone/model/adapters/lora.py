@@ -6,23 +6,16 @@ Shapes: K input features, N output rows of a checkpoint module, r rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from itertools import accumulate
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field, field_validator
-from torch import Tensor, nn
 
 from hone.model.adapters.base import Adapter
-from hone.model.adapters.wrap import Adapted
-from hone.model.linear import Dense
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
-from hone.model.quantized.dequantizing import Dequantizing
-from hone.model.quantized.nf4 import NF4
-from hone.model.quantized.packed_int import PackedInt
-from hone.ops import lora_linear, swiglu
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class LoRA(Adapter):
@@ -114,6 +107,8 @@ class LoRA(Adapter):
         return {**options, **patterns}
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
+        from hone.model.adapters.lora_linear import uniform
+
         width, ranks = linear.in_features, [self.of_piece(one.name).rank for one in pieces]
         downs = [
             ParameterSpec(f"lora_A_{one.name}", (rank, width), uniform, multiplied=True)
@@ -125,58 +120,12 @@ class LoRA(Adapter):
         ]
         return (*downs, *ups)
 
-    def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> Adapted:
-        if self.varies:
-            from hone.model.adapters.lora_varied import VariedLoRALinear
+    def wrap(self, inner: nn.Module, linear: LinearSpec, pieces: tuple[Piece, ...]) -> nn.Module:
+        from hone.model.adapters.lora_linear import LoRALinear
+        from hone.model.adapters.lora_varied import VariedLoRALinear
 
-            return VariedLoRALinear(self, inner.requires_grad_(False), linear, pieces)
-        return LoRALinear(self, inner.requires_grad_(False), linear, pieces)
-
-
-class LoRALinear(Adapted):
-    """A linear with its LoRA factors: lora_A_NAME [r, K] and lora_B_NAME [N, r] for each wrapped piece."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N of all pieces], in x's dtype."""
-        weight = frozen_weight(self.inner) if torch.is_grad_enabled() else None
-        return self.inner(x) + self._product(x) if weight is None else self._trained(x, weight, gated=False)
-
-    def of_gate_up(self, gate_up: Tensor) -> Tensor:
-        """The same of swiglu(gate_up), which training computes again in the backward pass: [..., 2K] -> [..., N]."""
-        seen = self._forward_hooks or self._forward_pre_hooks
-        weight = frozen_weight(self.inner) if torch.is_grad_enabled() and not seen else None
-        return self(swiglu(gate_up)) if weight is None else self._trained(gate_up, weight, gated=True)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, K] in `dtype`, the factors' product included."""
-        device = next(self.parameters(recurse=False)).device
-        return self.inner.dequantize(dtype) + self._product(torch.eye(self.in_features, dtype=dtype, device=device)).T
-
-    def _trained(self, x: Tensor, weight: Callable[[torch.dtype], Tensor], *, gated: bool) -> Tensor:
-        """As one operation, whose backward pass keeps x alone and makes no gradient of the frozen weight."""
-        begins = {piece.name: begin for piece, begin in zip(self.all_pieces, self._begins(), strict=True)}
-        names = [piece.name for piece in self.all_pieces if piece in self.pieces]
-        downs = [getattr(self, f"lora_A_{name}").to(x.dtype) for name in names]
-        ups = [getattr(self, f"lora_B_{name}").to(x.dtype) for name in names]
-        options = {"scale": self.spec.scale, "begins": [begins[name] for name in names], "gated": gated}
-        bias = self.inner.bias
-        return lora_linear(x, weight, None if bias is None else bias.to(x.dtype), downs, ups, **options)
-
-    def _begins(self) -> list[int]:
-        """The first output feature of each of all pieces."""
-        return [0, *accumulate(piece.out_features for piece in self.all_pieces[:-1])]
-
-    def _product(self, x: Tensor) -> Tensor:
-        """The outputs of the factors, [..., N of all pieces]: zero where a piece is not wrapped."""
-        parts = [self._added(one, x) for one in self.all_pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-    def _added(self, piece: Piece, x: Tensor) -> Tensor:
-        if piece not in self.pieces:
-            return x.new_zeros(*x.shape[:-1], piece.out_features)
-        down, up = getattr(self, f"lora_A_{piece.name}"), getattr(self, f"lora_B_{piece.name}")
-        added = F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype))
-        return added if self.spec.scale == 1.0 else added * self.spec.scale
+        module = VariedLoRALinear if self.varies else LoRALinear
+        return module(self, inner.requires_grad_(False), linear, pieces)
 
 
 def by_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:
@@ -187,20 +136,3 @@ def by_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 def whole(value: float) -> float:
     """`value` as an integer where it is one, as PEFT writes it."""
     return int(value) if float(value).is_integer() else value
-
-
-def frozen_weight(linear: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
-    """What gives the weight of a frozen linear whose product is x W^T + b, so that it may be one with that of the factors.
-
-    None where it is not (rounded inputs, factors of its own), is trained, or has hooks, which must see its inputs.
-    """
-    plain = type(linear) in (Dense, NF4, Dequantizing, PackedInt) and not linear._forward_pre_hooks
-    if not plain or linear._forward_hooks or any(one.requires_grad for one in linear.parameters(recurse=False)):
-        return None
-    return linear.dequantize
-
-
-def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """The initial A [r, K], float32: uniform between -1 / sqrt(K) and 1 / sqrt(K), as PEFT draws it."""
-    bound = shape[-1] ** -0.5
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -6,17 +6,17 @@ Shapes: K input features, N output rows of a checkpoint module, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import model_validator
-from torch import Tensor, nn
 
 from hone.base.errors import SpecError
 from hone.model.adapters.base import Adapter
 from hone.model.adapters.lora import LoRA
-from hone.model.linear import Dense
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class PiSSA(LoRA):
@@ -50,14 +50,17 @@ class PiSSA(LoRA):
         )
         return (*trained, *first)
 
-    @torch.no_grad()
     def start(self, module: nn.Module) -> None:
         """Takes the largest singular directions from the weight. Raises SpecError for one that is not of floats."""
+        import torch
+
+        from hone.model.linear import Dense
+
         if not isinstance(module.inner, Dense):
             raise SpecError(
                 "pissa takes a part of each weight, and the model's are quantized", fix="take adapter.kind: lora"
             )
-        weight = module.inner.weight.data
+        weight = module.inner.weight.detach()
         for piece, rows in module.rows():
             if piece not in module.pieces:
                 continue
@@ -67,11 +70,13 @@ class PiSSA(LoRA):
             down, up = root[:, None] * right[: own.rank], left[:, : own.rank] * root
             for name, value in (("A", down), ("B", up)):
                 for kind in ("lora", "lora_first"):
-                    getattr(module, f"{kind}_{name}_{piece.name}").data.copy_(value)
+                    getattr(module, f"{kind}_{name}_{piece.name}").detach().copy_(value)
             weight[rows] -= (own.scale * (up @ down)).to(weight.dtype)
 
     def exported(self, tensors: Mapping[str, Tensor]) -> tuple[Adapter, dict[str, Tensor]]:
         """LoRA of twice the rank, [A; A0] and [B, -B0]: on the model as it was it computes the same."""
+        import torch
+
         values = self.model_dump(mode="json") | {"kind": "lora", "use_rslora": False, "dropout": 0.0}
         ranks = {name: 2 * rank for name, rank in self.rank_pattern.items()}
         alphas = {name: 2 * alpha for name, alpha in self.alpha_pattern.items()}

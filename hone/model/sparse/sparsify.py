@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hone.base.errors import ArtifactError, MachineError, SpecError
-from hone.model.adapters.lora import LoRALinear
+from hone.model.adapters.lora_linear import LoRALinear
 from hone.model.adapters.lora_varied import VariedLoRALinear
 from hone.model.decoder import Decoder
 from hone.model.linear import Dense
