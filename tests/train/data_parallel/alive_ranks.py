@@ -86,7 +86,7 @@ def most_alive(kinds: list[Any], config: dict[str, Any], tokenizer_from: str, ou
             model = checkpoint.empty()  # maps all files, to read their headers
             checkpoint.close()
             with Alive().counting(found, "read"):
-                model.maker = Read(checkpoint, "cpu")
+                model.maker = Read(checkpoint, "cpu", torch.float32)
                 one = trainer(model)
             found["kept"] = sum(master.numel() * 4 for master in one.update.weights.masters.values())
             every.append(found)
