@@ -1,4 +1,4 @@
-"""LoRA and QLoRA on one device: checks and rates of their kernels, hone's steps, and transformers + peft (+ Liger, bitsandbytes) beside.
+"""LoRA, DoRA and QLoRA on one device: checks and rates of their kernels, hone's steps, and transformers + peft (+ Liger, bitsandbytes) beside.
 
     python -m benchmarks.finetune --device cuda --shape llama3-8b --peer-path SITE   # all parts, one H100 or H200: about 9 minutes
     python -m benchmarks.finetune --device cuda --parts checks,rates,lora,qlora      # hone alone: about 4 minutes
@@ -33,6 +33,7 @@ from benchmarks.kernels.timing import median_seconds
 from benchmarks.train import SHAPES
 from hone.cost.activations.segments import Segment, adapted_values, gradient_values, keep_all
 from hone.cost.chunks import kernel_chunk_tokens
+from hone.model.adapters.dora_linear import DoRALinear
 from hone.model.config import ModelConfig
 from hone.model.context import Causal
 from hone.model.decoder import Decoder, unmade
@@ -46,8 +47,10 @@ PARTS = (
     "rates",
     "lora",
     "lora-recomputed",
+    "dora",
     "qlora",
     "qlora-kept",
+    "qlora-70b",
     "peer-lora",
     "peer-lora-recomputed",
     "peer-qlora",
@@ -89,11 +92,11 @@ class Drawn:
         return self
 
 
-def model_of(shape: str, device: str, *, codes: bool) -> Decoder:
-    """A random model in bf16 (float32 on a CPU), or with NF4 linears, under LoRA, whose factors alone are trained, in float32."""
+def model_of(shape: str, device: str, *, codes: bool, kind: str = "lora") -> Decoder:
+    """A random model in bf16 (float32 on a CPU), or with NF4 linears, under an adapter, which alone is trained, in float32."""
     sizes, vocab = SHAPES[shape]
     values = sizes.config(vocab).model_dump(mode="json")
-    config = ModelConfig.read({**values, "adapters": [{"kind": "lora", "rank": RANK, "alpha": 2 * RANK}]})
+    config = ModelConfig.read({**values, "adapters": [{"kind": kind, "rank": RANK, "alpha": 2 * RANK}]})
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     source = ModelSource(Path("random"), config, {"dtype": "bfloat16"}, Drawn(config, device))
     model = (nf4_base(source, device=device) if codes else source).build(device, dtype)
@@ -101,15 +104,20 @@ def model_of(shape: str, device: str, *, codes: bool) -> Decoder:
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
             parameter.data = parameter.data.float()
+    for module in model.modules():
+        if isinstance(module, DoRALinear):
+            module.start()
     return model
 
 
-def step_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Iterator[Row]:
-    """Tokens a second and peak memory of hone's training steps, beside their forecasts."""
-    device, rows, seq_len = args.device, args.rows, args.seq_len
+def step_rows(
+    args: argparse.Namespace, *, codes: bool, recomputed: bool, kind: str = "lora", shape: str = "", rows: int = 0
+) -> Iterator[Row]:
+    """Tokens a second and peak memory of hone's training steps, beside their forecasts; `shape` and `rows` for those asked for."""
+    device, seq_len, shape, rows = args.device, args.seq_len, shape or args.shape, rows or args.rows
     cuda = device.startswith("cuda")
     begun = time.perf_counter()
-    model = model_of(args.shape, device, codes=codes)
+    model = model_of(shape, device, codes=codes, kind=kind)
     made_s = time.perf_counter() - begun
     config = model.config
     segments = keep_all(config.num_layers)
@@ -129,7 +137,8 @@ def step_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Ite
 
     losses, seconds, peak = timed(step, cuda, args.steps)
     weights = held_bytes(model)
-    name = f"{'QLoRA' if codes else 'LoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    name = f"{'Q' if codes else ''}{'LoRA' if kind == 'lora' else 'DoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    name += f", {shape}, {rows} x {seq_len}" if shape != args.shape else ""
     planned = (
         weights
         + 3 * 4 * sum(one.numel() for one in trained)
@@ -272,6 +281,11 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
     if part in ("checks", "rates"):
         return {"checks": checks, "rates": rates}[part](args)
     codes = "qlora" in part
+    if part == "qlora-70b":
+        shape, rows = ("llama3-70b", 1) if args.device.startswith("cuda") else (args.shape, args.rows)
+        return step_rows(args, codes=True, recomputed=True, shape=shape, rows=rows)
+    if part == "dora":
+        return step_rows(args, codes=False, recomputed=False, kind="dora")
     recomputed = part.endswith("recomputed") or (codes and not part.endswith("kept"))
     return (peer_rows if part.startswith("peer") else step_rows)(args, codes=codes, recomputed=recomputed)
 

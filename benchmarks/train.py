@@ -58,6 +58,10 @@ SHAPES: dict[str, tuple[Shape, int]] = {
         Shape(hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336,
               max_seq_len=8192, rope_theta=5e5, tie_embeddings=False), 128256,
     ),
+    "llama3-70b": (
+        Shape(hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672,
+              max_seq_len=8192, rope_theta=5e5, tie_embeddings=False), 128256,
+    ),
     "qwen3-30b-a3b": (
         Shape(family="qwen3_moe", hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
               intermediate_size=6144, max_seq_len=4096, rope_theta=1e6, tie_embeddings=False,

@@ -12,6 +12,7 @@ from hone.ops.linear.api import fp8_linear, linear, quantized_linear
 from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
 from hone.ops.lora.api import frozen_linear, lora_linear
+from hone.ops.lora.dora import dora_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.moe.experts import choose_experts, expert_swiglu
@@ -41,6 +42,7 @@ __all__ = [
     "clamped_swiglu",
     "count_tokens",
     "dequantize_nf4",
+    "dora_linear",
     "expert_swiglu",
     "fp8_linear",
     "fp8_trained_linear",

@@ -288,6 +288,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "sparse_linear": _sparse_linear,
     "dequantize_nf4": _dequantize_nf4,
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
+    "dora_linear": _by_dtype("reference", UP_TO_32, "rows stretched in one pass over memory"),
     "rms_norm": _rms_norm,
     **dict.fromkeys(
         ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", UP_TO_32, "one pass over memory")
@@ -332,6 +333,7 @@ NO_GPU: dict[str, Choice] = {
     ),
     **dict.fromkeys(("input_codes", "fp8_cast"), Choice("reference", "no GPU: torch in few passes over memory")),
     "sparse_linear": Choice("reference", "no GPU: the weight is unpacked and multiplied by torch"),
+    "dora_linear": Choice("reference", "no GPU: torch in few passes over memory"),
     "dequantize_nf4": Choice("reference", "no GPU: torch looks up two codes at a time"),
 }
 """Choices without a GPU, for any case."""
@@ -359,7 +361,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fp8_block_product": ("reference", "cublas", "triton"),
     "fp8_grouped_linear": ("reference", "gluon"),
     "sparse_linear": ("reference", "torch", "gluon"),
-    "dequantize_nf4": ("reference", "triton"),
+    **dict.fromkeys(("dora_linear", "dequantize_nf4"), ("reference", "triton")),
     **dict.fromkeys(("input_codes", "fp8_cast"), ("reference", "triton")),
     **dict.fromkeys(("rms_norm", "rope", "rope_in_place", "rope_write", "swiglu"), _ROWS_OPS),
     "geglu": ("reference", "torch"),

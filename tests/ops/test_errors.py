@@ -98,6 +98,14 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("scales torch.uint8", lambda: ops.dequantize_nf4(NIBBLES, NIBBLES[:, :2], torch.float32)),
     ],
     "frozen_linear": [(r"\(64, 8\), and x has 64", lambda: ops.frozen_linear(X, lambda dtype: W.T))],
+    "dora_linear": [
+        (
+            r"A \(2, 63\)",
+            lambda: ops.dora_linear(
+                X, lambda dtype: W, None, W[:, 0], [W[:2, 1:]], [W[:, :2]], [W[:, 0]], scales=(1.0,)
+            ),
+        )
+    ],
     "lora_linear": [
         (r"A \(2, 63\)", lambda: ops.lora_linear(X, lambda dtype: W, None, [W[:2, 1:]], [W[:, :2]], scale=1.0)),
         (
@@ -315,6 +323,9 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "attend_shared": lambda: ops.attend_shared(**paged(shared=PLACES.int(), backend="tritno")),
         "scan": lambda: ops.scan(Q, K, K, backend="tritno"),
         "dequantize_nf4": lambda: ops.dequantize_nf4(NIBBLES, SCALES, torch.float32, backend="tritno"),
+        "dora_linear": lambda: ops.dora_linear(
+            X, lambda dtype: W, None, W[:, 0], [W[:2]], [W[:, :2]], [W[:, 0]], scales=(1.0,), backend="tritno"
+        ),
         "linear": lambda: ops.linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),

@@ -1,1 +1,1 @@
-"""Linears whose own weights are frozen, alone and with LoRA factors: `frozen_linear`, `lora_linear`."""
+"""Linears whose own weights are frozen, alone and with the factors of LoRA and DoRA."""
