@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from hone.cost.activations.segments import Segment, adapted_values, gradient_val
 from hone.cost.chunks import kernel_chunk_tokens
 from hone.model.adapters.dora_linear import DoRALinear
 from hone.model.config import ModelConfig
-from hone.model.context import Causal
+from hone.model.context import Causal, Packed
 from hone.model.decoder import Decoder, unmade
 from hone.model.quantized.nf4_base import nf4_base
 from hone.model.weights.model import ModelSource, expected_shapes
@@ -126,9 +127,10 @@ def step_rows(
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     tokens = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
     targets = tokens.roll(-1, 1)
+    ids = documents(rows, seq_len, args.document).to(device) if args.document else None
 
     def step() -> Tensor:
-        x = run_layers(model, tokens, Causal(tokens), segments)
+        x = run_layers(model, tokens, Causal(tokens) if ids is None else Packed(ids), segments)
         loss = linear_cross_entropy(model.head_input(x), model.head_weight, targets)
         loss.backward()
         optimizer.step()
@@ -138,6 +140,7 @@ def step_rows(
     losses, seconds, peak = timed(step, cuda, args.steps)
     weights = held_bytes(model)
     name = f"{'Q' if codes else ''}{'LoRA' if kind == 'lora' else 'DoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    name += f", documents of {args.document} tokens packed" if args.document else ""
     name += f", {shape}, {rows} x {seq_len}" if shape != args.shape else ""
     planned = (
         weights
@@ -150,6 +153,15 @@ def step_rows(
         "weights_gib": weights / GIB, "made_s": made_s, "trained": sum(one.numel() for one in trained),
         "passed": math.isfinite(losses[-1]) and losses[-1] < losses[0], "losses": losses, "n": args.steps,
     }  # fmt: skip
+
+
+def documents(rows: int, seq_len: int, mean: int) -> Tensor:
+    """Document ids [rows, seq_len] of packed texts whose lengths are exponential with this mean, as those of instructions are about."""
+    draw = np.random.default_rng(0)
+    ends = draw.exponential(mean, (rows, 4 * seq_len // mean + 8)).clip(8).astype(np.int64).cumsum(1)
+    return torch.from_numpy(
+        np.stack([np.searchsorted(one, np.arange(seq_len), "right") for one in ends]).astype(np.int32)
+    )
 
 
 def timed(step: Callable[[], Tensor], cuda: bool, steps: int) -> tuple[list[float], float, float | None]:
@@ -345,6 +357,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences a step")
     parser.add_argument("--seq-len", type=int, default=0, help="tokens of a sequence; 2048, or 64 on a CPU")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--document", type=int, default=0, help="hone: pack texts of this mean length; 0: one a sequence"
+    )
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of a part")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument(
