@@ -112,9 +112,13 @@ def model_of(shape: str, device: str, *, codes: bool, kind: str = "lora") -> Dec
 
 
 def step_rows(
-    args: argparse.Namespace, *, codes: bool, recomputed: bool, kind: str = "lora", shape: str = "", rows: int = 0
-) -> Iterator[Row]:
-    """Tokens a second and peak memory of hone's training steps, beside their forecasts; `shape` and `rows` for those asked for."""
+    args: argparse.Namespace, *, codes: bool, recomputed: bool, kind: str = "lora", shape: str = "", rows: int = 0,
+    to_host: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """Tokens a second and peak memory of hone's training steps, beside their forecasts; `shape` and `rows` for those asked for.
+
+    `to_host`: what recomputed layers keep, their inputs, waits in the host's memory.
+    """
     device, seq_len, shape, rows = args.device, args.seq_len, shape or args.shape, rows or args.rows
     cuda = device.startswith("cuda")
     begun = time.perf_counter()
@@ -122,7 +126,7 @@ def step_rows(
     made_s = time.perf_counter() - begun
     config = model.config
     segments = keep_all(config.num_layers)
-    segments = tuple(Segment(one.start, one.stop, recomputed) for one in segments)
+    segments = tuple(Segment(one.start, one.stop, recomputed, to_host=to_host) for one in segments)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     tokens = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
@@ -140,12 +144,13 @@ def step_rows(
     losses, seconds, peak = timed(step, cuda, args.steps)
     weights = held_bytes(model)
     name = f"{'Q' if codes else ''}{'LoRA' if kind == 'lora' else 'DoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    name += ", their inputs on the host" if to_host else ""
     name += f", documents of {args.document} tokens packed" if args.document else ""
     name += f", {shape}, {rows} x {seq_len}" if shape != args.shape else ""
     planned = (
         weights
         + 3 * 4 * sum(one.numel() for one in trained)
-        + activation_bytes(config, rows * seq_len, device, recomputed)
+        + activation_bytes(config, rows * seq_len, device, recomputed, to_host)
     )
     yield {
         "figure": f"hone {name}", "value": rows * seq_len / seconds, "unit": "tokens/s", "peak_gib": peak, "seconds": seconds,
@@ -188,12 +193,12 @@ def held_bytes(model: torch.nn.Module) -> int:
     return sum(held.values())
 
 
-def activation_bytes(config: ModelConfig, tokens: int, device: str, recomputed: bool) -> float:
+def activation_bytes(config: ModelConfig, tokens: int, device: str, recomputed: bool, to_host: bool) -> float:
     """Bytes of activations at the peak of a step: what layers keep, a layer's gradients, a chunk of logits."""
     dims = config.dims()
     width = 2 if device.startswith("cuda") else 4
     layer = [adapted_values(one, config.hidden_size) for one in dims.layers]
-    kept = sum(layer) if not recomputed else max(layer) + config.hidden_size * len(layer)
+    kept = sum(layer) if not recomputed else max(layer) + config.hidden_size * (2 if to_host else len(layer))
     making = max(gradient_values(one, config.hidden_size) for one in dims.layers)
     logits = kernel_chunk_tokens(tokens) * config.vocab_size if device.startswith("cuda") else 0
     return width * (tokens * (kept + making + 2 * config.hidden_size) + logits)
@@ -295,7 +300,7 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
     codes = "qlora" in part
     if part == "qlora-70b":
         shape, rows = ("llama3-70b", 1) if args.device.startswith("cuda") else (args.shape, args.rows)
-        return step_rows(args, codes=True, recomputed=True, shape=shape, rows=rows)
+        return step_rows(args, codes=True, recomputed=True, shape=shape, rows=rows, to_host=True)
     if part == "dora":
         return step_rows(args, codes=False, recomputed=False, kind="dora")
     recomputed = part.endswith("recomputed") or (codes and not part.endswith("kept"))
