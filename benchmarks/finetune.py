@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import ledger
 from benchmarks.kernels.lora import RANK, Row, checks, rates
 from benchmarks.kernels.timing import median_seconds
 from benchmarks.train import SHAPES
@@ -146,7 +147,7 @@ def step_rows(
     name = f"{'Q' if codes else ''}{'LoRA' if kind == 'lora' else 'DoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
     name += ", their inputs on the host" if to_host else ""
     name += f", documents of {args.document} tokens packed" if args.document else ""
-    name += f", {shape}, {rows} x {seq_len}" if shape != args.shape else ""
+    name += f", {shape}, {rows} x {seq_len}"
     planned = (
         weights
         + 3 * 4 * sum(one.numel() for one in trained)
@@ -354,6 +355,23 @@ def table(rows: list[Row]) -> str:
     )
 
 
+def paired(rows: list[Row]) -> list[Row]:
+    """The ledger's rows: each of hone's steps, and the peer's of the same part beside it."""
+    theirs = {row["part"].removeprefix("peer-"): row for row in rows if row["part"].startswith("peer-")}
+    found = []
+    for row in rows:
+        if row["part"].startswith("peer-") or row["value"] is None or "peak_gib" not in row:
+            continue
+        line = {key: row[key] for key in ("figure", "value", "unit", "n", "seconds")}
+        line |= {"peak_bytes": row["peak_gib"] * GIB, "predicted_peak_bytes": row["forecast_gib"] * GIB}
+        peer = theirs.get(row["part"])
+        if peer is not None:
+            line |= {"peer": peer["figure"], "peer_value": peer["value"], "peer_peak_bytes": peer["peak_gib"] * GIB}
+            line["ratio"] = row["value"] / peer["value"]
+        found.append(line)
+    return found
+
+
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -370,8 +388,17 @@ def main() -> None:
     parser.add_argument(
         "--peer-path", default="", help="folder with the peer's packages; without it peers are left out on a GPU"
     )
+    parser.add_argument(
+        "--from", dest="source", nargs="*", default=[], help="files of a run's $OUT: no run, rows of the ledger"
+    )
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.source:
+        lines = [json.loads(line) for file in args.source for line in Path(file).read_text("utf8").splitlines()]
+        stamp = next(line["stamp"] for line in lines if "stamp" in line)
+        print(ledger.table(kept := paired([line for line in lines if "part" in line])))
+        ledger.append("finetune", kept, stamp=stamp)
+        return
     args.seq_len = args.seq_len or (2048 if args.device.startswith("cuda") else 64)
     if args.one:
         for row in rows_of(args.one, args):
@@ -390,6 +417,8 @@ def main() -> None:
             with open(Path(out) / "finetune.jsonl", "a", encoding="utf8") as file:
                 file.write(json.dumps(row) + "\n")
 
+    if out:
+        Path(out, "finetune.jsonl").write_text(json.dumps({"stamp": ledger.stamp_of(args.device)}) + "\n", "utf8")
     for part in parts:
         run_part(part, sys.argv[1:], args, write)
     print(table(rows))
