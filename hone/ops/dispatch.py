@@ -270,9 +270,19 @@ def _dequantize_nf4(where: Where, *, dtype: torch.dtype, width: int) -> Choice:
     return Choice("triton", "both levels of scales in one pass over memory")
 
 
+def _lora_slots(where: Where, *, dtype: torch.dtype, rank: int) -> Choice:
+    """`rank` is the largest that a slot holds."""
+    if dtype not in UP_TO_32 or rank % 16:
+        return Choice(
+            "reference", f"the kernels take dtypes up to 32 bits and slots of 16 ranks, not {dtype} and {rank}"
+        )
+    return Choice("triton", "each row by the factors of its slot, nothing sorted")
+
+
 _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
 _PASSES = ("adamw_step", "widen", "clamped_swiglu")
 _SWEEPS = ("round_compensated", "prune_compensated")
+_SLOTS = ("lora_shrink", "lora_expand")
 RULES: dict[str, Callable[..., Choice]] = {
     "attend": attend,
     "attend_backward": attend_backward,
@@ -289,6 +299,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "dequantize_nf4": _dequantize_nf4,
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "dora_linear": _by_dtype("reference", UP_TO_32, "rows stretched in one pass over memory"),
+    **dict.fromkeys(_SLOTS, _lora_slots),
     "rms_norm": _rms_norm,
     **dict.fromkeys(
         ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", UP_TO_32, "one pass over memory")
@@ -325,6 +336,7 @@ NO_GPU: dict[str, Choice] = {
     **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
     **dict.fromkeys(_PASSES, Choice("reference", "no GPU: torch in few passes over memory")),
     "linear": Choice("reference", "no GPU: torch's product"),
+    **dict.fromkeys(_SLOTS, Choice("reference", "no GPU: torch's products, a slot at a time")),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
     **dict.fromkeys(
@@ -370,7 +382,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "permute": ("reference", "triton"),
     "choose_experts": ("reference", "triton"),
     "expert_swiglu": ("reference", "grouped", "triton"),
-    **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS, *_PASSES), ("reference", "triton")),
+    **dict.fromkeys((*_CHOOSING, "count_tokens", *_SWEEPS, *_PASSES, *_SLOTS), ("reference", "triton")),
 }
 """The backends of each op: a rule returns one of them, and `backend` may force one."""
 

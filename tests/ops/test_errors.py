@@ -84,6 +84,15 @@ def turned(**change: Any) -> dict[str, Any]:
     return written(q=torch.zeros(3, 4, 8), cos=ANGLES, sin=ANGLES) | change
 
 
+RANKS = torch.tensor([[4, 2], [1, 0]])
+
+
+def expanded(**change: Any) -> dict[str, Any]:
+    """A call of lora_expand that fits: two slots, pieces of 3 and 5 features."""
+    right = {"narrow": torch.ones(1, 3, 2, 4), "ups": torch.ones(2, 8, 4), "slots": PLACES - 1, "ranks": RANKS}
+    return right | {"y": torch.zeros(3, 8), "widths": (3, 5)} | change
+
+
 # Public function: (a word that the error says, the wrong call).
 MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "apply_token_bitmask": [
@@ -112,6 +121,16 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
             "1 pieces begin",
             lambda: ops.lora_linear(X, lambda dtype: W, None, [W[:2]], [W[:, :2]], scale=1.0, begins=()),
         ),
+    ],
+    "lora_shrink": [
+        (r"downs float32 \(2, 8, 63\)", lambda: ops.lora_shrink(X, W.expand(2, 8, 64)[..., 1:], PLACES, RANKS)),
+        ("slots float32", lambda: ops.lora_shrink(X, W.expand(2, 8, 64), PLACES.float(), RANKS)),
+        ("slots are on meta", lambda: ops.lora_shrink(X, W.expand(2, 8, 64), PLACES.to("meta"), RANKS)),
+    ],
+    "lora_expand": [
+        (r"widths \[3, 4\]", lambda: ops.lora_expand(**expanded(widths=(3, 4)))),
+        (r"ranks int64 \(1, 2\)", lambda: ops.lora_expand(**expanded(ranks=RANKS[:1]))),
+        (r"factors float32 \(2, 8\)", lambda: ops.lora_expand(**expanded(factors=torch.ones(2, 8)))),
     ],
     "attend": [
         ("4 heads .* 3", lambda: ops.attend(Q, Q[:, :, :3], Q[:, :, :3])),
@@ -329,6 +348,8 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "linear": lambda: ops.linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
+        "lora_shrink": lambda: ops.lora_shrink(X, W.expand(2, 8, 64), PLACES - 1, RANKS, backend="tritno"),
+        "lora_expand": lambda: ops.lora_expand(**expanded(backend="tritno")),
         "sparse_linear": lambda: ops.sparse_linear(X, SPARSE, backend="tritno"),
         "input_codes": lambda: ops.input_codes(X, "fp8", backend="tritno"),
         "rms_norm": lambda: ops.rms_norm(X, torch.ones(64), 1e-5, backend="tritno"),

@@ -1,0 +1,56 @@
+"""LoRA of many adapters at once on a CPU, against each row's product with its merged factors in float64; the kernels' code for Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from hone.ops import lora_expand, lora_shrink
+
+WIDTHS = (6, 2, 2)
+
+
+def test_each_row_is_multiplied_by_the_factors_of_its_slot() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    downs = torch.randn(2, 3 * 4, 7, generator=generator, dtype=torch.float64)
+    ups = torch.randn(2, 10, 4, generator=generator, dtype=torch.float64)
+    base = torch.randn(5, 10, generator=generator, dtype=torch.float64)
+    slots, ranks = torch.tensor([1, -1, 0, 1, -1]), torch.tensor([[4, 0, 2], [1, 3, 4]])
+    factors = torch.randn(2, 10, 2, generator=generator, dtype=torch.float64)
+    found = lora_expand(lora_shrink(x, downs, slots, ranks), ups, slots, ranks, base.clone(), WIDTHS, factors=factors)
+    for row, slot in enumerate(slots.tolist()):
+        expected = base[row]
+        if slot >= 0:
+            merged = torch.zeros(10, 7, dtype=torch.float64)
+            begin = 0
+            for piece, width in enumerate(WIDTHS):
+                rank = int(ranks[slot, piece])
+                merged[begin : begin + width] = (
+                    ups[slot, begin : begin + width, :rank] @ downs[slot, 4 * piece : 4 * piece + rank]
+                )
+                begin += width
+            expected = base[row] * factors[slot, :, 0] + factors[slot, :, 1] + merged @ x[row]
+        torch.testing.assert_close(found[row], expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernels_for_hopper_do_not_spill() -> None:
+    from hone.ops.lora import triton_slots
+    from tests.ops.compiled import bf16, compile_triton, fp32
+
+    sizes = {"PIECES": 3, "RANK": 16, "BLOCK_T": 64, "BLOCK_R": 16, "PARTS": 8, "SPREAD": 8, "EARLY": True}
+    strides = ("stride_x", "stride_slot", "stride_y", "stride_part")
+    numbers = dict.fromkeys(("T", "K", *strides, "stride_ranks", "stride_factors"), "i32")
+    types = {**bf16("x", "downs", "ups", "y"), **fp32("out", "narrow", "factors"), **numbers}
+    types |= dict.fromkeys(("slots", "ranks", "table"), "*i32")
+    for kernel, more in (
+        (triton_slots.shrink, {"BLOCK_K": 128}),
+        (triton_slots.expand, {"BLOCK_N": 64, "SCALED": True}),
+    ):
+        own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        divisible = [name for name in strides if name in own]
+        made = compile_triton(kernel, own, {**sizes, **more}, divisible=divisible, num_warps=4)
+        assert made.clean and made.count("HMMA") + made.count("HGMMA")
