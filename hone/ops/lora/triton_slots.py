@@ -67,53 +67,55 @@ def shrink(
 def expand(
     narrow, ups, slots, ranks, factors, table, y, T, stride_slot, stride_ranks, stride_factors, stride_y, stride_part,
     PIECES: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    SPAN: tl.constexpr, PARTS: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, N] += u B^T, where the row has a slot: u is the sum of the parts of `narrow`. With SCALED y is multiplied and shifted before.
 
-    `table` int32 [blocks, 3]: of each block of output features its piece, its first feature and the end of the piece.
+    `table` int32 [spans, 3]: of each span of SPAN output features its piece, its first feature and the end of the piece.
     """
     previous_kernel_done(EARLY)
     start_next_kernel(EARLY)
     piece = tl.load(table + tl.program_id(0) * 3)
-    n = tl.load(table + tl.program_id(0) * 3 + 1) + tl.arange(0, BLOCK_N)
-    inside = n < tl.load(table + tl.program_id(0) * 3 + 2)
+    first = tl.load(table + tl.program_id(0) * 3 + 1)
+    last = tl.minimum(first + SPAN, tl.load(table + tl.program_id(0) * 3 + 2))
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    turn = tl.program_id(2)
     ids = tl.load(slots + rows, mask=rows < T, other=-1).to(tl.int32)
-    ids = tl.where((ids >= 0) & (ids % SPREAD == turn), ids, -1)
-    rs = tl.arange(0, BLOCK_R)
+    ids = tl.where((ids >= 0) & (ids % SPREAD == tl.program_id(2)), ids, -1)
+    rs, ns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     u_rows = narrow + rows[:, None] * (PIECES * RANK) + piece * RANK
-    first_row = tl.program_id(1).to(tl.int64) * BLOCK_T * stride_y
-    places = y + first_row + tl.arange(0, BLOCK_T)[:, None] * stride_y + n[None, :]
+    y_rows = y + tl.program_id(1).to(tl.int64) * BLOCK_T * stride_y + tl.arange(0, BLOCK_T)[:, None] * stride_y
     slot = tl.max(ids, 0)
     while slot >= 0:
-        mine = ids == slot
+        mine = (ids == slot)[:, None]
         rank = tl.load(ranks + slot * stride_ranks + piece)
-        if SCALED or rank > 0:
-            b_rows = ups + slot.to(tl.int64) * stride_slot + n[None, :] * RANK
-            total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-            for begin in range(0, rank, BLOCK_R):
-                r = begin + rs
-                u = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-                for part in tl.static_range(PARTS):
-                    u += tl.load(
-                        u_rows + part * stride_part + r[None, :], mask=mine[:, None] & (r < rank)[None, :], other=0.0
-                    )
-                b = tl.load(b_rows + r[:, None], mask=inside[None, :] & (r < rank)[:, None], other=0.0)
-                total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
-            before = tl.load(places, mask=mine[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            if SCALED:
-                scale = factors + slot.to(tl.int64) * stride_factors + n * 2
-                before = before * tl.load(scale, mask=inside, other=1.0)[None, :]
-                before += tl.load(scale + 1, mask=inside, other=0.0)[None, :]
-            tl.store(places, (before + total).to(y.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+        begin = tl.where(rank == 0, -BLOCK_R, 0) if SCALED else 0  # without ranks y is scaled all the same
+        while begin < rank:
+            r = begin + rs
+            real = (r >= 0) & (r < rank)
+            u = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+            for part in tl.static_range(PARTS):
+                u += tl.load(u_rows + part * stride_part + r[None, :], mask=mine & real[None, :], other=0.0)
+            low = u.to(ups.dtype.element_ty)
+            b_rows = ups + slot.to(tl.int64) * stride_slot + r[:, None]
+            for block in range(first, last, BLOCK_N):
+                n = block + ns
+                inside = n < last
+                b = tl.load(b_rows + n[None, :] * RANK, mask=inside[None, :] & real[:, None], other=0.0)
+                added = tl.dot(low, b, input_precision="ieee")
+                before = tl.load(y_rows + n[None, :], mask=mine & inside[None, :], other=0.0).to(tl.float32)
+                if SCALED:  # noqa: SIM102 -- decided when the kernel is compiled
+                    if begin <= 0:
+                        scale = factors + slot.to(tl.int64) * stride_factors + n * 2
+                        before = before * tl.load(scale, mask=inside, other=1.0)[None, :]
+                        before += tl.load(scale + 1, mask=inside, other=0.0)[None, :]
+                tl.store(y_rows + n[None, :], (before + added).to(y.dtype.element_ty), mask=mine & inside[None, :])
+            begin += BLOCK_R
         slot = tl.max(tl.where(ids < slot, ids, -1), 0)
 
 
 def _rows_of(count: int) -> int:
     """Rows of a program."""
-    return 16 if count <= 16 else 32 if count <= 32 else 64
+    return 16 if count <= 16 else 32 if count <= FEW_ROWS else 64
 
 
 def launch_shrink(x: Tensor, downs: Tensor, slots: Tensor, ranks: Tensor) -> Tensor:
@@ -141,19 +143,19 @@ def launch_expand(
     (parts, rows, pieces, rank), few = narrow.shape, len(y) <= FEW_ROWS
     if not rows:
         return
-    spread, block_t, block_n = len(ups) if few else 1, _rows_of(rows), 128 if rows <= 32 else 64
-    table = _blocks(tuple(widths), block_n, y.device)
+    spread, block_t, span = len(ups) if few else 1, _rows_of(rows), 512 if few else 64
+    table = _spans(tuple(widths), span, y.device)
     expand[(len(table), triton.cdiv(rows, block_t), spread)](
         narrow, ups, slots, ranks, narrow if factors is None else factors, table, y, rows, ups.stride(0), ranks.stride(0),
         0 if factors is None else factors.stride(0), y.stride(0), narrow.stride(0), PIECES=pieces, RANK=rank, BLOCK_T=block_t,
-        BLOCK_R=_BLOCK_R, BLOCK_N=block_n, PARTS=parts, SPREAD=spread, SCALED=factors is not None, num_warps=4,
-        **launch_options(early_launch(y.device)),
+        BLOCK_R=min(64, triton.next_power_of_2(rank)), BLOCK_N=64, SPAN=span, PARTS=parts, SPREAD=spread,
+        SCALED=factors is not None, num_warps=4 if few else 8, **launch_options(early_launch(y.device)),
     )  # fmt: skip
 
 
 @cache
-def _blocks(widths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """int32 [blocks, 3]: the piece, first feature and end of each block of at most `size` output features. Kept: graphs read it."""
+def _spans(widths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """int32 [spans, 3]: the piece, first feature and end of each span of at most `size` output features. Kept: graphs read it."""
     rows = []
     for piece, end in enumerate(accumulate(widths)):
         rows += [(piece, begin, end) for begin in range(end - widths[piece], end, size)]

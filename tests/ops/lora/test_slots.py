@@ -41,16 +41,14 @@ def test_the_kernels_for_hopper_do_not_spill() -> None:
     from hone.ops.lora import triton_slots
     from tests.ops.compiled import bf16, compile_triton, fp32
 
-    sizes = {"PIECES": 3, "RANK": 16, "BLOCK_T": 64, "BLOCK_R": 16, "PARTS": 8, "SPREAD": 8, "EARLY": True}
+    sizes = {"PIECES": 3, "RANK": 16, "BLOCK_T": 32, "BLOCK_R": 16, "PARTS": 8, "SPREAD": 8, "EARLY": True}
     strides = ("stride_x", "stride_slot", "stride_y", "stride_part")
     numbers = dict.fromkeys(("T", "K", *strides, "stride_ranks", "stride_factors"), "i32")
     types = {**bf16("x", "downs", "ups", "y"), **fp32("out", "narrow", "factors"), **numbers}
     types |= dict.fromkeys(("slots", "ranks", "table"), "*i32")
-    for kernel, more in (
-        (triton_slots.shrink, {"BLOCK_K": 128}),
-        (triton_slots.expand, {"BLOCK_N": 64, "SCALED": True}),
-    ):
+    wide = {"BLOCK_N": 64, "SPAN": 512, "SCALED": True}
+    for kernel, more in ((triton_slots.shrink, {"BLOCK_K": 128}), (triton_slots.expand, wide)):
         own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         divisible = [name for name in strides if name in own]
         made = compile_triton(kernel, own, {**sizes, **more}, divisible=divisible, num_warps=4)
-        assert made.clean and made.count("HMMA") + made.count("HGMMA")
+        assert made.clean and made.count("HMMA")
