@@ -6,6 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
+from hone.base.errors import SpecError
 from hone.model.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -120,3 +121,12 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
+    """The token ids of a text or of token ids. Raises SpecError for a text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise SpecError("a text prompt needs a tokenizer", fix="send token ids, or give the engine a tokenizer")
+    return tokenizer.encode(prompt)

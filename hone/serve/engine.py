@@ -15,7 +15,8 @@ from hone.base.figure import human_bytes
 from hone.base.run import Run
 from hone.model.decoder import Decoder
 from hone.model.tokenizer import Tokenizer
-from hone.serve.detokenize import TextStream
+from hone.serve.adapters.registry import found_adapter
+from hone.serve.detokenize import TextStream, prompt_ids
 from hone.serve.device.heap import frozen_heap
 from hone.serve.kv_policies.compactor import Compactor
 from hone.serve.opening import open_parts
@@ -59,7 +60,7 @@ class Engine:
         self.spec = spec = parts.spec
         self.model, self.tokenizer = parts.model, parts.tokenizer
         self.pool, self.runner, self.proposer = parts.pool, parts.runner, parts.proposer
-        self.max_model_len, self._note = parts.max_model_len, parts.note
+        self.max_model_len, self._note, self.adapters = parts.max_model_len, parts.note, parts.adapters
         self.max_waiting = spec.max_waiting
         """Requests that may wait; more are rejected."""
         config = self.model.config
@@ -73,6 +74,7 @@ class Engine:
             lookahead=parts.drafter.num_tokens if parts.drafter else 0,
             lookahead_seqs=parts.drafter.max_num_seqs if parts.drafter else 0,
             num_stages=spec.pipeline_parallel_size,
+            adapters=self.adapters,
         )
         self._compactor = Compactor(self.runner, self.scheduler) if parts.kept.compaction is not None else None
         self._builder = StepBuilder(spec.block_size)
@@ -139,6 +141,8 @@ class Engine:
         seq = self._seq(request)
         held = self._constraints.hold(seq)
         self._seqs[request.id] = seq
+        if seq.adapter is not None:
+            seq.adapter.num_seqs += 1
         if not held:
             self.scheduler.add(seq)
 
@@ -146,7 +150,8 @@ class Engine:
         params = request.params
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))
         longest = min(len(request.prompt) + params.max_tokens, self.max_model_len)
-        seq = Seq(request, next(self._arrivals), longest, frozenset(ends))
+        adapter = found_adapter(self.adapters, request.adapter)
+        seq = Seq(request, next(self._arrivals), longest, frozenset(ends), adapter=adapter)
         constraint = self._constraints.of(params, ends)  # which bans the ends itself
         seq.sampling = SeqSampling(
             RequestSampling(params, () if constraint else ends), seq.tokens, seq.num_prompt, constraint
@@ -181,6 +186,8 @@ class Engine:
         if self._compactor is not None:
             for seq, error in self._compactor.run():
                 self._outputs.append(self._end(seq, seq.output, "error", error=error))
+        for seq, error in self.scheduler.unreadable():
+            self._outputs.append(self._end(seq, seq.output, "error", error=error))
         held = bool(self._outputs)
         self._add_compiled()
         launched = self._launch()
@@ -235,7 +242,8 @@ class Engine:
             return None
         if not output.seqs:
             waiting = len(self._seqs) - self._constraints.num_held
-            assert not waiting or self._flying, f"{waiting} requests wait and nothing can run"
+            reads = self.adapters is not None and self.adapters.wait_a_moment(0.0 if self._flying else _NAP_S)
+            assert not waiting or self._flying or reads, f"{waiting} requests wait and nothing can run"
             return None
         self._num_steps += 1
         if self.proposer is not None:
@@ -383,6 +391,7 @@ class Engine:
             "draft_tokens": self._num_drafted,
             "accepted_tokens": self._num_accepted,
             "kv_cache_bytes": self.cache_bytes,
+            **({} if self.adapters is None else self.adapters.stats()),
         }
 
     def generate(
@@ -390,11 +399,12 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapters: Sequence[str] | None = None,
         run: Run | None = None,
     ) -> list[Completion]:
         """Continues every prompt (text or token ids); completions in the order of the prompts.
 
-        One `params` for all, or one each. With a `run`, its progress line shows tokens/s. Raises the errors of `add`.
+        One `params` for all, or one each; `adapters`: each one's, by name. A `run` shows progress. Raises the errors of `add`.
         Requests queued by `add` before run together with these prompts; the next `step` returns their outputs.
         """
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
@@ -402,8 +412,9 @@ class Engine:
             raise SpecError(f"{len(prompts)} prompts and {len(each)} params", fix="give one params, or one each")
         done: dict[str, Completion] = {}
         pending = []
-        for index, (prompt, one) in enumerate(zip(prompts, each)):
-            request = Request(f"generate-{next(self._arrivals)}-{index}", self._ids(prompt), one)
+        for index, (prompt, one, name) in enumerate(zip(prompts, each, adapters or [""] * len(prompts), strict=True)):
+            ids = prompt_ids(prompt, self.tokenizer)
+            request = Request(f"generate-{next(self._arrivals)}-{index}", ids, one, adapter=name)
             done[request.id] = Completion(request.prompt, [], "", "abort")
             pending.append(request)
         others: list[Output] = []
@@ -437,10 +448,3 @@ class Engine:
                     done[output.request_id].take(output)
                     unfinished -= output.finish is not None
                     bar.advance(len(output.tokens))
-
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise SpecError("a text prompt needs a tokenizer", fix="send token ids, or give the engine a tokenizer")
-        return self.tokenizer.encode(prompt)

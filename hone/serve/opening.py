@@ -20,6 +20,7 @@ from hone.model.folder import model_folder, weights_bytes
 from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS, EVICTIONS
+from hone.serve.adapters.registry import Adapters
 from hone.serve.eviction.eviction import Eviction
 from hone.serve.kv_policies.policy import KeptTokens, check_bits, check_combination
 from hone.serve.offload.budget import MemoryBudget
@@ -50,6 +51,8 @@ class EngineParts(NamedTuple):
     kept: KeptTokens
     note: str = ""
     """What a user must know of how the model is held, beside the spec."""
+    adapters: Adapters | None = None
+    """LoRA adapters; None: the engine serves none."""
 
 
 def open_parts(
@@ -86,6 +89,10 @@ def open_parts(
         if device.type == "cpu" and asked() != "none":
             note = "; ".join(filter(None, (note, spread_layers(model.layers))))
     drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
+    adapters = None if spec.lora.max_loras is None else Adapters(model, spec.lora, device)
+    if adapters is not None:
+        said = f"{adapters.slots.num_slots} adapters of rank {spec.lora.max_lora_rank}: {human_bytes(adapters.slots.num_bytes)}"
+        note = "; ".join(filter(None, (note, said)))
     longest, size = spec.max_model_len or model.config.max_seq_len, spec.block_size
     weights = _name(model.dtype)
     held = cache_format(spec.kv_cache_dtype, weights, None if given else model.quantization)
@@ -125,7 +132,7 @@ def open_parts(
         setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, draft_dtype, device, longest)
         proposer, guesser = drafter.open(setting)
     assert spec.max_num_seqs is not None, "sized() fills it in"
-    runner = Runner(model, cache, sampler, device, guesser, max_num_seqs=spec.max_num_seqs)
+    runner = Runner(model, cache, sampler, device, guesser, max_num_seqs=spec.max_num_seqs, adapters=adapters)
     if experts is not None:
         runner.graphs, runner.experts = None, experts.counts  # which are copied is decided anew in every step
     longest = longest if most <= num_pages else min(longest, num_pages * size)
@@ -134,7 +141,8 @@ def open_parts(
             runner.graphs = None  # copies come from host memory anew in every step
         context = max(1, min(longest, num_pages * size // spec.max_num_seqs))
         note = "; ".join(filter(None, (note, said_of(streamed.budget, streamed.serving, spec, context))))
-    return EngineParts(spec, model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, longest, kept, note)
+    pool = _pool(spec, num_pages)
+    return EngineParts(spec, model, tokenizer, pool, runner, drafter, proposer, longest, kept, note, adapters)
 
 
 class Streamed(NamedTuple):

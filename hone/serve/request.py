@@ -103,7 +103,7 @@ class Retention(Spec):
 
 @dataclass
 class Request:
-    """One prompt to continue. A lower `priority` value is served first; `salt` keeps its prefix cache apart.
+    """One prompt to continue. A lower `priority` value is served first; `salt` keeps its prefix cache apart; `adapter` is one's name.
 
     With `pooling` the output also has the prompt's hidden states after the final norm: their mean, or the last one.
     `retention`: what of it stays longer, or less long, in the prefix cache than other pages.
@@ -116,6 +116,7 @@ class Request:
     salt: str = ""
     pooling: Pooling | None = None
     retention: tuple[Retention, ...] = ()
+    adapter: str = ""
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.model.decoder import Decoder
+from hone.serve.adapters.registry import Adapters
 from hone.serve.device.graphs import StepGraphs, padded
 from hone.serve.device.placing import Placer
 from hone.serve.offload.experts import CacheCounts
@@ -153,8 +154,10 @@ class Runner:
         guesser: Guesser | None = None,
         *,
         max_num_seqs: int = 512,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.cache = cache
         self.sampler = sampler
         self.device = torch.device(device)
@@ -174,7 +177,9 @@ class Runner:
         if reads_in_place(cache, device, model.dtype, softcap=has_softcap(model.config)):
             longest = min(cache.rope_len or model.config.max_seq_len, cache.num_pages * cache.block_size)
             self._table = BlockTable(max_num_seqs, -(-longest // cache.block_size), self.device)
-            self.graphs = StepGraphs(model, cache, self._table.tensor, self._last, device, draws=self.samples)
+            self.graphs = StepGraphs(
+                model, cache, self._table.tensor, self._last, device, draws=self.samples, adapters=adapters
+            )
             self._wipes = False  # these kernels never read slots that no token was written to
 
     def run(self, step: StepInput, masks: Masks | None = None) -> list[SeqResult]:
@@ -337,7 +342,10 @@ class Runner:
         if (batch.sources >= 0).any():
             on["tokens"] = known_tokens(on["tokens"], on["sources"], self._last)
         context = Paged(self.cache, batch, self.device, on)
-        return self.model.hidden(context.tokens, context), on
+        if self.adapters is None or not batch.any_adapters:
+            return self.model.hidden(context.tokens, context), on
+        with self.adapters.slots.of(on["adapter_slots"]):
+            return self.adapters.model.hidden(context.tokens, context), on
 
     def _score_prompts(self, step: StepInput, x: Tensor, part: _Part) -> None:
         """Log-probabilities of the prompt tokens that follow the ones just computed, where they are asked for."""

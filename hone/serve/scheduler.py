@@ -20,9 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from hone.cost.serve.schedule import divided
+from hone.serve.adapters.registry import Adapters
 from hone.serve.paging.fill import PageFill
 from hone.serve.paging.manager import PageManager
 from hone.serve.sequence import ScheduledSeq, SchedulerOutput, Seq
+
+_MOST_PASSED = 32
+"""Sequences with adapters that may begin before one that waits for a slot: then slots fall free until it has one."""
 
 
 class Scheduler:
@@ -32,7 +36,8 @@ class Scheduler:
     its sequences are done before new ones start. Static starts with those that wait; dynamic waits until they are
     `max_num_seqs`, or until the oldest has waited `max_delay_s`. Up to `lookahead` guesses follow a sequence's token while
     at most `lookahead_seqs` sequences decode. With `num_stages` pipeline stages a step has that part of the decoding
-    sequences, none with a token in flight, so that as many steps are under way, one a stage.
+    sequences, none with a token in flight, so that as many steps are under way, one a stage. Sequences run with at most as
+    many `adapters` as there are slots.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Scheduler:
         lookahead: int = 0,
         lookahead_seqs: int = 0,
         num_stages: int = 1,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pages = pages
@@ -55,6 +61,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.lookahead_seqs = lookahead_seqs
         self.num_stages = num_stages
+        self.adapters = adapters
         self._clock = clock
         self.running: list[Seq] = []  # the last takes the place of one that leaves, so that few change their places
         self._waiting: list[tuple[tuple[int, int], Seq]] = []  # a heap; aborted ones are skipped at its top
@@ -130,6 +137,7 @@ class Scheduler:
         if self.batching != "continuous" and (self.running or self.delay_s > 0):
             return admitted
         later: list[Seq] = []
+        unslotted: list[Seq] = []
         while self._waiting and len(self.running) < self.max_num_seqs and len(admitted) < budget:
             seq = self._waiting[0][1]
             if seq.state != "waiting":
@@ -141,8 +149,17 @@ class Scheduler:
                 later.append(seq)
                 heapq.heappop(self._waiting)
                 continue
+            if seq.adapter is not None and not self._has_slot(seq, unslotted):
+                unslotted.append(seq)
+                later.append(seq)
+                heapq.heappop(self._waiting)
+                continue
             if not self.pages.allocate(seq, reserve=len(self.running)):
                 break
+            if seq.adapter is not None and self.adapters is not None:
+                seq.adapter_slot = self.adapters.take(seq.adapter)
+                for other in unslotted:
+                    other.num_passed += 1
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             seq.state = "running"
@@ -151,6 +168,11 @@ class Scheduler:
         for seq in later:
             heapq.heappush(self._waiting, (seq.rank, seq))
         return admitted
+
+    def _has_slot(self, seq: Seq, before: Sequence[Seq]) -> bool:
+        """Whether a sequence with an adapter may start; not while one `before` it has waited long for a slot, that one becomes free."""
+        assert self.adapters is not None and seq.adapter is not None, "it has an adapter"
+        return self.adapters.can_run(seq.adapter) and all(other.num_passed < _MOST_PASSED for other in before)
 
     def _chunks(self, seqs: Sequence[Seq], budget: int) -> list[ScheduledSeq]:
         """Divides the budget in order: a prompt gets at most half of the rest while others wait, and what they leave."""
@@ -186,9 +208,19 @@ class Scheduler:
             self._leave(seq)
         seq.state = "done"
         self.pages.deallocate(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.leave(seq.adapter)
+
+    def unreadable(self) -> list[tuple[Seq, str]]:
+        """Waiting sequences whose adapter cannot be read from disk any more, with the error."""
+        failed = dict(self.adapters.poll()) if self.adapters is not None else {}
+        return [(seq, failed[seq.adapter]) for seq in self.waiting() if seq.adapter in failed] if failed else []
 
     def _leave(self, seq: Seq) -> None:
         """Takes a sequence out of the running ones."""
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.release(seq.adapter)
+            seq.adapter_slot = -1
         index, last = self.running.index(seq), self.running.pop()
         if last is not seq:
             self.running[index] = last

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from hone.serve.adapters.registry import ServedAdapter
 from hone.serve.detokenize import TextStream
 from hone.serve.request import Output, Request, TokenLogprob
 from hone.serve.sampler import SampledToken
@@ -47,6 +48,11 @@ class Seq:
     published: int = 0  # full pages in the prefix cache
     key: bytes = b""  # key of the last published page
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of its tokens when it was last admitted
+    salt: str = ""  # what its prefix cache is kept apart by: the request's, and the content of its adapter
+    # The adapters':
+    adapter: ServedAdapter | None = None
+    adapter_slot: int = -1  # while it is running with an adapter
+    num_passed: int = 0  # later sequences with adapters that began while it waited for a slot
     # The drafter's:
     speculates: bool = False
     drafted: int = 0  # tokens whose keys and values are in the draft model's cache
@@ -59,6 +65,7 @@ class Seq:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
         self.num_prompt = len(self.tokens)
+        self.salt = self.request.salt if self.adapter is None else f"{self.request.salt}\0lora {self.adapter.content}"
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from hone.base.figure import byte_count
 from hone.base.spec import Spec
 from hone.base.table import Choice, Technique
 from hone.serve import DRAFTERS, EVICTIONS, KV_POLICIES
+from hone.serve.adapters.spec import LoRASpec
 from hone.serve.kv_policies.policy import check_combination
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -100,6 +101,7 @@ class EngineSpec(Spec):
     kv_policy: Annotated[Technique, Choice(KV_POLICIES)] | None = Field(
         None, description="Which of a sequence's own keys and values stay; empty is full."
     )
+    lora: LoRASpec = Field(LoRASpec(), description="LoRA adapters over the model, many at once.")
     batching: Literal["continuous", "dynamic", "static"] = Field(
         "continuous",
         description="Static, dynamic: no request joins a running batch; dynamic waits up to max_delay_s to fill it.",
@@ -152,6 +154,8 @@ class EngineSpec(Spec):
         check_combination(self)
         if self.gpu_memory is not None:
             self._check_gpu_memory()
+        if self.lora.max_loras is not None:
+            self._check_lora()
         if self.expert_offload.num_cached_experts is not None:
             if self.gpu_memory is not None or self.num_ranks > 1 or self.sparsity != "none":
                 raise ValueError(
@@ -180,6 +184,16 @@ class EngineSpec(Spec):
                 "engine.async_scheduling out"
             )
         return self
+
+    def _check_lora(self) -> None:
+        streams = self.gpu_memory is not None or self.expert_offload.num_cached_experts is not None
+        for other, given in (
+            ("several ranks (tensor_parallel_size, pipeline_parallel_size)", self.num_ranks > 1),
+            ("weights in host memory (gpu_memory, expert_offload)", streams),
+            ("kv_policy h2o and snapkv", self.kv_policy is not None and self.kv_policy.kind in ("h2o", "snapkv")),
+        ):
+            if given:
+                raise ValueError(f"lora.max_loras and {other} exclude each other so far: leave one of them out")
 
     def _check_gpu_memory(self) -> None:
         if self.gpu_memory_utilization is not None:

@@ -65,6 +65,8 @@ class ForwardBatch(Arrays):
     """[S] Tokens of each sequence, the new ones included."""
     table: Int32Table
     """[S, P] Pages of each sequence, padded with the null page."""
+    adapter_slots: Int32
+    """[T] Slot of the adapter of each token's sequence; -1: it has none."""
 
     @classmethod
     def of(
@@ -76,10 +78,11 @@ class ForwardBatch(Arrays):
         block_size: int,
         sources: Sequence[int] | None = None,
         dropped: Sequence[int] | None = None,
+        adapter_slots: Sequence[int] | None = None,
     ) -> ForwardBatch:
         """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache.
 
-        `dropped` tokens of each were in the cache, too: they count in the positions.
+        `dropped` tokens of each were in the cache, too: they count in the positions. `adapter_slots` is of sequences.
         """
         begins, counts = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         seqs = np.repeat(np.arange(len(counts)), counts)
@@ -96,6 +99,9 @@ class ForwardBatch(Arrays):
             lengths=counts.astype(np.int32),
             ends=ends.astype(np.int32),
             table=np.ascontiguousarray(table[:, :width], dtype=np.int32),
+            adapter_slots=np.full(len(seqs), -1, dtype=np.int32)
+            if adapter_slots is None
+            else np.asarray(adapter_slots, dtype=np.int32)[seqs],
         )
 
     def next(
@@ -122,11 +128,17 @@ class ForwardBatch(Arrays):
             lengths=self.lengths,
             ends=(begins + 1).astype(np.int32),
             table=self.table if table is None else table,
+            adapter_slots=self.adapter_slots,
         )
 
     @property
     def num_seqs(self) -> int:
         return len(self.lengths)
+
+    @cached_property
+    def any_adapters(self) -> bool:
+        """Whether a sequence has an adapter."""
+        return bool((self.adapter_slots >= 0).any())
 
     def last_indices(self) -> np.ndarray:
         """[S] Index of each sequence's last token among the T."""
@@ -290,7 +302,10 @@ class StepInput(Arrays):
         begins = np.concatenate(([0], np.cumsum(batch.lengths, dtype=np.int64)))
         reads = np.concatenate(([0], np.cumsum(self.draft_lengths, dtype=np.int64)))
         flat = slice(int(begins[first]), int(begins[last]))
-        own = {name: getattr(batch, name)[flat] for name in ("tokens", "sources", "positions", "pages", "offsets")}
+        own = {
+            name: getattr(batch, name)[flat]
+            for name in ("tokens", "sources", "positions", "pages", "offsets", "adapter_slots")
+        }
         own |= {name: getattr(batch, name)[seqs] for name in ("lengths", "ends", "table")}
         each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens", "pooling")
         return replace(

@@ -21,13 +21,14 @@ class StepBuilder:
         self._table = np.zeros((0, 0), dtype=np.int32)
         self._known: list[tuple[Sequence[int], int]] = []
         """By place in the step: the page list that the table holds, and how many of its pages."""
-        self._last: tuple[list[Seq], list[Sequence[int]], StepInput] | None = None
-        """Sequences, their page lists and the input of the last step, when it was one that `_decoded` can go on from."""
+        self._last: tuple[list[Seq], list[Sequence[int]], list[int], StepInput] | None = None
+        """Sequences, their page lists, their adapters' slots and the input of the last step, when `_decoded` can go on from it."""
         self._slots = Slots()
 
     def build(self, output: SchedulerOutput) -> StepInput:
         """The input of a step. Changes no sequence."""
         seqs, pages = [item.seq for item in output.seqs], [item.seq.pages for item in output.seqs]
+        slots = [seq.adapter_slot for seq in seqs]
         decoding = all(
             item.samples
             and item.count == 1
@@ -35,12 +36,12 @@ class StepBuilder:
             and not (item.num_guesses or item.draft_count)
             for item in output.seqs
         )
-        if decoding and self._last is not None and self._last[:2] == (seqs, pages):
-            step = self._decoded(output, self._last[2])
+        if decoding and self._last is not None and self._last[:3] == (seqs, pages, slots):
+            step = self._decoded(output, self._last[3])
         else:
             step = self._built(output)
         plain = decoding and not step.sampling.any_touched
-        self._last = (seqs, pages, step) if plain else None
+        self._last = (seqs, pages, slots, step) if plain else None
         return step
 
     def build_possible(
@@ -92,7 +93,14 @@ class StepBuilder:
         self._slots.begin(entries)
         return StepInput(
             batch=ForwardBatch.of(
-                tokens, starts, lengths, table, self._block_size, _sources(seqs, lengths), _dropped(seqs)
+                tokens,
+                starts,
+                lengths,
+                table,
+                self._block_size,
+                _sources(seqs, lengths),
+                _dropped(seqs),
+                [item.seq.adapter_slot for item in seqs],
             ),
             sampling=sampling_of(entries, [item.seq.length for item in seqs], self._slots),
             samples=np.array([item.samples for item in seqs], dtype=np.bool_),

@@ -18,6 +18,7 @@ from hone.cost.serve.serving import MOST_CAPTURED
 from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.dispatch import say_once
+from hone.serve.adapters.registry import Adapters
 from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import PagedBuffers
@@ -42,6 +43,8 @@ class GraphKey(NamedTuple):
     draws: Draws = ""
     shared: bool = False
     """Whether pages that sequences share are read once."""
+    adapted: bool = False
+    """Whether it adds the factors of adapters."""
 
 
 def padded(num_seqs: int) -> int:
@@ -78,6 +81,7 @@ class StepGraphs:
         device: torch.device | str,
         *,
         draws: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
         """`table` [places, pages] and `last` [places]: the pages of every place, and the tokens of the last step.
 
@@ -85,6 +89,7 @@ class StepGraphs:
         """
         self._draws: Draws = "plain" if draws else ""
         self._model, self._cache, self._device = model, cache, torch.device(device)
+        self._adapters = adapters
         self._table, self._last = table, last
         self._longest = cache.rope_len or model.config.max_seq_len
         if cache.kept == KeptTokens():  # else positions may be larger than the cache
@@ -127,12 +132,13 @@ class StepGraphs:
         return wanted if self._capture(wanted) else None
 
     def _size(self, batch: ForwardBatch, draws: Draws) -> GraphKey | None:
+        adapted = self._adapters is not None and batch.any_adapters
         if len(batch.tokens) == batch.num_seqs and (batch.lengths == 1).all():
             count = min(padded(batch.num_seqs), self._most)  # no step has more
             shared = count >= _SHARING and self._shared(batch).pays(batch.ends, self._cache.block_size)
-            return GraphKey(count, None, draws, shared) if batch.num_seqs <= count else None
+            return GraphKey(count, None, draws, shared, adapted) if batch.num_seqs <= count else None
         tokens = padded_tokens(len(batch.tokens))
-        return GraphKey(tokens, len(self._table)) if tokens <= self._most_mixed else None
+        return GraphKey(tokens, len(self._table), adapted=adapted) if tokens <= self._most_mixed else None
 
     def _comes_again(self, key: GraphKey) -> bool:
         """Whether the key has come before: one that another size serves, too, is not captured for a single step."""
@@ -157,7 +163,7 @@ class StepGraphs:
                 {min(padded_shared(count), self._most) for count in decode if count >= _SHARING}, reverse=True
             )
             sizes += [GraphKey(count, None, self._draws, shared=True) for count in shared]
-            self._pending = sizes
+            self._pending = sizes + [key._replace(adapted=True) for key in sizes if self._adapters is not None]
         while self._pending and not self._broken:
             size = self._pending.pop(0)
             if size not in self._captured:
@@ -209,7 +215,11 @@ class StepGraphs:
     def _pass(self, buffers: PagedBuffers, key: GraphKey, last: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The launches of one graph: hidden states, or drawn tokens, which are left in `last`, too."""
         buffers.take(last)
-        hidden = self._model.hidden(buffers.tokens, buffers)
+        if key.adapted and self._adapters is not None:
+            with self._adapters.slots.of(buffers.adapter_slots):
+                hidden = self._adapters.model.hidden(buffers.tokens, buffers)
+        else:
+            hidden = self._model.hidden(buffers.tokens, buffers)
         if not key.draws:
             if self._states is None or len(self._states) < key.tokens:
                 self._states = hidden.new_empty(max(self._most, self._most_mixed, key.tokens), hidden.shape[-1])

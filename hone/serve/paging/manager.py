@@ -41,8 +41,8 @@ class PageManager:
         """
         pool, size = self.pool, self._size
         if pool.enable_prefix_caching:
-            seq.keys = seq.keys or chain_keys(self._shareable(seq), size, seq.request.salt)
-        found = [] if _scoring(seq) else pool.match(self._shareable(seq), seq.request.salt, seq.keys)
+            seq.keys = seq.keys or chain_keys(self._shareable(seq), size, seq.salt)
+        found = [] if _scoring(seq) else pool.match(self._shareable(seq), seq.salt, seq.keys)
         dropped = self.kept.num_dropped(len(found) * size, size)
         sinks = self.kept.sink_pages(size)
         pool.free(found[sinks : sinks + dropped // size])
@@ -61,7 +61,7 @@ class PageManager:
             seq.boundary = self.kept.compaction.boundary(seq.num_prompt, seq.num_computed)
         seq.published = len(found)
         self._set_page_end(seq)
-        seq.key = pool.key_of(found[-1]) if found else root_key(seq.request.salt)
+        seq.key = pool.key_of(found[-1]) if found else root_key(seq.salt)
         if pool.enable_prefix_caching:
             for key in seq.keys[seq.published :]:
                 self._coming.setdefault(key, seq)
@@ -107,7 +107,7 @@ class PageManager:
             return False
         tokens = self._shareable(seq)
         if not seq.keys:
-            seq.keys = chain_keys(tokens, self._size, seq.request.salt)
+            seq.keys = chain_keys(tokens, self._size, seq.salt)
         first = self.pool.num_known(seq.keys)
         return first < (len(tokens) - 1) // self._size and seq.keys[first] in self._coming
 

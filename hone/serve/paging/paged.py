@@ -65,7 +65,7 @@ class Paged(Context):
 
     def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
         """On a CPU a step of one new token a sequence is one compiled call, for models that it covers."""
-        if x.device.type != "cpu" or self._most > 1:
+        if x.device.type != "cpu" or self._most > 1 or self._batch.any_adapters:
             return None
         step = compiled_step(decoder, self.cache, len(x), self._longest)
         if step is None:
@@ -225,6 +225,7 @@ class PagedBuffers(Paged):
             "top_k": ((seqs,), np.int32),
             "numbers": ((3, seqs), np.float32),
             "shared": ((3,), np.int32),
+            "adapter_slots": ((num_tokens,), np.int32),
         }
         self._inputs = FixedInputs(sizes, device)
         on = self._inputs.on
@@ -233,6 +234,7 @@ class PagedBuffers(Paged):
         self.seeds, self.top_k = on["seeds"], on["top_k"]
         self.temperature, self.top_p, self.min_p = on["numbers"]
         self._table = table[:seqs]
+        self.adapter_slots = on["adapter_slots"]
         self._shared = on["shared"] if shared else None
 
     def forget(self) -> None:
@@ -249,6 +251,7 @@ class PagedBuffers(Paged):
         flat[0, :count], flat[1, :count], flat[2, :count] = batch.tokens, batch.sources, batch.positions
         flat[3, :count], flat[4, :count] = batch.pages, batch.offsets
         lengths[0, :seqs], lengths[1, :seqs] = batch.ends, batch.lengths
+        host["adapter_slots"][:count], host["adapter_slots"][count:] = batch.adapter_slots, -1
         if count < flat.shape[1]:
             flat[:, count:] = 0
             flat[1, count:] = -1

@@ -1,0 +1,33 @@
+"""The fields of an engine's LoRA adapters. Read by the CLI, so it never imports torch; names are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from hone.base.spec import Spec
+
+
+class LoRASpec(Spec):
+    """How many LoRA adapters run at once, and how large they may be."""
+
+    max_loras: int | None = Field(
+        None, ge=1, description="Adapters that one step may mix: slots on the device. Empty: the engine serves none."
+    )
+    max_lora_rank: int = Field(
+        16, ge=1, le=512, description="Largest rank of an adapter; a slot has room for it in every linear."
+    )
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="Adapters kept in host memory; those used longest ago are read from disk again. Empty: all are kept."
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.max_loras is None and (self.max_lora_rank, self.max_cpu_loras) != (16, None):
+            raise ValueError("lora.max_lora_rank and lora.max_cpu_loras have no effect without lora.max_loras")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < (self.max_loras or 0):
+            raise ValueError(
+                f"lora.max_cpu_loras {self.max_cpu_loras} is less than lora.max_loras {self.max_loras}: slots are filled from host memory"
+            )
+        return self
