@@ -21,8 +21,8 @@ class StepBuilder:
         self._table = np.zeros((0, 0), dtype=np.int32)
         self._known: list[tuple[Sequence[int], int]] = []
         """By place in the step: the page list that the table holds, and how many of its pages."""
-        self._last: tuple[list[Seq], list[Sequence[int]], list[int], StepInput] | None = None
-        """Sequences, their page lists, their adapters' slots and the input of the last step, when `_decoded` can go on from it."""
+        self._last: tuple[list[Seq], list[Sequence[int]], StepInput, list[int]] | None = None
+        """Sequences, their page lists, the input of the last step and its adapters' slots, when `_decoded` can go on from it."""
         self._slots = Slots()
 
     def build(self, output: SchedulerOutput) -> StepInput:
@@ -36,12 +36,12 @@ class StepBuilder:
             and not (item.num_guesses or item.draft_count)
             for item in output.seqs
         )
-        if decoding and self._last is not None and self._last[:3] == (seqs, pages, slots):
-            step = self._decoded(output, self._last[3])
+        if decoding and self._last is not None and (*self._last[:2], self._last[3]) == (seqs, pages, slots):
+            step = self._decoded(output, self._last[2])
         else:
             step = self._built(output)
         plain = decoding and not step.sampling.any_touched
-        self._last = (seqs, pages, slots, step) if plain else None
+        self._last = (seqs, pages, step, slots) if plain else None
         return step
 
     def build_possible(
