@@ -1,1 +1,1 @@
-"""Linears whose own weights are frozen, alone and with LoRA factors, in training; and those of many adapters in serving."""
+"""Linears whose own weights are frozen, alone and with the factors of LoRA and DoRA, in training; and those of many adapters in serving."""
