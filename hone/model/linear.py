@@ -140,8 +140,9 @@ class Experts(Dense):
         y = self.product(x, ends)
         if self.bias is None:
             return y
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        return y + self.bias.repeat_interleave(counts, 0, output_size=len(x))
+        rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        expert = torch.bucketize(rows, ends, right=True).clamp_(max=len(ends) - 1)  # rows behind the last are nobody's
+        return y + self.bias.index_select(0, expert)
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """The same without the bias."""

@@ -14,6 +14,7 @@ from hone.ops.loss import triton_kernels as loss
 from hone.ops.loss.api import ROW_BLOCK
 from hone.ops.moe import triton_experts as layers
 from hone.ops.moe import triton_kernels as grouped
+from hone.ops.moe import triton_routing as choice
 from hone.ops.moe import triton_visits as alone
 from hone.ops.moe.api import few_shape
 from hone.ops.moe.launch_experts import ALONE_ROWS, expert_shape, tile_of
@@ -168,14 +169,38 @@ def test_layers_of_experts_stream_weights_through_shared_memory(kind: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_visits_alone_load_sixteen_bytes_at_a_time(kind: str) -> None:
+def test_visits_alone_load_sixteen_bytes_at_a_time(kind: str, some: bool) -> None:
     for kernel, columns, rows in ((alone.gate_up_visits, 2048, ALONE_ROWS), (alone.down_tokens, 768, 8 * ALONE_ROWS)):
         stored = torch.empty(1, 1, columns // 2 if kind == "int4" else columns, dtype=STORED[kind])
         scales = None if kind == "dense" else torch.empty(1, columns // 128, 1)
-        record = compile_experts(kernel, kind, tile_of(ExpertWeights(stored, scales), rows) | {"BLOCK_N": ALONE_ROWS})
+        record = compile_experts(
+            kernel, kind, tile_of(ExpertWeights(stored, scales), rows) | {"BLOCK_N": ALONE_ROWS, "SOME": some}
+        )
         assert record.spill_bytes <= 16, record.line()
         assert record.count("LDG.E.128") >= 6, record.line()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [0, 1, 3])
+def test_the_choice_of_experts_stays_in_registers(copies: int) -> None:
+    pointers = {"ids": "*i32", "slots": "*i32", "copies": "*i32", "key": "*i64", "counts": "*i64", "counted": "*u8"}
+    integers = dict.fromkeys(("num_tokens", "num_experts", "num_parts", "top_k"), "i32") | {"scale": "fp32"}
+    constants = {
+        "TOKENS": 1,
+        "EXPERTS": 128,
+        "TOP_K": 8,
+        "SIGMOID": False,
+        "NORMALIZE": True,
+        "BIASED": False,
+        "EARLY": True,
+    }
+    constants |= {"COPIES": copies, "COUNTS": copies == 3, "PADDED": copies == 3}
+    record = compile_triton(
+        choice.best_experts, fp32("parts", "bias", "weights") | pointers | integers, constants, num_warps=1
+    )
+    assert record.clean, record.line()
 
 
 def test_bitmask() -> None:

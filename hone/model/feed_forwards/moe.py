@@ -25,6 +25,7 @@ from hone.model.routers.routes import ByToken, Routes
 from hone.model.routers.softmax import Softmax
 from hone.ops import clamped_swiglu, swiglu
 from hone.ops.moe.api import takes_pieces
+from hone.ops.moe.local import LocalExperts
 from hone.parallel.experts import ExpertExchange
 
 
@@ -145,6 +146,12 @@ class MoELayer(Block):
     """It reports its routing to the context."""
     exchange: ExpertExchange | None = None
     """Brings rows to the ranks of their experts and back, where the linears have some of the experts; None: they have all."""
+    local_share: float = 1.0
+    """Share of visits that is expected to be of the experts that the linears have, where others' are no concern of this rank."""
+
+    def local(self, context: Context) -> LocalExperts | None:
+        """Where the experts are, on one of several ranks of a stage that have the same tokens; None: they are all here."""
+        return None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         spec, tokens = self.spec, x.flatten(0, -2)

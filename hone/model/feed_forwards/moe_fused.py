@@ -31,13 +31,13 @@ def fused(layer: Any, tokens: Tensor, x: Tensor, context: Context) -> Tensor | N
     if found is None:
         return None
     gate_up, down = found
-    chosen = _chosen(layer, tokens)
+    chosen = _chosen(layer, tokens, context)
     if chosen is None:
         routes = layer._routes(tokens, x, context)
-        if not isinstance(routes, ByToken) or routes.leaves_out:
+        if not isinstance(routes, ByToken):
             return routes.combine(layer.experts_of(*routes.dispatch(tokens)))
         chosen = routes.ids, routes.weights
-    return expert_swiglu(tokens, *chosen, gate_up, down)
+    return expert_swiglu(tokens, *chosen, gate_up, down, local_share=layer.local_share)
 
 
 def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] | None:
@@ -52,7 +52,7 @@ def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] 
         return None
     case = {
         "dtype": tokens.dtype,
-        "visits": len(tokens) * layer.spec.router.visits(experts),
+        "visits": int(len(tokens) * layer.spec.router.visits(layer.spec.num_experts) * layer.local_share),
         "num_experts": experts,
         "sizes": (both // 2, width),
         "kind": gate_up.kind if gate_up.kind == down.kind else "mixed",
@@ -70,7 +70,7 @@ def _stacked(linear: nn.Module) -> ExpertWeights | None:
     return linear.at_once() if isinstance(linear, ExpertLinears) else None
 
 
-def _chosen(layer: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+def _chosen(layer: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
     """The choice of a router whose scores and choice are one kernel's."""
     router, linear = layer.spec.router, getattr(layer, "router", None)
     if type(router) not in (Softmax, Sigmoid) or router.num_groups > 1:
@@ -86,6 +86,7 @@ def _chosen(layer: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
     options |= {
         "score": "sigmoid" if type(router) is Sigmoid else "softmax",
         "bias": getattr(layer, "router_bias", None),
+        "local": layer.local(context),
     }
     return choose_experts(tokens, linear.weight, router.top_k, **options)
 

@@ -24,16 +24,11 @@ from hone.model.linear_spec import LinearSpec
 from hone.model.parallel.cut import Cut
 from hone.model.routers.routes import ByToken, Routes
 from hone.ops import permute, unpermute
+from hone.ops.moe.local import LocalExperts
 from hone.parallel.place import Place
 
 Slots = Mapping[int, Sequence[int]]
 """By layer, the expert whose weights each slot has: the slots of rank 0 first, as many on every rank."""
-
-FEW_VISITS = 512
-"""Up to so many visits a pass reads weights for longer than it multiplies."""
-
-_SPREAD = 2_654_435_761
-"""Knuth's multiplier (2^32 / golden ratio): neighbouring tokens get different copies."""
 
 
 class PlacedMoE(MoE):
@@ -76,10 +71,7 @@ class PlacedMoELayer(MoELayer):
 
     def __init__(self, spec: PlacedMoE, place: Placement) -> None:
         super().__init__(spec, place)
-        if hasattr(
-            self, "router"
-        ):  # what chooses and computes in one kernel knows of no ranks, and leaves a watched router alone
-            self.router.register_forward_pre_hook(lambda *_: None)
+        self.local_share = 1.0 / spec.num_ranks
 
     def arrange(self, slots: Sequence[int], device: torch.device | str) -> None:
         """Says which slots have which experts. Later calls, with as many slots, write to the same memory."""
@@ -92,8 +84,9 @@ class PlacedMoELayer(MoELayer):
         local = [
             [one - first if 0 <= one - first < spec.num_slots else spec.num_slots for one in row] for row in places
         ]
-        here = torch.tensor([row + row[:1] * (most - len(row)) for row in local], device=device)
-        copies = torch.tensor([len(row) for row in places], device=device)
+        rows = [row + row[:1] * (most - len(row)) for row in local]
+        here = torch.tensor(rows, device=device, dtype=torch.int32)
+        copies = torch.tensor([len(row) for row in places], device=device, dtype=torch.int32)
         if getattr(self, "_here", None) is None:
             self.register_buffer("_here", here, persistent=False)
             self.register_buffer("_copies", copies, persistent=False)
@@ -106,35 +99,23 @@ class PlacedMoELayer(MoELayer):
         """Counts visits from now on."""
         self.counts = torch.zeros(self.spec.num_experts, dtype=torch.int64, device=self._here.device)
 
+    def local(self, context: Context) -> LocalExperts:
+        """Which slot computes a visit, as this rank sees it."""
+        key = None
+        if self._here.shape[1] > 1:
+            if "copies" not in context.memo:  # the same in every layer
+                key = context.positions if context.tokens is None else context.positions + context.tokens
+                context.memo["copies"] = key.reshape(-1)
+            key = context.memo["copies"]
+        real = None if self.counts is None or context.real is None else context.real.reshape(-1)
+        return LocalExperts(self._here, self._copies, self.spec.num_slots, key, self.counts, real)
+
     def _routes(self, tokens: Tensor, x: Tensor, context: Context) -> Routes:
         routes = super()._routes(tokens, x, context)
         assert isinstance(routes, ByToken) and not routes.leaves_out, "serving takes routers by token and drops none"
-        ids = routes.ids
-        if self.counts is not None:
-            real = torch.ones_like(ids) if context.real is None else context.real.reshape(-1, 1).expand_as(ids).long()
-            self.counts.scatter_add_(0, ids.flatten(), real.flatten())
-        if self._here.shape[1] == 1:
-            slots = self._here[ids, 0]
-        else:
-            key = context.positions.reshape(-1, 1)
-            if context.tokens is not None:
-                key = key + context.tokens.reshape(-1, 1)
-            slots = self._here[ids, ((key * _SPREAD) >> 16) % self._copies[ids]]
-        codes = isinstance(self.down, ExpertLinears)
-        stacked = codes and self.down.stacked is not None and self.spec.swiglu_limit is None
-        if _takes_all(x, ids, stacked=stacked):
-            # Few go to one expert, whose weights alone are read for them; many to all, so that none is busier than others.
-            here, other = slots < self.spec.num_slots, 0 if ids.numel() <= FEW_VISITS else ids % self.spec.num_slots
-            return ByToken(torch.where(here, slots, other), routes.weights * here, self.spec.num_slots, routes.scores)
-        cuts = not x.is_cuda or codes  # these wait for the counts anyway
+        slots = self.local(context).slots_of(routes.ids)
+        cuts = not x.is_cuda or isinstance(self.down, ExpertLinears)  # these wait for the counts anyway
         return HeldRoutes(slots, routes.weights, self.spec.num_slots, routes.scores, leaves_out=True, cuts=cuts)
-
-
-def _takes_all(x: Tensor, ids: Tensor, *, stacked: bool) -> bool:
-    """Whether visits of other ranks' experts are computed, too, by an expert of this rank and with weight 0: in few kernels that need no
-    counts. For codes that are `stacked` there are no others. Not in float16, where an expert may overflow for tokens that are not its own: 0 x inf."""
-    few = ids.numel() <= FEW_VISITS or (stacked and x.dtype == torch.bfloat16)
-    return x.is_cuda and x.dtype != torch.float16 and few
 
 
 @dataclass
@@ -144,18 +125,16 @@ class HeldRoutes(ByToken):
     cuts: bool = False
     """Whether rows that are nobody's are left out of the products' input; else kernels skip them by the ends of the experts' rows."""
 
-    def dispatch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, x: Tensor, pieces: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
         if self.cuts:
-            return super().dispatch(x)
-        rows, self._ends, self._place = permute(x, self.ids, self.num_experts + 1)
-        return rows, self._ends[:-1]
+            return super().dispatch(x, pieces)
+        rows, self._ends, self._place = permute(x, self.ids, self.num_experts, leaves_out=True)
+        return rows, self._ends
 
     def combine(self, made: Tensor) -> Tensor:
         if self.cuts:
             return super().combine(made)
-        row = torch.arange(len(made), device=made.device)
-        made = made.masked_fill((row >= self._ends[-2]).unsqueeze(1), 0)  # never written
-        return unpermute(made, self._place, self.weights)
+        return unpermute(made, self._place, self.weights, ends=self._ends)
 
 
 def even_slots(config: ModelConfig, num_ranks: int, num_redundant: int = 0) -> dict[int, tuple[int, ...]]:

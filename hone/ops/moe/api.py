@@ -78,6 +78,7 @@ def permute(
     num_experts: int,
     *,
     pieces: tuple[int, int] | None = None,
+    leaves_out: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
@@ -86,7 +87,8 @@ def permute(
     ends[e] is the end of expert e's rows; place[t, j] is the row of token t for its j-th expert. With `pieces` (n, C) the experts are
     those of n ranks, E / n each, and the rows of a rank's begin at a multiple of C: rows are [n * C, D], of which those that nobody
     asked for are copies of token 0, `place` has the gaps, and `ends` does not. Where a rank's experts have more than C rows, some
-    are overwritten: whoever gives C must look at `ends`. Raises SpecError for shapes that do not fit, and in plain torch for ids
+    are overwritten: whoever gives C must look at `ends`. With `leaves_out` ids may be num_experts, nobody, whose rows come last, behind
+    ends[-1], and mean nothing; the device alone knows how many they are, and there is no gradient. Raises SpecError for shapes that do not fit, and in plain torch for ids
     out of range (a kernel does not check).
     """
     if x.dim() != 2 or expert_ids.dim() != 2 or len(x) != len(expert_ids) or expert_ids.is_floating_point():
@@ -99,25 +101,32 @@ def permute(
             f"pieces {pieces} do not fit {num_experts} experts and {len(x)} tokens",
             fix="give as many pieces as divide the experts, and room for one row or more",
         )
+    assert pieces is None or not leaves_out, "rows in pieces are all somebody's"
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
-        place, order, ends = _order_op(expert_ids, num_experts)
+        place, order, ends = _order_op(expert_ids, num_experts + leaves_out)
+        if leaves_out:
+            ends = ends[:-1]
+            return _take_rows_op(x, order, place, ends), ends, place
         if pieces is not None:
             place, order = _spread_op(expert_ids, place, ends, *pieces)
         return _take_rows_op(x, order, place), ends, place
-    if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
+    if len(x) and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts + leaves_out:
         raise SpecError(
             f"expert_ids are {int(expert_ids.min())} ... {int(expert_ids.max())}, but experts 0 ... {num_experts - 1}",
             fix="give the router's number of outputs as num_experts, or ids below it",
         )
-    return reference.permute(x, expert_ids, num_experts, pieces)
+    rows, ends, place = reference.permute(x, expert_ids, num_experts, pieces)
+    return rows, ends[:num_experts], place
 
 
 def unpermute(
-    y: Tensor, place: Tensor, weights: Tensor | None = None, *, in_pieces: bool = False, backend: str | None = None
-) -> Tensor:
+    y: Tensor, place: Tensor, weights: Tensor | None = None, *, ends: Tensor | None = None, in_pieces: bool = False,
+    backend: str | None = None,
+) -> Tensor:  # fmt: skip
     """[T, D]: each token's k rows of y [T * k, D] summed, times weights [T, k] where given; differentiable in both.
 
-    place integer [T, k] from `permute`; `in_pieces`: y has the rows of its `pieces`, [n * C, D]. Sums are float32 inside. Raises
+    place integer [T, k] from `permute`; `in_pieces`: y has the rows of its `pieces`, [n * C, D]; `ends`: of a `permute` that leaves
+    out, whose rows behind ends[-1] are not added, whatever they are, and there is no gradient. Sums are float32 inside. Raises
     SpecError for shapes that do not fit.
     """
     if (
@@ -132,7 +141,9 @@ def unpermute(
             fix="give y [T * k, D], the place [T, k] of permute, and weights [T, k] or None",
         )
     if backend_of("permute", y.device, backend, dtype=y.dtype) == "triton":
-        return _combine_op(y, place, weights)
+        return _combine_op(y, place, weights, ends)
+    if ends is not None:
+        y = y.masked_fill((torch.arange(len(y), device=y.device) >= ends[-1])[:, None], 0)
     return reference.unpermute(y, place, weights)
 
 
@@ -220,8 +231,8 @@ def piece_spans(
 
 
 @torch.library.custom_op("hone::take_rows", mutates_args=())
-def _take_rows_op(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """x [T, D] -> [T * k, D]: row i is token order[i] // k."""
+def _take_rows_op(x: Tensor, order: Tensor, place: Tensor, ends: Tensor | None = None) -> Tensor:
+    """x [T, D] -> [T * k, D]: row i is token order[i] // k. With `ends` rows from ends[-1] on are not written."""
     from hone.ops.moe.triton_kernels import gather_rows
 
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -231,19 +242,20 @@ def _take_rows_op(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
         block = min(2048, power_of_2(width))
         rows = max(1, 4096 // block)
         gather_rows[(-(-len(out) // rows), -(-width // block))](
-            x, order, out, x.stride(0), len(out), width, place.shape[1], ROWS=rows, BLOCK=block, num_warps=4
-        )
+            x, order, order if ends is None else ends[-1:], out, x.stride(0), len(out), width, place.shape[1],
+            SOME=ends is not None, ROWS=rows, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 
 @_take_rows_op.register_fake
-def _take_rows_fake(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def _take_rows_fake(x: Tensor, order: Tensor, place: Tensor, ends: Tensor | None = None) -> Tensor:
     return torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("hone::combine_rows", mutates_args=())
-def _combine_op(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """y [T * k, D] -> [T, D]."""
+def _combine_op(y: Tensor, place: Tensor, weights: Tensor | None, ends: Tensor | None = None) -> Tensor:
+    """y [T * k, D] -> [T, D]; with `ends` without rows from ends[-1] on."""
     from hone.ops.moe.triton_kernels import combine_rows
 
     y = y if y.stride(-1) == 1 else y.contiguous()
@@ -253,14 +265,14 @@ def _combine_op(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
         width, top_k = y.shape[1], place.shape[1]
         block = min(2048, power_of_2(width))
         combine_rows[(len(out), -(-width // block))](
-            y, place, place if weights is None else weights.contiguous(), out, y.stride(0), width, top_k,
-            WEIGHTED=weights is not None, TOP_K=power_of_2(top_k), BLOCK=block, num_warps=4,
+            y, place, place if weights is None else weights.contiguous(), place if ends is None else ends[-1:], out,
+            y.stride(0), width, top_k, WEIGHTED=weights is not None, SOME=ends is not None, TOP_K=power_of_2(top_k), BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @_combine_op.register_fake
-def _combine_fake(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+def _combine_fake(y: Tensor, place: Tensor, weights: Tensor | None, ends: Tensor | None = None) -> Tensor:
     return torch.empty(len(place), y.shape[1], dtype=y.dtype, device=y.device)
 
 
@@ -288,14 +300,20 @@ def _combine_backward_fake(upstream: Tensor, y: Tensor, place: Tensor, weights: 
 
 def _combine_grad(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     y, place, weights = ctx.saved_tensors
+    assert ctx.ends is None, "rows that are left out have no gradient"
     given = upstream.new_ones(place.shape) if weights is None else weights
     grad_y, grad_weights = _combine_backward_op(upstream, y, place, given)
-    return grad_y, None, None if weights is None else grad_weights
+    return grad_y, None, None if weights is None else grad_weights, None
 
 
-_combine_op.register_autograd(_combine_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+def _combine_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.ends = inputs[3]
+
+
+_combine_op.register_autograd(_combine_grad, setup_context=_combine_setup)
 _take_rows_op.register_autograd(
-    lambda ctx, upstream: (_combine_op(upstream, ctx.saved_tensors[0], None), None, None),
+    lambda ctx, upstream: (_combine_op(upstream, ctx.saved_tensors[0], None), None, None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
 )
 

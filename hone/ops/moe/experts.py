@@ -16,6 +16,7 @@ from hone.ops.activation.api import swiglu
 from hone.ops.dispatch import backend_of
 from hone.ops.moe import reference
 from hone.ops.moe.api import _order_op, grouped_linear, permute, unpermute
+from hone.ops.moe.local import LocalExperts
 from hone.ops.moe.weights import ExpertWeights, check_weights
 
 
@@ -28,13 +29,14 @@ def choose_experts(
     normalize: bool = True,
     scale: float = 1.0,
     bias: Tensor | None = None,
+    local: LocalExperts | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids int32 [T, k], weights float32 [T, k]): the k experts with the largest score of x [T, D], best first.
 
     Scores are the softmax or sigmoids of x times weight [E, D] transposed, summed in float32; `bias` [E] is added for the choice
-    alone; weights are scores, made to sum to 1 with `normalize`, times `scale`. No gradient. Raises SpecError for shapes that do
-    not fit.
+    alone; weights are scores, made to sum to 1 with `normalize`, times `scale`. With `local` ids are those of this rank's slots,
+    `local.num_slots` for experts that other ranks compute. No gradient. Raises SpecError for shapes that do not fit.
     """
     fits = x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1] and x.shape[1] > 0
     if not fits or not 0 < top_k <= len(weight) or (bias is not None and bias.shape != (len(weight),)):
@@ -45,11 +47,14 @@ def choose_experts(
         )
     if score not in ("softmax", "sigmoid"):
         raise SpecError(f"score is {score!r}", fix="give 'softmax' or 'sigmoid'")
+    if local is not None:
+        local.check(len(x), len(weight))
     same = x.dtype if x.dtype == weight.dtype else None
     sigmoid = score == "sigmoid"
     if backend_of("choose_experts", x.device, backend, dtype=same, num_experts=len(weight), top_k=top_k) == "triton":
-        return _choose_op(x, weight, bias, top_k, sigmoid, normalize, scale)
-    return reference.choose_experts(x, weight, bias, top_k, sigmoid=sigmoid, normalize=normalize, scale=scale)
+        return _choose_op(x, weight, bias, top_k, sigmoid, normalize, scale, *(local or (None,) * 6))
+    ids, weights = reference.choose_experts(x, weight, bias, top_k, sigmoid=sigmoid, normalize=normalize, scale=scale)
+    return ids if local is None else local.slots_of(ids), weights
 
 
 def expert_swiglu(
@@ -59,12 +64,15 @@ def expert_swiglu(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     *,
+    local_share: float = 1.0,
     backend: str | None = None,
 ) -> Tensor:
     """[T, D]: of each token of x [T, D] the sum of its experts' SwiGLU feed-forwards, times weights float32 [T, k].
 
     ids integer [T, k], each in [0, E), which a GPU does not check; gate_up [E, 2 F, D], gate first, and down [E, D, F], dense or
-    codes. Sums are float32. No gradient. Raises SpecError for shapes that do not fit.
+    codes. Where experts are divided over ranks, `local_share` is the share of visits that is expected to be of this rank's: below 1
+    ids may be E, nobody, whose visits add nothing and of which nothing is read. Sums are float32. No gradient. Raises SpecError for
+    shapes that do not fit.
     """
     for name, own in (("gate_up", gate_up), ("down", down)):
         check_weights(name, own)
@@ -83,39 +91,59 @@ def expert_swiglu(
     plain = not (torch.is_grad_enabled() and (x.requires_grad or gate_up.values.requires_grad))
     same = gate_up.kind != "dense" or gate_up.values.dtype == x.dtype == down.values.dtype
     chosen = backend_of(
-        "expert_swiglu", x.device, backend, dtype=x.dtype if same else None, visits=ids.numel(), num_experts=experts,
+        "expert_swiglu", x.device, backend, dtype=x.dtype if same else None, visits=int(ids.numel() * local_share), num_experts=experts,
         sizes=(inner, width), kind=gate_up.kind if len(kinds) == 1 else "mixed", plain=plain,
     )  # fmt: skip
     if chosen == "triton":
-        return _experts_op(x, ids, weights, gate_up.values, gate_up.scales, down.values, down.scales)
+        return _experts_op(x, ids, weights, gate_up.values, gate_up.scales, down.values, down.scales, local_share)
     if chosen == "grouped":
-        rows, ends, place = permute(x, ids, experts)
+        some = local_share < 1
+        rows, ends, place = permute(x, ids, experts, leaves_out=some)
         made = grouped_linear(swiglu(grouped_linear(rows, gate_up.values, ends)), down.values, ends)
-        return unpermute(made, place, weights)
+        return unpermute(made, place, weights, ends=ends if some else None)
     return reference.expert_swiglu(x, ids, weights, gate_up, down)
 
 
-@torch.library.custom_op("hone::choose_experts", mutates_args=())
+@torch.library.custom_op("hone::choose_experts", mutates_args=("counts",))
 def _choose_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, normalize: bool, scale: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    normalize: bool,
+    scale: float,
+    slots: Tensor | None,
+    copies: Tensor | None,
+    num_slots: int | None,
+    key: Tensor | None,
+    counts: Tensor | None,
+    real: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """The last six are the fields of `LocalExperts`."""
     from hone.ops.moe.triton_routing import launch_route
 
     x = x if x.stride(-1) == 1 else x.contiguous()
-    ids, weights = _choose_fake(x, weight, bias, top_k, sigmoid, normalize, scale)
+    ids, weights = _chosen(x, top_k)
+    local = None
+    if slots is not None and copies is not None and num_slots is not None:
+        key, real = (None if one is None else one.contiguous() for one in (key, real))
+        local = LocalExperts(slots, copies, num_slots, key, counts, real)
     launch_route(
-        x, weight.contiguous(), None if bias is None else bias.contiguous(), ids, weights,
+        x, weight.contiguous(), None if bias is None else bias.contiguous(), ids, weights, local,
         sigmoid=sigmoid, normalize=normalize, scale=scale,
     )  # fmt: skip
     return ids, weights
 
 
+def _chosen(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
+    return ids, torch.empty(len(x), top_k, dtype=torch.float32, device=x.device)
+
+
 @_choose_op.register_fake
-def _choose_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    shares = torch.empty(len(x), top_k, dtype=torch.float32, device=x.device)
-    return torch.empty(len(x), top_k, dtype=torch.int32, device=x.device), shares
+def _choose_fake(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
+    return _chosen(x, top_k)
 
 
 @torch.library.custom_op("hone::expert_swiglu", mutates_args=())
@@ -127,6 +155,7 @@ def _experts_op(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
+    local_share: float,
 ) -> Tensor:
     from hone.ops.moe.launch_experts import SEARCHED, launch_experts
 
@@ -134,18 +163,11 @@ def _experts_op(
     ids, weights = ids.contiguous(), weights.contiguous().float()
     both = ExpertWeights(gate_up.contiguous(), None if gate_up_scales is None else gate_up_scales.contiguous())
     last = ExpertWeights(down.contiguous(), None if down_scales is None else down_scales.contiguous())
-    listed = _order_op(ids, len(gate_up))[1:] if ids.numel() > SEARCHED else None
-    return launch_experts(x, ids, weights, both, last, listed)
+    # Nobody's visits come last.
+    listed = _order_op(ids, len(gate_up) + (local_share < 1))[1:] if ids.numel() > SEARCHED else None
+    return launch_experts(x, ids, weights, both, last, listed, local_share)
 
 
 @_experts_op.register_fake
-def _experts_fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor | None,
-) -> Tensor:
+def _experts_fake(x: Tensor, ids: Tensor, *_: object) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -63,15 +63,16 @@ def _weights(weights: ExpertWeights, block_k: int) -> dict[str, Any]:
 
 
 def launch_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, listed: tuple[Tensor, Tensor] | None
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, listed: tuple[Tensor, Tensor] | None,
+    local_share: float,
 ) -> Tensor:  # fmt: skip
     """[T, D] of x [T, D] with contiguous rows, ids integer and weights float32 [T, k], both contiguous.
 
-    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`.
+    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`. `local_share`: see `expert_swiglu`.
     """
     (num_tokens, width), top_k = x.shape, ids.shape[1]
     experts, both, _ = gate_up.sizes
-    inner, visits = both // 2, num_tokens * top_k
+    inner, visits, some = both // 2, num_tokens * top_k, local_share < 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -87,45 +88,47 @@ def launch_experts(
     }
     h = torch.empty(visits, inner, dtype=x.dtype, device=x.device)
     if num_tokens <= ALONE[gate_up.kind == "dense"]:
-        _alone(x, ids, weights, gate_up, down, h, out, early)
+        _alone(x, ids, weights, gate_up, down, h, out, some, early)
         return out
-    shape = expert_shape(visits, experts, inner, width, gate_up.block, 2)
+    expected = max(1, round(visits * local_share))
+    shape = expert_shape(expected, experts, inner, width, gate_up.block, 2)
     values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
     kernels.gate_up_swiglu[(slots * -(-inner // shape.block_n),)](
-        x, values, scales, ids, order, ends, h, x.stride(0), visits, top_k, inner, width, _groups(gate_up),
+        x, values, scales, ids, order, ends, h, x.stride(0), visits, experts, top_k, inner, width, _groups(gate_up),
         **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
         num_warps=shape.warps, **found,
     )  # fmt: skip
     values, scales = down.values, down.values if down.scales is None else down.scales
     y = torch.empty(visits, width, dtype=x.dtype, device=x.device)
-    shape = expert_shape(visits, experts, width, inner, down.block, 1)
+    shape = expert_shape(expected, experts, width, inner, down.block, 1)
     kernels.down_visits[(slots * -(-width // shape.block_n),)](
-        h, values, scales, ids, order, ends, y, visits, width, inner, _groups(down), **_weights(down, shape.block_k),
+        h, values, scales, ids, order, ends, y, visits, experts, width, inner, _groups(down), **_weights(down, shape.block_k),
         TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages, num_warps=shape.warps, **found,
     )  # fmt: skip
     columns = min(1024, power_of_2(width))
     kernels.sum_visits[(num_tokens, -(-width // columns))](
-        y, weights, out, width, top_k, TOP_K=power_of_2(top_k), BLOCK=columns, num_warps=4, **early
-    )
+        y, ids, weights, out, width, top_k, experts,
+        TOP_K=power_of_2(top_k), BLOCK=columns, SOME=some, num_warps=4, **early,
+    )  # fmt: skip
     return out
 
 
 def _alone(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, h: Tensor, out: Tensor,
-    early: dict[str, Any],
+    some: bool, early: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fills h [P, F] and out [T, D] where every visit is computed by itself (`triton_visits`)."""
-    (num_tokens, width), top_k, (visits, inner) = x.shape, ids.shape[1], h.shape
+    (num_tokens, width), top_k, (visits, inner), experts = x.shape, ids.shape[1], h.shape, len(gate_up.values)
     rows, padded = ALONE_ROWS, power_of_2(top_k)
     values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
     alone.gate_up_visits[(visits * -(-inner // rows),)](
-        x, values, scales, ids, h, x.stride(0), top_k, inner, width, _groups(gate_up), **tile_of(gate_up, rows),
+        x, values, scales, ids, h, x.stride(0), experts, top_k, inner, width, _groups(gate_up), **tile_of(gate_up, rows),
         BLOCK_N=rows, num_warps=4, **early,
     )  # fmt: skip
     values, scales = down.values, down.values if down.scales is None else down.scales
     alone.down_tokens[(num_tokens * -(-width // rows),)](
-        h, values, scales, ids, weights, out, top_k, width, inner, _groups(down), TOP_K=padded,
-        **tile_of(down, rows * padded), BLOCK_N=rows, num_warps=4, **early,
+        h, values, scales, ids, weights, out, experts, top_k, width, inner, _groups(down), TOP_K=padded,
+        **tile_of(down, rows * padded), BLOCK_N=rows, SOME=some, num_warps=4, **early,
     )  # fmt: skip
 
 

@@ -96,12 +96,15 @@ def choose_experts(
 
 
 def expert_swiglu(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
-    """`hone.ops.expert_swiglu`: one expert after another, of which only those with tokens are widened."""
-    rows, ends, place = permute(x, ids.long(), gate_up.sizes[0])
+    """`hone.ops.expert_swiglu`: one expert after another, of which only those with tokens are widened; nobody makes zeros."""
+    experts = gate_up.sizes[0]
+    rows, ends, place = permute(x, ids.long(), experts + 1)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     made = []
     for expert, own in enumerate(rows.split(sizes)):
-        if len(own):
+        if expert == experts:
+            made.append(torch.zeros_like(own))
+        elif len(own):
             first, second = (one.expert(expert).dequantize(x.dtype)[0] for one in (gate_up, down))
             gate, up = F.linear(own, first).chunk(2, -1)
             made.append(F.linear(F.silu(gate) * up, second))

@@ -73,13 +73,13 @@ def _add_block(
 
 @triton.jit
 def _visits(
-    ids, order, ends, slot, first, num_visits,
+    ids, order, ends, slot, first, num_visits, num_experts,
     LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """(expert, how many visits it has, the visits int32 [TOKENS] from its `first` one on) of a slot of the grid.
 
     LISTED: slot e is expert e, whose visits are order[ends[e - 1]: ends[e]]. Otherwise ids [P] are searched; BY_VISIT: slot p is
-    the expert of visit p, and has none if an earlier visit has the same expert.
+    the expert of visit p, and has none if an earlier visit has the same expert, or it is nobody's (id E).
     """
     if LISTED:
         end = tl.load(ends + slot)
@@ -97,7 +97,8 @@ def _visits(
         here = (chosen == expert).to(tl.int32)
         count = tl.sum(here, 0)
         if BY_VISIT:
-            count = tl.where(tl.min(tl.where(here > 0, at, IDS), 0) == slot, count, 0)
+            first_of = tl.min(tl.where(here > 0, at, IDS), 0) == slot
+            count = tl.where(first_of & (expert < num_experts), count, 0)
         rank = tl.cumsum(here, 0) - 1
         wanted = first + tl.arange(0, TOKENS)
         match = (here[None, :] > 0) & (rank[None, :] == wanted[:, None])
@@ -107,7 +108,7 @@ def _visits(
 
 @triton.jit(do_not_specialize=["num_visits", "top_k"])
 def gate_up_swiglu(
-    x, weight, scales, ids, order, ends, out, x_stride, num_visits, top_k, inner, num_in, groups,
+    x, weight, scales, ids, order, ends, out, x_stride, num_visits, num_experts, top_k, inner, num_in, groups,
     KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
     LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -123,14 +124,16 @@ def gate_up_swiglu(
     stored = num_in // 2 if KIND == "int4" else num_in
     width = num_in // groups
     previous_kernel_done(EARLY)
-    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS)
     half = inner.to(tl.int64) * stored
     gate_rows = weight + expert.to(tl.int64) * 2 * half + mine.to(tl.int64)[:, None] * stored
     up_rows = gate_rows + half
     own_scales = scales + expert.to(tl.int64) * groups * 2 * inner + mine[:, None]
     for first in range(0, count, TOKENS):
         if first > 0:
-            expert, count, visits = _visits(ids, order, ends, slot, first, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+            expert, count, visits = _visits(
+                ids, order, ends, slot, first, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS
+            )
         real = (first + tl.arange(0, TOKENS) < count)[None, :]
         inputs = x + (visits // top_k).to(tl.int64)[None, :] * x_stride
         gate = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -154,7 +157,7 @@ def gate_up_swiglu(
 
 @triton.jit(do_not_specialize=["num_visits"])
 def down_visits(
-    h, weight, scales, ids, order, ends, out, num_visits, num_out, num_in, groups,
+    h, weight, scales, ids, order, ends, out, num_visits, num_experts, num_out, num_in, groups,
     KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
     LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -167,12 +170,14 @@ def down_visits(
     stored = num_in // 2 if KIND == "int4" else num_in
     width = num_in // groups
     previous_kernel_done(EARLY)
-    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+    expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS)
     rows = weight + expert.to(tl.int64) * num_out * stored + mine.to(tl.int64)[:, None] * stored
     own_scales = scales + expert.to(tl.int64) * groups * num_out + mine[:, None]
     for first in range(0, count, TOKENS):
         if first > 0:
-            expert, count, visits = _visits(ids, order, ends, slot, first, num_visits, LISTED, BY_VISIT, IDS, TOKENS)
+            expert, count, visits = _visits(
+                ids, order, ends, slot, first, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS
+            )
         real = (first + tl.arange(0, TOKENS) < count)[None, :]
         inputs = h + visits.to(tl.int64)[None, :] * num_in
         total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -187,8 +192,10 @@ def down_visits(
 
 
 @triton.jit
-def sum_visits(y, weights, out, width, top_k, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """out [T, D]: the sum over j of weights[t, j] y[t k + j], in float32 in the order of j."""
+def sum_visits(
+    y, ids, weights, out, width, top_k, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [T, D]: the sum over j of weights[t, j] y[t k + j], in float32 in the order of j. SOME: without nobody's visits (id E)."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -197,6 +204,9 @@ def sum_visits(y, weights, out, width, top_k, TOP_K: tl.constexpr, BLOCK: tl.con
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         if j < top_k:
-            values = tl.load(y + (token * top_k + j) * width + columns, mask=inside, other=0.0).to(tl.float32)
+            given = inside
+            if SOME:
+                given = inside & (tl.load(ids + token * top_k + j) < num_experts)
+            values = tl.load(y + (token * top_k + j) * width + columns, mask=given, other=0.0).to(tl.float32)
             total += values * tl.load(weights + token * top_k + j)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

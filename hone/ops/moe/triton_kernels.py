@@ -149,8 +149,12 @@ def piece_spans(
 
 
 @triton.jit
-def gather_rows(x, order, out, x_stride, num_rows, width, top_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = x[order[i] // top_k]."""
+def gather_rows(
+    x, order, until, out, x_stride, num_rows, width, top_k, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[i] = x[order[i] // top_k]; SOME: of rows before until[0] alone."""
+    if SOME:
+        num_rows = tl.load(until)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     source = tl.load(order + rows, mask=rows < num_rows, other=0) // top_k
@@ -161,9 +165,10 @@ def gather_rows(x, order, out, x_stride, num_rows, width, top_k, ROWS: tl.conste
 
 @triton.jit
 def combine_rows(
-    y, place, weights, out, y_stride, width, top_k, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[t] = sum over j of weights[t, j] * y[place[t, j]], summed in float32 in the order of j."""
+    y, place, weights, until, out, y_stride, width, top_k,
+    WEIGHTED: tl.constexpr, SOME: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over j of weights[t, j] * y[place[t, j]], summed in float32 in the order of j. SOME: of rows before until[0] alone."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -171,7 +176,10 @@ def combine_rows(
     for j in tl.static_range(TOP_K):
         if j < top_k:
             source = tl.load(place + token * top_k + j).to(tl.int64)
-            values = tl.load(y + source * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            given = inside
+            if SOME:
+                given = inside & (source < tl.load(until))
+            values = tl.load(y + source * y_stride + columns, mask=given, other=0.0).to(tl.float32)
             if WEIGHTED:
                 values *= tl.load(weights + token * top_k + j).to(tl.float32)
             total += values

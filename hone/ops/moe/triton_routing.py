@@ -12,6 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.ops.early import early_launch, launch_options, previous_kernel_done, start_next_kernel
+from hone.ops.moe.local import SPREAD, LocalExperts
+
+_SPREAD = tl.constexpr(SPREAD)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -44,11 +47,15 @@ def router_logits(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def best_experts(
-    parts, bias, ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
+    parts, bias, slots, copies, key, counts, counted, ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr, EARLY: tl.constexpr,
+    BIASED: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ids int32 [T, k] and weights float32 [T, k] of logits float32 [S, T, E]; of equal scores the first expert is best."""
+    """ids int32 [T, k] and weights float32 [T, k] of logits float32 [S, T, E]; of equal scores the first expert is best.
+
+    With COPIES at most of each expert, 1 or more, ids are those of slots int32 [E, COPIES] (`LocalExperts`). COUNTS: visits are added to
+    counts int64 [E], PADDED: those of tokens alone that are not 0 in counted [T].
+    """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = tl.arange(0, EXPERTS)
     real = (tokens < num_tokens)[:, None]
@@ -96,6 +103,16 @@ def best_experts(
     if NORMALIZE:
         added = 1e-20 if SIGMOID else 0.0
         share = share / (tl.sum(share, 1)[:, None] + added)
+    if COUNTS:
+        seen = real & (ranks < top_k)
+        if PADDED:
+            seen = seen & (tl.load(counted + tokens, mask=tokens < num_tokens, other=0) != 0)[:, None]
+        tl.atomic_add(counts + best, tl.full([TOKENS, TOP_K], 1, tl.int64), mask=seen, sem="relaxed")
+    if COPIES > 1:
+        hashed = (tl.load(key + tokens, mask=tokens < num_tokens, other=0) * tl.full([TOKENS], _SPREAD, tl.int64)) >> 16
+        best = tl.load(slots + best * COPIES + (hashed[:, None] % tl.load(copies + best)).to(tl.int32))
+    elif COPIES == 1:
+        best = tl.load(slots + best)
     to = tokens.to(tl.int64)[:, None] * top_k + ranks
     tl.store(ids + to, best, mask=real & (ranks < top_k))
     tl.store(weights + to, share * scale, mask=real & (ranks < top_k))
@@ -111,9 +128,10 @@ def logits_shape(num_tokens: int, num_experts: int, width: int) -> tuple[int, in
 
 
 def launch_route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, *, sigmoid: bool, normalize: bool, scale: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, local: LocalExperts | None, *,
+    sigmoid: bool, normalize: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Fills ids [T, k] and weights [T, k] for x [T, D] and the router's weight [E, D]."""
+    """Fills ids [T, k] and weights [T, k] for x [T, D] and the router's weight [E, D]; ids are slots where `local` is given."""
     (num_tokens, width), num_experts, top_k = x.shape, len(weight), ids.shape[1]
     if not num_tokens:
         return
@@ -127,7 +145,16 @@ def launch_route(
     padded = max(16, triton.next_power_of_2(num_experts))
     rows = max(1, min(4, 1024 // padded)) if num_tokens > 64 else 1
     best_experts[(triton.cdiv(num_tokens, rows),)](
-        parts, weights if bias is None else bias, ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
+        parts, weights if bias is None else bias, *_placed(local, ids), ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
         TOKENS=rows, EXPERTS=padded, TOP_K=triton.next_power_of_2(top_k), SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=bias is not None,
-        num_warps=1 if rows * padded <= 256 else 4, **early,
+        COPIES=0 if local is None else local.slots.shape[1], COUNTS=local is not None and local.counts is not None,
+        PADDED=local is not None and local.real is not None, num_warps=1 if rows * padded <= 256 else 4, **early,
     )  # fmt: skip
+
+
+def _placed(local: LocalExperts | None, ids: Tensor) -> tuple[Tensor, ...]:
+    """(slots, copies, key, counts, counted) for `best_experts`; `ids` where it reads none."""
+    if local is None:
+        return (ids,) * 5
+    real = None if local.real is None else local.real.view(torch.uint8)
+    return local.slots, local.copies, *(ids if one is None else one for one in (local.key, local.counts, real))

@@ -29,43 +29,59 @@ def _numbers(codes, KIND: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _products(rows, scales, near, far, first, scale_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-              GROUPED: tl.constexpr):  # fmt: skip
-    """float32 [R]: SPAN blocks of columns from block `first` on; rows [R, 1, 1] and scales [R, 1] are pointers."""
+def _products(rows, scales, near, far, first, scale_stride, width, own, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+              GROUPED: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+    """float32 [R]: SPAN blocks of columns from block `first` on; rows [R, 1, 1] and scales [R, 1] are pointers. SOME: only rows where
+    `own` [R] are read."""
     STORED: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     blocks = first + tl.arange(0, SPAN)
-    codes = tl.load(rows + blocks[None, :, None] * STORED + tl.arange(0, STORED)[None, None, :])
+    places = rows + blocks[None, :, None] * STORED + tl.arange(0, STORED)[None, None, :]
+    if SOME:
+        codes = tl.load(places, mask=own[:, None, None], other=0.0)
+    else:
+        codes = tl.load(places)
     products = _numbers(codes, KIND, False) * near
     if KIND == "int4":
         products += _numbers(codes, KIND, True) * far
     sums = tl.sum(products, 2)
     if GROUPED:
-        sums *= tl.load(scales + (blocks * BLOCK // width)[None, :] * scale_stride).to(tl.float32)
+        factors = scales + (blocks * BLOCK // width)[None, :] * scale_stride
+        if SOME:
+            sums *= tl.load(factors, mask=own[:, None], other=0.0).to(tl.float32)
+        else:
+            sums *= tl.load(factors).to(tl.float32)
     return tl.sum(sums, 1)
 
 
 @triton.jit
-def _inputs(inputs, first, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+def _inputs(inputs, first, own, KIND: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SOME: tl.constexpr):
     """float32 [R, SPAN, columns]: the inputs of the first half of each block's columns and of the second (int4), or of all, twice.
 
     inputs [R, 1, 1] are pointers: every row loads its own copy, which all but the first find in the L1 cache.
     """
     STORED: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     places = inputs + (first + tl.arange(0, SPAN))[None, :, None] * BLOCK + tl.arange(0, STORED)[None, None, :]
-    near = tl.load(places).to(tl.float32)
+    if SOME:
+        near = tl.load(places, mask=own[:, None, None], other=0.0).to(tl.float32)
+    else:
+        near = tl.load(places).to(tl.float32)
     far = near
     if KIND == "int4":
-        far = tl.load(places + STORED).to(tl.float32)
+        if SOME:
+            far = tl.load(places + STORED, mask=own[:, None, None], other=0.0).to(tl.float32)
+        else:
+            far = tl.load(places + STORED).to(tl.float32)
     return near, far
 
 
 @triton.jit(do_not_specialize=["top_k"])
 def gate_up_visits(
-    x, weight, scales, ids, out, x_stride, top_k, inner, num_in, groups,
+    x, weight, scales, ids, out, x_stride, num_experts, top_k, inner, num_in, groups,
     KIND: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`triton_experts.gate_up_swiglu`, one program per visit and BLOCK_N features; D is STEPS x SPAN x BLOCK."""
+    """`triton_experts.gate_up_swiglu`, one program per visit and BLOCK_N features; D is STEPS x SPAN x BLOCK. Nothing is written of
+    nobody's visits (id E)."""
     tiles = tl.cdiv(inner, BLOCK_N)
     visit = tl.program_id(0) // tiles
     features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,28 +92,22 @@ def gate_up_visits(
     inputs = x + (visit // top_k).to(tl.int64) * x_stride + 0 * mine[:, None, None]
     previous_kernel_done(EARLY)
     expert = tl.load(ids + visit).to(tl.int64)
+    if expert >= num_experts:
+        return
     gate_rows = weight + expert * 2 * half + mine.to(tl.int64)[:, None, None] * stored
     own_scales = scales + expert * groups * 2 * inner + mine
     gate = tl.zeros([BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.static_range(STEPS):
-        near, far = _inputs(inputs, step * SPAN, KIND, BLOCK, SPAN)
+        first = step * SPAN
+        near, far = _inputs(inputs, first, mine, KIND, BLOCK, SPAN, False)
         gate += _products(
-            gate_rows, own_scales[:, None], near, far, step * SPAN, 2 * inner, width, KIND, BLOCK, SPAN, GROUPED
+            gate_rows, own_scales[:, None], near, far, first, 2 * inner, width, mine, KIND, BLOCK, SPAN, GROUPED, False
         )
         up += _products(
-            gate_rows + half,
-            own_scales[:, None] + inner,
-            near,
-            far,
-            step * SPAN,
-            2 * inner,
-            width,
-            KIND,
-            BLOCK,
-            SPAN,
-            GROUPED,
-        )
+            gate_rows + half, own_scales[:, None] + inner, near, far, first, 2 * inner, width, mine,
+            KIND, BLOCK, SPAN, GROUPED, False,
+        )  # fmt: skip
     if KIND != "dense" and not GROUPED:
         gate *= tl.load(own_scales).to(tl.float32)
         up *= tl.load(own_scales + inner).to(tl.float32)
@@ -108,11 +118,12 @@ def gate_up_visits(
 
 @triton.jit(do_not_specialize=["top_k"])
 def down_tokens(
-    h, weight, scales, ids, weights, out, top_k, num_out, num_in, groups,
+    h, weight, scales, ids, weights, out, num_experts, top_k, num_out, num_in, groups,
     TOP_K: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, SPAN: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D]: the sum of a token's visits times weights [T, k], BLOCK_N features of all of its experts in one program."""
+    """out [T, D]: the sum of a token's visits times weights [T, k], BLOCK_N features of all of its experts in one program.
+    SOME: without nobody's visits (id E), of which h is not written."""
     tiles = tl.cdiv(num_out, BLOCK_N)
     token = tl.program_id(0) // tiles
     rows = tl.arange(0, TOP_K * BLOCK_N)
@@ -125,17 +136,22 @@ def down_tokens(
     inputs = h + visits.to(tl.int64)[:, None, None] * num_in
     previous_kernel_done(EARLY)
     experts = tl.load(ids + visits).to(tl.int64)
+    own = (rows // BLOCK_N < top_k) & (experts < num_experts)
     shares = tl.load(weights + visits)
     own_rows = weight + (experts * num_out + mine)[:, None, None] * stored
     own_scales = scales + experts * groups * num_out + mine
     total = tl.zeros([TOP_K * BLOCK_N], tl.float32)
     for step in tl.static_range(STEPS):
-        near, far = _inputs(inputs, step * SPAN, KIND, BLOCK, SPAN)
+        first_block = step * SPAN
+        near, far = _inputs(inputs, first_block, own, KIND, BLOCK, SPAN, SOME)
         total += _products(
-            own_rows, own_scales[:, None], near, far, step * SPAN, num_out, width, KIND, BLOCK, SPAN, GROUPED
+            own_rows, own_scales[:, None], near, far, first_block, num_out, width, own, KIND, BLOCK, SPAN, GROUPED, SOME
         )
     if KIND != "dense" and not GROUPED:
-        total *= tl.load(own_scales).to(tl.float32)
+        if SOME:
+            total *= tl.load(own_scales, mask=own, other=0.0).to(tl.float32)
+        else:
+            total *= tl.load(own_scales).to(tl.float32)
     start_next_kernel(EARLY)
     result = tl.sum(tl.reshape(tl.where(rows // BLOCK_N < top_k, total * shares, 0.0), [TOP_K, BLOCK_N]), 0)
     features = first + tl.arange(0, BLOCK_N)

@@ -13,12 +13,13 @@ from hone.model.feed_forwards import moe_fused
 from hone.model.feed_forwards.moe import MoELayer
 from hone.model.linear import ExpertLinears
 from hone.model.parallel import experts
-from hone.model.parallel.experts import PlacedMoELayer, even_slots
+from hone.model.parallel.experts import HeldRoutes, PlacedMoELayer, even_slots
 from hone.model.parallel.reading import LocalCheckpoint
 from hone.parallel.group import Group
 from hone.parallel.place import Place
 from tests.model.parallel.quantized_folder import write_quantized
 from tests.model.parallel.test_reading import SCHEMES
+from tests.model.test_moe import fused_on_a_cpu
 from tests.serve.small import decoder
 
 FED = {
@@ -32,29 +33,19 @@ VARIANTS = {
     "plain": {},
     "biased": {"biases": True, "swiglu_limit": 7.0},
     "sigmoid": {"router": {"kind": "sigmoid", "top_k": 2}},
+    "grouped": {"router": {"kind": "sigmoid", "top_k": 2, "num_groups": 2, "top_groups": 1}},
 }
 
 
-def test_kernels_that_choose_by_themselves_leave_the_router_alone(tmp_path: Path, monkeypatch) -> None:
-    """Where a layer is computed at once, the choice is made in steps, so that it is of this rank's slots."""
-    model = decoder(num_layers=1, feed_forward=(FED,))
-    hf.save(model, tmp_path)
-    place = Place(0, 2, 0, 1)
-    layer = (
-        LocalCheckpoint(tmp_path, place, Group(place), slots=even_slots(model.config, 2)).build().layers[0].feed_forward
-    )
-    monkeypatch.setattr(moe_fused, "runs_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(moe_fused, "choose_experts", lambda *_, **__: "chosen")
-    x = torch.zeros(2, 32)
-    assert moe_fused._chosen(model.layers[0].feed_forward, x) == "chosen" and moe_fused._chosen(layer, x) is None
-
-
 @pytest.mark.parametrize("redundant", [0, 3])
-@pytest.mark.parametrize("takes_all", [False, True])
+@pytest.mark.parametrize("way", ["cut", "in graphs", "kernels"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, takes_all: bool, redundant: int) -> None:
-    monkeypatch.setattr(experts, "_takes_all", lambda *_, **__: takes_all)
-    monkeypatch.setattr(experts, "FEW_VISITS", 512 if redundant else 8)  # others' visits by one expert, or by all
+def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, way: str, redundant: int) -> None:
+    called = fused_on_a_cpu(monkeypatch) if way == "kernels" else []
+    if way == "in graphs":  # no count is read
+        monkeypatch.setattr(
+            experts, "HeldRoutes", lambda *given, **options: HeldRoutes(*given, **{**options, "cuts": False})
+        )
     model = decoder(
         num_layers=1, num_heads=3, num_kv_heads=3, hidden_size=48, feed_forward=({**FED, **VARIANTS[name]},)
     )
@@ -75,10 +66,14 @@ def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, takes_al
     context, x = Causal(tokens), torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
     context.tokens = tokens
     with torch.no_grad():
-        wanted = model.layers[0].feed_forward(x, context)
         made = [one(x, context) for one in parts]
+        monkeypatch.setattr(moe_fused, "_on_gpu", lambda tokens: False)
+        wanted = model.layers[0].feed_forward(x, context)
     torch.testing.assert_close(sum(made), wanted, atol=1e-5, rtol=1e-5)
     assert all(float(one.abs().max()) > 0.01 for one in made)
+    if way == "kernels" and name != "biased":
+        assert called.count("expert_swiglu") == 3
+        assert called.count("choose_experts") == (0 if name == "grouped" else 3), "a choice is of this rank's slots"
     counts = [one.counts.tolist() for one in parts]
     assert (
         counts[0] == counts[1] == counts[2] and sum(counts[0]) == 40 * model.config.layers[0].feed_forward.router.top_k

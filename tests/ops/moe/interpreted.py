@@ -30,6 +30,20 @@ def test_entries_beyond_what_is_compared_with_each_other_are_counted(monkeypatch
     agree(lambda backend: permute(x, ids, 5, backend=backend))
 
 
+@pytest.mark.parametrize("ids_at_once", [4096, 16])
+def test_nobodys_rows_are_neither_copied_nor_added(ids_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.ops.moe.api.FEW_IDS", ids_at_once)
+    x, ids, weights = torch.randn(50, 24), torch.randint(0, 5, (50, 3)), torch.rand(50, 3)  # 4 is nobody
+
+    def run(backend: str) -> list[torch.Tensor]:
+        rows, ends, place = permute(x, ids, 4, leaves_out=True, backend=backend)
+        rows[int(ends[-1]) :] = float("nan")  # they mean nothing
+        return [rows[: int(ends[-1])], ends, place, unpermute(rows, place, weights, ends=ends, backend=backend)]
+
+    agree(run)
+    torch.testing.assert_close(run("triton")[3], x * (weights * (ids < 4)).sum(1, keepdim=True))
+
+
 @pytest.mark.parametrize("width", [32, 40])
 def test_few_tokens(width: int) -> None:
     ends = torch.tensor([3, 3, 20, 21, 40], dtype=torch.int32)  # none, one, and more than a tile holds

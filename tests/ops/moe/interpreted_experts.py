@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from hone.ops import choose_experts, expert_swiglu
 from hone.ops.moe import launch_experts
+from hone.ops.moe.local import LocalExperts
 from hone.ops.moe.weights import ExpertWeights, pack_pairs
 from tests.ops.agree import agree
 
@@ -50,6 +54,30 @@ def test_a_token_that_is_not_finite_chooses_experts_that_exist() -> None:
     assert ((ids >= 0) & (ids < 6)).all() and weights.isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(("copies", "counted", "padded"), [(1, False, False), (3, True, False), (2, True, True)])
+def test_choice_of_a_rank(tokens: int, copies: int, counted: bool, padded: bool) -> None:
+    """Ids are the rank's slots, by copies of an expert; visits of real tokens are counted."""
+    x, weight = torch.randn(tokens, 64), torch.randn(9, 64)
+    slots = torch.randint(0, 5, (9, copies), dtype=torch.int32)  # 4 is nobody
+
+    def run(backend: str) -> list[torch.Tensor]:
+        local = LocalExperts(
+            slots, torch.arange(9, dtype=torch.int32) % copies + 1, 4,
+            torch.arange(tokens) * 7 if copies > 1 else None, torch.ones(9, dtype=torch.int64) if counted else None,
+            torch.arange(tokens) % 3 > 0 if padded else None,
+        )  # fmt: skip
+        found = choose_experts(x, weight, 3, local=local, backend=backend)
+        return [*found, *([local.counts] if local.counts is not None else [])]
+
+    agree(run)
+    ids = run("triton")[0]
+    assert ids.unique().tolist() == sorted(set(slots.flatten().tolist())) or tokens == 1
+    if counted:
+        real = sum(at % 3 > 0 for at in range(tokens)) if padded else tokens
+        assert int(run("triton")[2].sum()) == 9 + 3 * real
+
+
 KINDS = ["dense", "int4", "int8", "fp8"]
 WAYS = [(1, True), (3, True), (3, False), (20, False)]
 """(tokens, whether they are served alone, each with its experts' rows)."""
@@ -69,6 +97,47 @@ def test_experts(kind: str, groups: int, tokens: int, alone: bool, monkeypatch: 
     inner = 24 if kind == "dense" else 64
     gate_up, down = weights_of(kind, 7, 2 * inner, 64, groups), weights_of(kind, 7, 64, inner, 2)
     agree(lambda backend: [expert_swiglu(x, ids, shares, gate_up, down, backend=backend)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "alone", "searched"), [(2, True, 99), (2, False, 99), (30, False, 99), (30, False, 8)]
+)
+@pytest.mark.parametrize("kind", ["dense", "int8"])
+def test_ranks_sum_to_the_layer(
+    kind: str, tokens: int, alone: bool, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three ranks has two of six experts; visits of others' are nobody's, of which nothing is read or added."""
+    monkeypatch.setattr(launch_experts, "ALONE", dict.fromkeys((True, False), 99 if alone else 0))
+    monkeypatch.setattr(launch_experts, "SEARCHED", searched)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    x, shares, ids = torch.randn(tokens, 64), torch.rand(tokens, 3), torch.rand(tokens, 6).topk(3, -1).indices
+    ids[0] = torch.tensor([1, 0, 5])  # none for the rank in the middle
+    gate_up, down = weights_of(kind, 6, 64, 64, 2), weights_of(kind, 6, 64, 32, 1)
+    total = torch.zeros(tokens, 64)
+    for rank in range(3):
+        part = [
+            ExpertWeights(*(None if one is None else one[2 * rank : 2 * rank + 2] for one in own))
+            for own in (gate_up, down)
+        ]
+        here = torch.where(ids // 2 == rank, ids % 2, 2)
+
+        def run(backend: str, here: torch.Tensor = here, part: list[ExpertWeights] = part) -> list[torch.Tensor]:
+            return [expert_swiglu(x, here, shares, *part, local_share=1 / 3, backend=backend)]
+
+        agree(run)
+        total += run("triton")[0]
+    wanted = expert_swiglu(x, ids, shares, gate_up, down, backend="reference")
+    torch.testing.assert_close(total, wanted, atol=1e-4, rtol=1e-4)
+
+
+def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.empty` full of what no sum may have."""
+
+    def made(*given: Any, **options: Any) -> torch.Tensor:
+        found = empty(*given, **options)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    return made
 
 
 def test_listed_visits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
 from hone.ops.moe.api import piece_spans
+from hone.ops.moe.local import LocalExperts
 from hone.ops.moe.weights import FP8, ExpertWeights, pack_pairs
 from tests.ops.gpu_case import as_good, error, graded, poison
 
@@ -108,20 +109,26 @@ def test_the_choice_of_experts(tokens: int, experts: int, top_k: int, score: str
     assert error(weights, exact / exact.sum(-1, keepdim=True)) < 1e-5
 
 
+def weights_of(kind: str, experts: int, rows: int, columns: int) -> ExpertWeights:
+    values = torch.randn(experts, rows, columns, device="cuda") / columns**0.5
+    if kind == "dense":
+        return ExpertWeights(values.bfloat16())
+    scales = (torch.rand(experts, columns // 128, rows, device="cuda") + 0.5) / 100
+    if kind == "fp8":
+        return ExpertWeights((values * 100).to(FP8), scales)
+    codes = (values * 100).round().clamp(-128, 127).to(torch.int8)
+    return ExpertWeights(pack_pairs(codes.clamp(-8, 7), 128) if kind == "int4" else codes, scales)
+
+
+def exact_layer(x: Tensor, ids: Tensor, shares: Tensor, *weights: ExpertWeights) -> Tensor:
+    wide = [one if one.scales is not None else ExpertWeights(one.values.double()) for one in weights]
+    return expert_swiglu(x.double(), ids, shares.double(), *wide, backend="reference")
+
+
 @pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (3, 8, 2), (16, 128, 8), (300, 16, 4)])
 def test_layers_of_experts(kind: str, tokens: int, experts: int, top_k: int) -> None:
-    def weights_of(rows: int, columns: int) -> ExpertWeights:
-        values = torch.randn(experts, rows, columns, device="cuda") / columns**0.5
-        if kind == "dense":
-            return ExpertWeights(values.bfloat16())
-        scales = (torch.rand(experts, columns // 128, rows, device="cuda") + 0.5) / 100
-        if kind == "fp8":
-            return ExpertWeights((values * 100).to(FP8), scales)
-        codes = (values * 100).round().clamp(-128, 127).to(torch.int8)
-        return ExpertWeights(pack_pairs(codes.clamp(-8, 7), 128) if kind == "int4" else codes, scales)
-
-    gate_up, down = weights_of(512, 384), weights_of(384, 256)
+    gate_up, down = weights_of(kind, experts, 512, 384), weights_of(kind, experts, 384, 256)
     x = torch.randn(tokens, 384, device="cuda", dtype=torch.bfloat16)
     ids = torch.rand(tokens, experts, device="cuda").topk(top_k, -1).indices
     ids[: tokens // 2] = ids[:1]
@@ -129,20 +136,47 @@ def test_layers_of_experts(kind: str, tokens: int, experts: int, top_k: int) -> 
     poison()
     found = expert_swiglu(x, ids, shares, gate_up, down, backend="triton")
     assert torch.equal(found, expert_swiglu(x, ids, shares, gate_up, down, backend="triton"))
-    exact = (
-        expert_swiglu(x.double(), ids, shares.double(), gate_up, down, backend="reference")
-        if kind != "dense"
-        else (
-            expert_swiglu(
-                x.double(),
-                ids,
-                shares.double(),
-                *(ExpertWeights(one.values.double()) for one in (gate_up, down)),
-                backend="reference",
-            )
-        )
-    )
-    assert error(found, exact) < 6e-3
+    assert error(found, exact_layer(x, ids, shares, gate_up, down)) < 6e-3
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "fp8"])
+@pytest.mark.parametrize(("tokens", "backend"), [(1, None), (4, None), (16, None), (300, None), (5000, "grouped")])
+def test_ranks_sum_to_the_layer(kind: str, tokens: int, backend: str | None) -> None:
+    """Each of two ranks has half of the experts; the rest are nobody's. In a CUDA graph, replayed for another choice."""
+    if backend == "grouped" and kind != "dense":
+        pytest.skip("codes are widened by the kernels of few tokens")
+    experts, top_k = 32, 4
+    gate_up, down = weights_of(kind, experts, 512, 384), weights_of(kind, experts, 384, 256)
+    x = torch.randn(tokens, 384, device="cuda", dtype=torch.bfloat16)
+    router = (torch.randn(experts, 384, device="cuda") / 20).bfloat16()
+    total = torch.zeros(tokens, 384, device="cuda")
+    for rank in range(2):
+        own = slice(rank * 16, rank * 16 + 16)
+        part = [
+            ExpertWeights(one.values[own], None if one.scales is None else one.scales[own]) for one in (gate_up, down)
+        ]
+        slots = torch.full((experts, 1), 16, device="cuda", dtype=torch.int32)
+        slots[own, 0] = torch.arange(16, device="cuda", dtype=torch.int32)
+        counts = torch.zeros(experts, device="cuda", dtype=torch.int64)
+        local = LocalExperts(slots, torch.ones(experts, device="cuda", dtype=torch.int32), 16, counts=counts)
+        given = torch.randn_like(x)
+
+        def layer(given: Tensor = given, local: LocalExperts = local, part: list[ExpertWeights] = part) -> Tensor:
+            ids, shares = choose_experts(given, router, top_k, local=local)
+            return expert_swiglu(given, ids, shares, *part, local_share=0.5, backend=backend)
+
+        poison()
+        layer()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = layer()
+        given.copy_(x)
+        counts.zero_()
+        graph.replay()
+        total += made
+        assert int(counts.sum()) == tokens * top_k
+    ids, shares = choose_experts(x, router, top_k)
+    assert error(total, exact_layer(x, ids, shares, gate_up, down)) < 1e-2
 
 
 @pytest.mark.parametrize("sizes", [(100, 0, 130, 0), (128, 64, 3, 0), (1, 63, 64, 65)])
