@@ -16,7 +16,7 @@ import hone
 from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.base.table import Technique, all_tables
-from hone.compress import KV_CACHES, LOW_RANK, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
+from hone.compress import CONVERSIONS, KV_CACHES, LOW_RANK, PRUNERS, QUANTIZERS, STEPS, STRUCTURED_PRUNERS, TRANSFORMS
 from hone.compress.low_rank.base import Correction
 from hone.compress.stage import Compress
 from hone.data import DEDUPS, FILTERS
@@ -99,6 +99,7 @@ def digests(folder: Path) -> dict[str, str]:
         *QUANTIZERS,
         *PRUNERS,
         *STRUCTURED_PRUNERS,
+        *CONVERSIONS,
         *LOW_RANK,
         *KV_CACHES,
         *(name for name in TRANSFORMS if TRANSFORMS[name].phase == "model"),
@@ -114,7 +115,11 @@ def test_compression_keeps_its_word_and_its_input(kind, tiny_llama, experts_line
     text = tmp_path / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the cat sat on the mat. " * 60)
     options = {"group_size": 32, "block_size": 32, "intermediate_size": 0.5}
-    step = {"kind": kind, **{name: value for name, value in options.items() if name in STEPS[kind].model_fields}}
+    step = {
+        "kind": kind,
+        **required(STEPS[kind]),
+        **{name: value for name, value in options.items() if name in STEPS[kind].model_fields},
+    }
     if issubclass(STEPS[kind], Correction):
         before_it, step["rank"] = [{"kind": "rtn", "group_size": 32}], 4
     else:

@@ -52,6 +52,7 @@ TABLES: tuple[str, ...] = (
     "hone.compress.observers:OBSERVERS",
     "hone.compress:PRUNERS",
     "hone.compress:STRUCTURED_PRUNERS",
+    "hone.compress:CONVERSIONS",
     "hone.compress:LOW_RANK",
     "hone.compress:KV_CACHES",
     "hone.exports:EXPORTS",

@@ -78,6 +78,13 @@ LOW_RANK = Table(
     },
 )
 
+CONVERSIONS = Table(
+    "conversion",
+    {
+        "gqa": "hone.compress.conversions.gqa:GQA",
+    },
+)
+
 KV_CACHES = Table("KV cache quantizer", {"kv_cache": "hone.compress.caches.kv_cache:KVCache"})
 
 
@@ -105,4 +112,4 @@ class Steps(Table):
         return {name: row for table in self.tables for name, row in table.installed().items()}
 
 
-STEPS = Steps("compression step", STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK, KV_CACHES)
+STEPS = Steps("compression step", CONVERSIONS, STRUCTURED_PRUNERS, TRANSFORMS, PRUNERS, QUANTIZERS, LOW_RANK, KV_CACHES)

@@ -20,6 +20,7 @@ from hone.compress.calibration import Calibration
 from hone.compress.capture import Flow
 from hone.eval.compare import agreement, divergence
 from hone.model.decoder import Decoder
+from hone.model.weights.model import ModelSource
 
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
@@ -51,6 +52,17 @@ class Check:
         checked = self.compare(dense, compressed)
         if self.flow.mesh.leads:
             write_atomic(state / FILE, json.dumps(checked._asdict()).encode())
+
+    def compare_models(self, dense: ModelSource, compressed: ModelSource, state: Path) -> None:
+        """Runs both models, whose layers may have any sizes, one layer in memory at a time, and keeps the comparison in `state`."""
+        flow = self.flow
+        ends = [one.build_ends(flow.device, flow.dtype) for one in (dense, compressed)]
+        flow.embed(ends[1])
+        flow.embed_dense(ends[0])
+        for source, through in ((dense, flow.dense_through), (compressed, flow.through)):
+            for index in range(source.config.num_layers):
+                through(source.reopened().build_layer(index, flow.device, flow.dtype))
+        self.keep(*ends, state)
 
     @torch.no_grad()
     def compare(self, dense: Decoder, compressed: Decoder) -> Checked:

@@ -25,6 +25,7 @@ from hone.compress.targets import embedding as embedding_of
 from hone.compress.written import engines
 from hone.compress.written.engines import Written
 from hone.compress.written.result import quantization_config
+from hone.cost.compress.decoding import KEPT, decoding_note, kept_per_token
 from hone.cost.compress.figures import estimate
 from hone.cost.energy import with_energy
 from hone.feed.facts import DataFacts
@@ -119,6 +120,8 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
     estimates = estimate(work, machine, **sizes, budget=None if budget is None else budget.model_bytes)
     for step in spec.layer_steps if spec.quantizer is None else ():
         estimates.update(step.figures())
+    if spec.converts:
+        estimates[KEPT] = kept_per_token(whole.config.dims(), model.config.dims(), dtype.itemsize)
     return CompressPlan(
         estimates=with_energy(estimates, machine),
         facts=model.model_copy(update=update),
@@ -128,7 +131,7 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
         compute_dtype=compute,
         calibrated=calibrated,
         budget=budget,
-        notes=notes_of(spec, whole, model, targets, embedding, written),
+        notes=notes_of(spec, whole, model, targets, embedding, written, dtype.itemsize),
     )
 
 
@@ -186,9 +189,13 @@ def notes_of(
     targets: Targets,
     embedding: Linear | None,
     written: Written,
+    width: int,
 ) -> tuple[str, ...]:
-    """What rules give, how the head of the model `whole` and a compressed embedding are stored, and what that means to engines."""
+    """What rules give, how the head of the model `whole` and a compressed embedding are stored, what that means to engines, and what
+    conversions change in decoding at `width` bytes a number."""
     found = () if spec.quantizer is None else spec.quantizer.lines(every_matrix(targets, embedding))
+    if spec.converts:
+        found += (decoding_note(whole.config.dims(), model.config.dims(), width),)
     if whole.config.tie_embeddings and not model.config.tie_embeddings and has_head(targets):
         other = "which stays as it is" if embedding is None else "which is quantized, too"
         found += (f"lm_head is tied to the embedding: the compressed head is stored beside it, {other}",)

@@ -22,7 +22,7 @@ class CompressSpec(Stage):
 
     steps: tuple[Annotated[Step, Choice(STEPS)], ...] = Field(
         (),
-        description="Steps in order: structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
+        description="Steps in order: conversions and structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
         "kv_cache anywhere; empty with fit or target_latency, which choose them.",
     )
     fit: str | None = Field(
@@ -136,6 +136,11 @@ class CompressSpec(Stage):
     def reshapes(self) -> bool:
         """Whether the model becomes one of other shapes."""
         return any(step.reshapes for step in self.steps)
+
+    @property
+    def converts(self) -> bool:
+        """Whether decoding keeps something else of a token."""
+        return any(step.converts for step in self.steps)
 
     @property
     def calibrated_steps(self) -> tuple[Step, ...]:

@@ -67,6 +67,8 @@ class Step(Technique):
     """Whether it works on the linears that the stage's `targets` name."""
     reshapes: ClassVar[bool] = False
     """Whether it changes the shapes of matrices, so that no layer can be compared with the given model's."""
+    converts: ClassVar[bool] = False
+    """Whether it changes what decoding keeps of each token."""
     stores: ClassVar[bool] = False
     """Whether it determines how a matrix is stored: `entries`, `method` and `tensors_of` are its own then."""
 

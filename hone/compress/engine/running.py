@@ -15,6 +15,7 @@ from hone.base.errors import DriftError
 from hone.base.run import Run
 from hone.compress import calibration, capture, gradients, shards, stream
 from hone.compress import check as checks
+from hone.compress.conversions.kept import kept_bytes
 from hone.compress.engine import ends
 from hone.compress.engine.head import untied
 from hone.compress.engine.job import Job
@@ -26,6 +27,7 @@ from hone.compress.step import storing
 from hone.compress.structured import chain
 from hone.compress.targets import has_head
 from hone.compress.written import card, result
+from hone.cost.compress.decoding import KEPT
 from hone.measure.warm import warm_up
 from hone.measure.window import Window, power_trace, record_energy_per
 from hone.model import hf
@@ -54,6 +56,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     with draft.measuring(Window(run.device, power_trace(run, draft))), shards.full_disk_said(draft.folder):
         options = {"paired": paired(spec), "mesh": mesh}
         flow = None if samples is None else capture.Flow(samples, spec.batch_size, run.device, dtype, **options)
+        given = checkpoint
         checkpoint, said = chain.rewrite(checkpoint, spec.model_steps, flow, plan.targets, draft, run)
         if checkpoint.config.tie_embeddings and has_head(plan.targets):
             checkpoint = untied(checkpoint)
@@ -83,7 +86,6 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         rows = _written(job, flow if spec.calibrated_steps else None, check, draft, run)
         if not mesh.leads:
             return
-        checked = checks.read(draft.state)
         hadamards = hadamards_of(spec, checkpoint.config, plan.targets)
         more = (job.storage, plan.facts.dtype, hadamards, job.cache and job.cache.cache_scheme, plan.embedding)
         quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
@@ -91,11 +93,18 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         result.describe(draft, checkpoint, quantization, added)
         if spec.layer_steps:
             write_jsonl(draft.folder / "layers.jsonl", rows)
+        if spec.reshapes and samples is not None and samples.spare is not None and checks.read(draft.state) is None:
+            whole = checks.Check(samples.spare, spec.batch_size, run.device, dtype)
+            whole.compare_models(given, hf.Checkpoint(draft.folder), draft.state)
+        checked = checks.read(draft.state)
     result.techniques(draft, run, spec, samples, said, loss)
     result.record(draft, folder, checkpoint, rows)
+    if spec.converts:
+        note = "two tokens decoded by a layer of each kind, in the dtype of the weights"
+        draft.record(KEPT, kept_bytes(hf.Checkpoint(draft.folder)), "B", note=note)
     record_energy_per(draft, "joules_per_billion_params", checkpoint.config.num_params / 1e9, "1e9 parameters")
     changed = "".join(step.checked_against for step in spec.steps)
-    result.record_check(draft, checked, spec.check_sequences, changed, reshaped=spec.reshapes)
+    result.record_check(draft, checked, spec.check_sequences, changed)
     card.write(draft.folder, folder, spec, draft.figures, quantization)
     if mesh.world_size > 1:
         note = "time is of all, memory and energy are of rank 0's device"

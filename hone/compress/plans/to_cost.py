@@ -64,7 +64,7 @@ def compression_of(
         paired=paired(spec),
         ends_bytes=sum(step.ends_bytes for step in spec.model_steps),
         cache_bytes=0.0 if spec.cache is None else spec.cache.range_bytes(model.config),
-        check_sequences=0 if spec.reshapes else num_spare,
+        check_sequences=num_spare,
         probes=probes,
         differentiated=differentiated,
     )

@@ -178,17 +178,10 @@ def record(draft: Draft, folder: Path, checkpoint: ModelSource, rows: list[dict[
     )
 
 
-def record_check(
-    draft: Draft, checked: Checked | None, num_sequences: int, changed: str, *, reshaped: bool = False
-) -> None:
-    """The figures of the comparison with the model that was given; `changed`: what steps changed in it, `reshaped`: its sizes, too."""
+def record_check(draft: Draft, checked: Checked | None, num_sequences: int, changed: str) -> None:
+    """The figures of the comparison with the model that was given; `changed`: what steps changed in it."""
     if checked is None:
         why = "no calibration inputs, or no other sequences in their text" if num_sequences else "check_sequences is 0"
-        why = (
-            "a structured step changes the sizes of the layers that would be compared; hone eval compares the models"
-            if reshaped
-            else why
-        )
         draft.record("kl_to_dense", None, "nats/token", note=f"not measured: {why}")
         return
     given = f"the given model{changed}"
