@@ -82,6 +82,7 @@ CONVERSIONS = Table(
     "conversion",
     {
         "gqa": "hone.compress.conversions.gqa:GQA",
+        "transmla": "hone.compress.conversions.transmla:TransMLA",
     },
 )
 

@@ -29,7 +29,7 @@ from hone.ops import linear_cross_entropy
 def block_influence(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
     """Of every layer 1 - cos(its input, its output), mean over tokens. Men et al. 2024, arXiv:2403.03853, equation 1."""
     sums = [torch.zeros((), dtype=torch.float64, device=flow.device) for _ in checkpoint.config.layers]
-    for index, layer in _layers(checkpoint, flow, run):
+    for index, layer in each_layer(checkpoint, flow, run):
 
         def add(inputs: Tensor, outputs: Tensor, counts: Tensor | None, index: int = index) -> None:
             similar = F.cosine_similarity(inputs.float(), outputs.float(), dim=-1).flatten()
@@ -47,7 +47,7 @@ def added_losses(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
     Every model without one layer runs beside the whole one, from that layer on: L + 1 hidden states are in memory.
     """
     without: list[Flow] = []
-    for _, layer in _layers(checkpoint, flow, run):
+    for _, layer in each_layer(checkpoint, flow, run):
         for other in without:
             other.through(layer)
         skipped = copy(flow)
@@ -78,7 +78,7 @@ def width_scores(checkpoint: ModelSource, flow: Flow, run: Run) -> WidthScores:
     config = checkpoint.config
     hidden = torch.zeros(config.hidden_size)
     inner, heads = [], []
-    for index, layer in _layers(checkpoint, flow, run):
+    for index, layer in each_layer(checkpoint, flow, run):
         linears, mixer = config.linears(index), config.layers[index].mixer
         alone = {path: one for path, one in linears.items() if one.experts is None}  # experts see some tokens each
         of_heads, *of_channels = (path for path, one in alone.items() if one.residual)
@@ -119,7 +119,7 @@ def expert_scores(checkpoint: ModelSource, flow: Flow, run: Run, *, weighted: bo
     Lasby et al. 2025 (REAP), arXiv:2510.13999. An expert without tokens has 0.
     """
     scores: list[list[float]] = []
-    for index, layer in _layers(checkpoint.with_each_expert(), flow, run):
+    for index, layer in each_layer(checkpoint.with_each_expert(), flow, run):
         linears = checkpoint.config.linears(index)
         last = [path for path, one in linears.items() if one.experts is not None and one.residual]
         if not last:
@@ -202,8 +202,8 @@ def _keep(inputs: dict[str, Tensor], path: str):
     return hook
 
 
-def _layers(checkpoint: ModelSource, flow: Flow, run: Run) -> Iterator[tuple[int, DecoderLayer]]:
-    """Every layer in turn, after the embedding; the caller advances `flow`."""
+def each_layer(checkpoint: ModelSource, flow: Flow, run: Run) -> Iterator[tuple[int, DecoderLayer]]:
+    """Every layer of `checkpoint` in turn, after the embedding; the caller advances `flow` through each."""
     flow.embed(checkpoint.build_ends(flow.device, flow.dtype))
     with run.progress("importance", checkpoint.config.num_layers, "layers") as bar:
         for index in range(checkpoint.config.num_layers):

@@ -54,6 +54,11 @@ class MLA(Mixer):
         None, gt=0, description="Added to the mean square in the norms of latents; the model's norm_eps when empty."
     )
 
+    latent_norm: bool = Field(
+        True,
+        description="Whether the latent of keys and values is normed; no class of transformers knows one that is not.",
+    )
+
     @model_validator(mode="after")
     def _pairs(self) -> MLA:
         if self.rope_dim % 2:
@@ -78,6 +83,7 @@ class MLA(Mixer):
         queries = heads * (self.head_dim + self.rope_dim)
         down = Piece("kv_down", self.latent_dim + self.rope_dim)
         up = Piece("kv_up", heads * (self.head_dim + self.values), heads)
+        latent = Norm("mixer.latent_norm") if self.latent_norm else Computed("mixer.latent")
         return (
             *(
                 (projection_in("q", hidden_size, Piece("q", queries, heads)),)
@@ -88,13 +94,15 @@ class MLA(Mixer):
                 )
             ),
             projection_in("kv_down", hidden_size, down, shard="none"),
-            projection_in("kv_up", self.latent_dim, up, reads=Norm("mixer.latent_norm")),
+            projection_in("kv_up", self.latent_dim, up, reads=latent),
             projection_out(hidden_size, heads, self.values, reads=Computed("mixer.mixed")),
         )
 
     def parameters(self, hidden_size: int) -> tuple[Parameter, ...]:
         low = self.q_latent_dim
         norms = () if low is None else (NormSpec("q_latent_norm", low, eps=self.latent_norm_eps),)
+        if not self.latent_norm:
+            return norms
         return (*norms, NormSpec("latent_norm", self.latent_dim, eps=self.latent_norm_eps))
 
     def mixing_flops(self, seq_len: int) -> float:
@@ -135,7 +143,8 @@ class MLALayer(Block):
         q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split([spec.head_dim, spec.rope_dim], -1)
         q_rope = self._rotated(q_rope, cos, sin)
         latent, k_rope = self.kv_down(x).split([spec.latent_dim, spec.rope_dim], -1)
-        latent, k_rope = self.latent_norm(latent), self._rotated(k_rope.unsqueeze(-2), cos, sin)
+        latent = self.latent_norm(latent) if spec.latent_norm else latent
+        k_rope = self._rotated(k_rope.unsqueeze(-2), cos, sin)
         mix = self._absorbed if context.cached else self._expanded
         return self.out(mix(q_plain, q_rope, latent, k_rope, context))
 
