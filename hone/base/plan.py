@@ -22,6 +22,7 @@ from hone.base.partial import partial_of
 
 FACTS: dict[str, str] = {
     "data": "hone.feed.facts:DataFacts",
+    "drafter": "hone.model.drafters.folder:DrafterFacts",
     "model": "hone.model.facts:CheckpointFacts",
 }
 """The classes that read the facts of a folder, imported on use. The first whose `mark` is in the folder is used."""
@@ -109,7 +110,8 @@ def facts_of(artifact: Artifact) -> Facts:
         if cls.marks(artifact.folder):
             return cls.of(artifact.folder)
         cls.refuse(artifact.folder)
-        marks.append(f"no {cls.mark} ({cls.noun})")
+        if cls.mark:
+            marks.append(f"no {cls.mark} ({cls.noun})")
     raise ArtifactError(
         f"{artifact.folder} has {' and '.join(reversed(marks))}",
         fix="give a folder that a hone stage or transformers wrote",

@@ -145,16 +145,18 @@ class Decoder(nn.Module):
         """Embedding and layers, before the final norm: [...] -> [..., D]."""
         x = self.embed(tokens)
         context.tokens = tokens
-        whole = context.run_layers(self, x)
+        whole = None if context.taps else context.run_layers(self, x)
         if whole is not None:
             return whole
         self.prepare(x, context)
         rest = None
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if layer.plain:
                 x, rest = layer.in_parts(x, rest, context)
             else:
                 x, rest = layer(x if rest is None else x + rest, context), None
+            if context.taps and index in context.taps:
+                context.taps[index] = x if rest is None else x + rest
         return x if rest is None else x + rest
 
     def head(self, x: Tensor) -> Tensor:

@@ -65,11 +65,29 @@ def refuse_others(path: Path) -> None:
             f"{path} has no {CONFIG}: it is not a model folder",
             fix="point at a folder that `hone train` or transformers wrote",
         )
+    elif (kind := heads_kind(path)) is not None:
+        raise ArtifactError(
+            f"{path} has draft heads ({kind}), not a model",
+            fix="give the model that they guess for, and them as its drafter: engine.draft",
+        )
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether the folder has an adapter in PEFT's format and no model: it is opened as its base model with the adapter."""
     return (folder / ADAPTER_CONFIG).exists() and not (folder / CONFIG).exists()
+
+
+def heads_kind(folder: Path) -> str | None:
+    """'medusa' or 'eagle3' for a folder of draft heads, by its config.json; None for any other."""
+    if not (folder / CONFIG).is_file():
+        return None
+    values = read_json(folder / CONFIG)
+    if "medusa_num_heads" in values:
+        return "medusa"
+    names = [str(name).lower() for name in values.get("architectures") or ()]
+    if values.get("speculators_model_type") == "eagle3" or any("eagle3" in name for name in names):
+        return "eagle3"
+    return None
 
 
 def base_of(folder: Path) -> Path:

@@ -7,6 +7,7 @@ DRAFTERS = Table(
     {
         "draft_model": "hone.serve.speculation.draft_model:DraftModel",
         "prompt_lookup": "hone.serve.speculation.prompt_lookup:PromptLookup",
+        "medusa": "hone.serve.speculation.medusa:Medusa",
     },
 )
 

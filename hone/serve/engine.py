@@ -96,7 +96,7 @@ class Engine:
         self._outputs: list[Output] = []
         """Those of aborts, and of other requests during `generate`, for the next step."""
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
-        self._num_drafted = self._num_accepted = 0
+        self._num_drafted = self._num_accepted = self._num_verified = 0
 
     @property
     def sizes(self) -> str:
@@ -111,8 +111,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, including the draft model's."""
-        guesser = self.runner.guesser
-        return self.runner.cache.num_bytes + (guesser.cache.num_bytes if guesser else 0)
+        return self.runner.cache.num_bytes + sum(cache.num_bytes for cache in self.runner.draft_caches)
 
     @property
     def has_work(self) -> bool:
@@ -319,7 +318,9 @@ class Engine:
         if self.proposer is not None:
             num_kept = max(0, len(result.chosen) - 1)
             self.proposer.settle(item, num_kept)
+            seq.guesses = result.guesses
             self._num_drafted += result.num_guessed
+            self._num_verified += result.num_guessed > 0
             self._num_accepted += num_kept
         else:
             seq.num_in_flight -= item.samples
@@ -390,6 +391,7 @@ class Engine:
             **scheduler.fill.stats(),
             "draft_tokens": self._num_drafted,
             "accepted_tokens": self._num_accepted,
+            "verified_sequences": self._num_verified,
             "kv_cache_bytes": self.cache_bytes,
             **({} if self.adapters is None else self.adapters.stats()),
         }

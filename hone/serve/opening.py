@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,9 @@ from hone.measure.machine import describe
 from hone.measure.topology.pin import asked, spread_layers
 from hone.model import hf
 from hone.model.decoder import Decoder
+from hone.model.drafters.stored import heads_bytes, load_heads
 from hone.model.facts import CheckpointFacts
-from hone.model.folder import model_folder, weights_bytes
+from hone.model.folder import heads_kind, model_folder, weights_bytes
 from hone.model.sparse.sparsify import AUTO_ROWS, sparsify
 from hone.model.tokenizer import Tokenizer, identity_of, load_tokenizer
 from hone.serve import DRAFTERS, EVICTIONS
@@ -34,7 +35,7 @@ from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
 from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, kept_of, sized, work_bytes
 from hone.serve.spec import EngineSpec
-from hone.serve.speculation.drafter import Drafter, DraftSetting, Guesser, Proposer
+from hone.serve.speculation.drafter import Drafter, DraftSetting, Proposer
 
 
 class EngineParts(NamedTuple):
@@ -88,7 +89,8 @@ def open_parts(
         model, note = _sparsified(model, device, spec)
         if device.type == "cpu" and asked() != "none":
             note = "; ".join(filter(None, (note, spread_layers(model.layers))))
-    drafter, draft_model = _open_draft(spec, draft if draft is not None else spec.draft, tokenizer, device)
+    given_draft = draft if draft is not None else spec.draft
+    drafter, draft_model, heads = _open_draft(spec, given_draft, tokenizer, device, model)
     adapters = None if spec.lora.max_loras is None else Adapters(model, spec.lora, device)
     if adapters is not None:
         said = f"{adapters.slots.num_slots} adapters of rank {spec.lora.max_lora_rank}: {human_bytes(adapters.slots.num_bytes)}"
@@ -110,6 +112,8 @@ def open_parts(
         check_on(draft_name, drafted, draft_model.dtype, device)
         draft_dtype = getattr(torch, draft_name)
         one += page_bytes(drafted, size, draft_name)
+    if heads is not None:
+        one += heads_bytes(heads, size)
     work = work_bytes(model.config.dims(), spec, weights, str(device))
     if drafter is not None:  # a draft model may be given beside the spec
         check_combination(spec.model_copy(update={"drafter": drafter}))
@@ -126,13 +130,16 @@ def open_parts(
     )
     sampler = Sampler(model.config.vocab_size, device)
     proposer: Proposer | None = None
-    guesser: Guesser | None = None
+    assert spec.max_num_seqs is not None, "sized() fills it in"
+    guessers: dict[str, Any] = {}
     if drafter is not None:
         budget = spec.max_num_batched_tokens
-        setting = DraftSetting(model, draft_model, sampler, num_pages, size, budget, draft_dtype, device, longest)
+        setting = DraftSetting(
+            model, draft_model, sampler, num_pages, size, budget, draft_dtype, device, longest, heads, spec.max_num_seqs
+        )
         proposer, guesser = drafter.open(setting)
-    assert spec.max_num_seqs is not None, "sized() fills it in"
-    runner = Runner(model, cache, sampler, device, guesser, max_num_seqs=spec.max_num_seqs, adapters=adapters)
+        guessers = {"guesser" if heads is None else "hidden_guesser": guesser}
+    runner = Runner(model, cache, sampler, device, max_num_seqs=spec.max_num_seqs, adapters=adapters, **guessers)
     if experts is not None:
         runner.graphs, runner.experts = None, experts.counts  # which are copied is decided anew in every step
     longest = longest if most <= num_pages else min(longest, num_pages * size)
@@ -244,34 +251,52 @@ def _opened(model: Decoder | Path | str, device: torch.device, dtype: str) -> De
 
 
 def _open_draft(
-    spec: EngineSpec, model: Decoder | Path | str | None, tokenizer: Tokenizer | None, device: torch.device
-) -> tuple[Drafter | None, Decoder | None]:
-    """The drafter and its model. The drafter defaults to "draft_model" when a draft model is given."""
+    spec: EngineSpec,
+    model: Decoder | Path | str | None,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    target: Decoder,
+) -> tuple[Drafter | None, Decoder | None, Any]:
+    """The drafter, its model and its heads, if it has any. It defaults to what is given as `model`: "draft_model", or the heads' kind."""
+    folder = None if model is None or isinstance(model, Decoder) else Path(model)
+    kind = None if folder is None else heads_kind(folder)
     drafter = spec.drafter
     if drafter is None and model is not None:
-        drafter = DRAFTERS.read("draft_model")
+        drafter = DRAFTERS.read(kind or "draft_model")
     if drafter is None:
-        return None, None
-    wanted = "draft" in drafter.needs
+        return None, None, None
+    wanted = "draft" in drafter.needs or "heads" in drafter.needs
     if wanted != (model is not None):
         raise SpecError(
             f"the drafter '{drafter.kind}' {'needs a' if wanted else 'uses no'} draft model",
             fix="give engine.draft: FOLDER" if wanted else "leave engine.draft out",
         )
     if model is None:
-        return drafter, None
+        return drafter, None, None
+    if kind != (drafter.kind if "heads" in drafter.needs else None):
+        raise SpecError(
+            f"the drafter is '{drafter.kind}', and {folder or 'the draft model'} holds {f'{kind} heads' if kind else 'a model'}",
+            fix="give engine.draft and engine.drafter of one kind, or leave engine.drafter out",
+        )
+    if folder is not None and kind is not None:
+        _same_tokens(folder, tokenizer)
+        return drafter, None, load_heads(folder, target.config, device, target.dtype)
     if not isinstance(model, Decoder):
         model = model_folder(model)
-    theirs = None if isinstance(model, Decoder) else identity_of(model)
-    if tokenizer is not None and theirs not in (None, tokenizer.identity):
-        raise SpecError(
-            f"the draft model {model} has another tokenizer than the model",
-            fix="use a draft model with the same tokenizer",
-        )
+        _same_tokens(model, tokenizer)
     opened = _opened(model, device, spec.dtype)
     if not isinstance(model, Decoder):
         take_scales(opened)  # its own cache has none of a folder's
-    return drafter, opened
+    return drafter, opened, None
+
+
+def _same_tokens(folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Raises SpecError where the drafter in `folder` has a tokenizer that is not the model's."""
+    if tokenizer is not None and identity_of(folder) not in (None, tokenizer.identity):
+        raise SpecError(
+            f"the draft model {folder} has another tokenizer than the model",
+            fix="use a draft model with the same tokenizer",
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,6 +18,7 @@ from hone.cost.serve.schedule import Batching, Traffic
 from hone.cost.serve.serving import Serving
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
+from hone.model.drafters.folder import DrafterFacts
 from hone.model.facts import CheckpointFacts
 from hone.model.feed_forwards.swiglu import SwiGLU
 from hone.model.mixers.attention import Attention
@@ -38,9 +39,13 @@ from hone.serve.spec import EngineSpec
 
 
 def estimates(
-    spec: EngineSpec, traffic: Traffic, models: Sequence[CheckpointFacts], machine: Machine
+    spec: EngineSpec,
+    traffic: Traffic,
+    models: Sequence[CheckpointFacts],
+    machine: Machine,
+    heads: DrafterFacts | None = None,
 ) -> dict[str, Estimate]:
-    """Estimates of time_s, tokens_per_s, memory_growth_bytes and kv_cache_bytes. `models`: the model, then a draft model.
+    """Estimates of time_s, tokens_per_s, memory_growth_bytes and kv_cache_bytes. `models`: the model, then a draft model; `heads`: draft heads.
 
     A drafter's gain depends on how many guesses are accepted; none is assumed. Raises SpecError for a model that the engine
     cannot serve, FitError for requests longer than max_model_len.
@@ -58,8 +63,11 @@ def estimates(
         static=spec.batching != "continuous",
     )
     one = pages_bytes(spec, models)
+    if heads is not None:
+        one += page_bytes(heads.cache, spec.block_size, formats[0])
     budget = budget_on(spec, models[0], machine, one)
     weights = sum(model.loaded_bytes(dtype) for model, dtype in zip(models, formats))
+    weights += 0 if heads is None else heads.num_params * BYTES[formats[0]]
     weights -= sparse_saving(spec, models[0], formats[0]) * HELD_24
     copies = expert_copies(spec, models[0], formats[0])
     if copies is not None:

@@ -23,7 +23,7 @@ from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_pl
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import TokenLogprob
 from hone.serve.sampler import SampledToken, Sampler, SamplerOutput, TokenLogprobs
-from hone.serve.speculation.drafter import Guess, Guesser
+from hone.serve.speculation.drafter import Guess, Guesser, HiddenGuesser, Passed
 from hone.serve.speculation.verification import verify
 from hone.serve.step import ForwardBatch, StepInput
 
@@ -44,6 +44,9 @@ class SeqResult:
 
     chosen: list[SampledToken] = field(default_factory=list)
     num_guessed: int = 0
+    guesses: list[int] = field(
+        default_factory=list
+    )  # of the tokens after `chosen`, by a drafter that reads hidden states
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     states: np.ndarray | None = None  # float32 [D], of a request with pooling
     error: str | None = None
@@ -153,6 +156,7 @@ class Runner:
         device: torch.device | str,
         guesser: Guesser | None = None,
         *,
+        hidden_guesser: HiddenGuesser | None = None,
         max_num_seqs: int = 512,
         adapters: Adapters | None = None,
     ) -> None:
@@ -162,6 +166,10 @@ class Runner:
         self.sampler = sampler
         self.device = torch.device(device)
         self.guesser = guesser
+        self.hidden_guesser = hidden_guesser
+        self._taps = () if hidden_guesser is None else hidden_guesser.taps
+        self._tapped: dict[int, Tensor | None] = {}
+        """Hidden states [T, D] of the last pass after the layers that `hidden_guesser` reads."""
         self._placer = Placer(device)
         self._masks: Masks | None = None
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -177,10 +185,16 @@ class Runner:
         if reads_in_place(cache, device, model.dtype, softcap=has_softcap(model.config)):
             longest = min(cache.rope_len or model.config.max_seq_len, cache.num_pages * cache.block_size)
             self._table = BlockTable(max_num_seqs, -(-longest // cache.block_size), self.device)
-            self.graphs = StepGraphs(
-                model, cache, self._table.tensor, self._last, device, draws=self.samples, adapters=adapters
-            )
+            draws = self.samples and hidden_guesser is None
+            options = {"draws": draws, "taps": self._taps, "adapters": adapters}
+            self.graphs = StepGraphs(model, cache, self._table.tensor, self._last, device, **options)
             self._wipes = False  # these kernels never read slots that no token was written to
+
+    @property
+    def draft_caches(self) -> list[KVCache]:
+        """The cache that a drafter keeps beside the model's, if it keeps one."""
+        kept = (self.guesser, self.hidden_guesser)
+        return [one.cache for one in kept if one is not None and one.cache is not None]
 
     def run(self, step: StepInput, masks: Masks | None = None) -> list[SeqResult]:
         """A result for every sequence. Never raises for what a single sequence causes: its result carries the error."""
@@ -207,8 +221,8 @@ class Runner:
         self._masks, self.sampler.masks = masks, None
         if self._wipes or self.guesser is not None:
             self.cache.wipe(step.new_pages)
-        if self.guesser is not None:
-            self.guesser.cache.wipe(step.new_pages)
+        for cache in self.draft_caches:
+            cache.wipe(step.new_pages)
         self.sampler.seat(step.sampling)
         parts = self._halved(step) if step.num_seqs else []
         first = 0
@@ -260,20 +274,23 @@ class Runner:
             # On a GPU a product of another number of rows may be another kernel, to be loaded: sizes are those of the graphs.
             count = len(sampling) if self.graphs is None else padded(len(sampling))
             arrays["last"] = np.pad(last[sampling], (0, count - len(sampling)), mode="edge")
-        x, on = self._forward(step.batch if guesses is None else _with_guesses(step, guesses), arrays)
+        batch = step.batch if guesses is None else _with_guesses(step, guesses)
+        x, on = self._forward(batch, arrays)
         part = _Part(step.num_seqs)
         if step.any_guesses:
             part.results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]
         self._score_prompts(step, x, part)
         self._pool(step, x, part)
         if not sampling:
+            self._guess_on(step, batch, x, part, [], [])
             return part
         if self._masks is not None and parameters.masked.any():
             self._bring(self._masks)
         if guesses is None:
-            x = x[on["last"]] if "last" in on else x
-            logits = self.model.head(x)[: len(sampling)]
+            logits = self.model.head(x[on["last"]] if "last" in on else x)[: len(sampling)]
             part.drawn, part.indices = self.sampler.draw(logits, parameters, on), sampling
+            if self.hidden_guesser is not None:
+                self._guess_on(step, batch, x, part, [0] * len(sampling), part.drawn.tokens.tolist())
             return part
         # Logits are needed after each sampling sequence's last token and after each of its guesses.
         indices = [np.arange(last[index] - step.num_guesses[index], last[index] + 1) for index in sampling]
@@ -282,12 +299,23 @@ class Runner:
         self.sampler.tally(parameters, [chosen[-1].token for chosen in checked])
         for index, chosen in zip(sampling, checked):
             part.known()[index].chosen = chosen
+        self._guess_on(step, batch, x, part, [len(one) - 1 for one in checked], [one[-1].token for one in checked])
         return part
+
+    def _guess_on(
+        self, step: StepInput, batch: ForwardBatch, x: Tensor, part: _Part, kept: list[int], last: list[int]
+    ) -> None:
+        """Lets a drafter that reads hidden states guess for the next step, in which they are verified."""
+        if self.hidden_guesser is None:
+            return
+        passed = Passed(step, batch, x, self._tapped, step.sampled, kept, last)
+        for index, tokens in zip(step.sampled, self.hidden_guesser.guess_on(passed)):
+            part.known()[index].guesses = tokens
 
     def _replayed(self, step: StepInput) -> SamplerOutput | None:
         """The choices of a step that one graph runs to its end: one token of each sequence, no list of tokens to regard."""
         batch, sampling = step.batch, step.sampling
-        if self.graphs is None or not self._whole or self.guesser is not None:
+        if self.graphs is None or not self._whole or self.guesser is not None or self.hidden_guesser is not None:
             return None
         if not len(batch.tokens) == batch.num_seqs == len(step.sampled) or step.scored or step.pooling.any():
             return None
@@ -338,10 +366,13 @@ class Runner:
             if key is None:
                 on["table"] = self._table.tensor[: len(on["ends"])]
         if graphs is not None and key is not None:
-            return graphs.hidden(key, batch), on
+            x = graphs.hidden(key, batch)
+            self._tapped = graphs.tapped(key, batch)
+            return x, on
         if (batch.sources >= 0).any():
             on["tokens"] = known_tokens(on["tokens"], on["sources"], self._last)
         context = Paged(self.cache, batch, self.device, on)
+        self._tapped = context.taps = dict.fromkeys(self._taps)
         if self.adapters is None or not batch.any_adapters:
             return self.model.hidden(context.tokens, context), on
         with self.adapters.slots.of(on["adapter_slots"]):

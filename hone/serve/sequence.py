@@ -55,6 +55,9 @@ class Seq:
     num_passed: int = 0  # later sequences with adapters that began while it waited for a slot
     # The drafter's:
     speculates: bool = False
+    guesses: list[int] = field(
+        default_factory=list
+    )  # of the tokens that follow its last one, by a drafter of hidden states
     drafted: int = 0  # tokens whose keys and values are in the draft model's cache
     # What becomes of its tokens:
     sampling: SeqSampling | None = None

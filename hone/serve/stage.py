@@ -19,6 +19,7 @@ from hone.measure.clocks.governed import governed
 from hone.measure.machine import Machine
 from hone.measure.warm import warm_up
 from hone.measure.window import Window, power_trace
+from hone.model.drafters.folder import DrafterFacts, check_heads_of
 from hone.model.facts import CheckpointFacts
 from hone.serve.spec import EngineSpec
 
@@ -63,10 +64,14 @@ class Serve(Stage):
         from hone.serve.planning import estimates
 
         model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
-        models = [model] + ([need(facts, "draft", CheckpointFacts)] if "draft" in facts else [])
-        self._check_draft(len(models) > 1)
+        drafter = facts.get("draft")
+        heads = drafter if isinstance(drafter, DrafterFacts) else None
+        models = [model] + ([need(facts, "draft", CheckpointFacts)] if "draft" in facts and heads is None else [])
+        self._check_draft("" if drafter is None else heads.kind if heads else "draft_model")
+        if heads is not None:
+            check_heads_of(heads, model.config)
         traffic = traffic_of(data.split("val").tokens, concurrency=self.concurrency, **self._requests)
-        expected = estimates(self.engine, traffic, models, machine)
+        expected = estimates(self.engine, traffic, models, machine, heads)
         return Plan(estimates=with_energy(expected, machine), ways=_WAYS)
 
     @property
@@ -74,12 +79,15 @@ class Serve(Stage):
         """The fields that say which requests are sent."""
         return self.model_dump(include={"num_requests", "prompt_tokens", "output_tokens", "shared_prefix", "seed"})
 
-    def _check_draft(self, given: bool) -> None:
-        kind = self.engine.drafter.kind if self.engine.drafter else None
-        if given != (kind == "draft_model"):
+    def _check_draft(self, given: str) -> None:
+        """Raises SpecError unless the spec has the drafter of what is `given`: 'draft_model', a kind of heads, or ''."""
+        drafter = self.engine.drafter
+        kind = drafter.kind if drafter and drafter.needs & {"draft", "heads"} else ""
+        if given != kind:
+            what = {"": "missing", "draft_model": "given"}.get(given, f"given as {given} heads")
             raise SpecError(
-                f"the draft model is {'given' if given else 'missing'} and engine.drafter is {kind or 'empty'}",
-                fix="set engine.drafter: draft_model and draft: NAME, or neither",
+                f"the draft model is {what} and engine.drafter is {drafter.kind if drafter else 'empty'}",
+                fix=f"set engine.drafter: {given or kind} and draft: NAME, or neither",
             )
         if self.engine.draft is not None:
             raise SpecError(

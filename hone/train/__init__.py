@@ -20,6 +20,7 @@ OBJECTIVES = Table(
         "simpo": "hone.train.objectives.preference.simpo:SimPO",
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",
+        "medusa": "hone.train.objectives.draft_heads.medusa:Medusa",
     },
 )
 

@@ -81,17 +81,20 @@ def record(
     rounding: Rounding,
     best_step: int | None,
     paused_j: float = 0.0,
+    heads: int | None = None,
 ) -> None:
     """Records the figures of the model in `draft`, from the logs of its steps and what `window` measured.
 
     `objective` is the kind of loss, `tokens_before` those that its steps.jsonl counts and an earlier training read,
     `step_positions` those that a step computes, padding included, `seq_len` and `sequences` the size of an evaluation,
-    `rounding` what the saved weights lost, `best_step` that of a model that is not the last, `paused_j` what devices took in pauses.
+    `rounding` what the saved weights lost, `best_step` that of a model that is not the last, `paused_j` what devices took in pauses,
+    `heads` the parameters of draft heads, where these alone are trained and saved.
     """
     rows = read_jsonl(draft.folder / "steps.jsonl")
     steps = [row for row in rows if "loss" in row]
     tail = [row["loss"] for row in steps[-10:] if row["loss"] is not None] or [math.nan]
-    draft.record("num_params", config.num_params, "parameters")
+    note = "" if heads is None else f"of the draft heads; the {config.num_params:,} of their model are frozen"
+    draft.record("num_params", heads or config.num_params, "parameters", note=note)
     if config.adapters:
         note = f"{config.trained_params / config.num_params:.3%} of all; the others are frozen"
         draft.record("trained_params", config.trained_params, "parameters", note=note)

@@ -51,6 +51,7 @@ from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
+from hone.train.objectives.draft_heads.fits import check_heads
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.fits import check_pairs
 from hone.train.objectives.taps import check_taps
@@ -186,9 +187,10 @@ class Train(Prolonged):
             objective=self.objective.kind,
             wants_teacher=self.objective.from_teacher or kept_layers(self.init) is not None,
             seq_len=self.seq_len,
-            adapted=self.adapter is not None,
+            adapted=self.adapter is not None or self.objective.trains_heads,
         )
         config = with_adapter(self, config, given)
+        check_heads(self, config, given, machine.num_ranks)
         marks = [one.same_as for one in data]
         start, epoch = start_of(self, marks, given.get("model")), epoch_of(data, self.seq_len)
         if all(one.exact for one in data) and not machine.planned:
@@ -224,6 +226,8 @@ class Train(Prolonged):
             tokenizer=data[0].tokenizer,
             trained=grown.trained(trained_as(self, start, marks, schedule, steps, work.filled)),
         )
+        if self.objective.trains_heads:
+            made = self.objective.facts(config, self.stage, work.saved_dtype, data[0].tokenizer)
         estimates = (
             with_energy(estimate(work, machine), machine)
             | estimate_left(work.offload, work.load, machine)
@@ -235,7 +239,8 @@ class Train(Prolonged):
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         ends = (*self.early_stopping.notes(steps), *self.early_stopping.energy.notes(steps, joules and joules.value))
         said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *exported_note(self.objective), *said)
-        found = {"notes": said, "repeats": again, "steps": steps, "segments": work.segments}
+        segments = KeepAll().segments(config.num_layers) if self.objective.trains_heads else work.segments
+        found = {"notes": said, "repeats": again, "steps": steps, "segments": segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
         found |= {"offload": work.offload, "pipeline": stages, "grown": grown}
         return TrainPlan(estimates=estimates, facts=made, ways=WAYS, start=start, schedule=schedule, **found)
@@ -298,6 +303,7 @@ class Train(Prolonged):
         sizes = {"step_positions": self.batch_size * self.seq_len, "seq_len": self.seq_len}
         sizes |= {"sequences": self.validation.sequences, "tokens_before": start.at.tokens}
         found: dict[str, Any] = {"rounding": rounding, "best_step": keeper.best_step, "paused_j": early.paused_j}
+        found |= {"heads": self.objective.num_params(config)} if self.objective.trains_heads else {}
         record(draft, watch, config, window, objective=self.objective.kind, **sizes, **found)
         growing.record()
         early.record(draft)

@@ -68,6 +68,7 @@ def starting_models(
     from hone.model.decoder import Drawn, build, unmade
     from hone.model.growth.base import grown_checkpoint
     from hone.model.hf import Checkpoint, load
+    from hone.train.objectives.draft_heads.fits import with_heads
     from hone.train.student import from_teacher
 
     computed = getattr(torch, TORCH_NAMES[spec.precision])
@@ -77,7 +78,7 @@ def starting_models(
         checkpoint = Checkpoint(parents["model"].folder)
         if growths := growths_of(spec.init):  # tensors of the larger model are made one at a time of those in the files
             checkpoint = grown_checkpoint(checkpoint, growths, spec.seed)
-        dtype = torch.float32
+        dtype = computed if spec.objective.trains_heads else torch.float32
         if spec.adapter is not None or checkpoint.config.adapters:
             checkpoint, dtype = Trainable(checkpoint, spec.adapter, spec.seed), computed
         if in_parts:
@@ -85,6 +86,8 @@ def starting_models(
             model.maker = Read(checkpoint, device, dtype)
         else:
             model = checkpoint.build(device, dtype)
+        if spec.objective.trains_heads:
+            model = with_heads(spec.objective, model, data, spec.seed)
     elif kept is not None:
         assert teacher is not None, "planned without a teacher"
         model = from_teacher(teacher, kept)

@@ -113,6 +113,10 @@ def record(
         "fraction",
         note="of drafted tokens" if drafted else "no drafter",
     )
+    verified = counted.get("verified_sequences", 0)
+    each = (verified + accepted) / verified if verified else None
+    note = "of a sequence in a step that verifies guesses, the model's own one included" if verified else "no guesses"
+    draft.record("tokens_per_verification", each, "tokens", n=int(verified), note=note)
     draft.record("model_bytes", weights_bytes(folder), "B")
 
 

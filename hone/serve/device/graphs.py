@@ -66,6 +66,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor | None
     tokens: Tensor | None  # int64 [S]: what was drawn, -1 where the logits are not finite
+    taps: dict[int, Tensor | None]  # hidden states after some layers, where a drafter reads them
     tables: list[tuple[Tensor, Tensor]]  # the rotary tables it reads; the cache may replace its own
 
 
@@ -82,11 +83,14 @@ class StepGraphs:
         *,
         draws: bool = True,
         adapters: Adapters | None = None,
+        taps: tuple[int, ...] = (),
     ) -> None:
         """`table` [places, pages] and `last` [places]: the pages of every place, and the tokens of the last step.
 
-        `draws`: whether graphs that are captured while the engine is idle draw tokens.
+        `draws`: whether graphs that are captured while the engine is idle draw tokens. `taps`: layers after which a drafter
+        reads hidden states.
         """
+        self._taps = taps
         self._draws: Draws = "plain" if draws else ""
         self._model, self._cache, self._device = model, cache, torch.device(device)
         self._adapters = adapters
@@ -183,6 +187,11 @@ class StepGraphs:
         step.graph.replay()
         return step.hidden[: len(batch.tokens)]
 
+    def tapped(self, key: GraphKey, batch: ForwardBatch) -> dict[int, Tensor | None]:
+        """Hidden states [T, D] of the replay before after the layers that a drafter reads, valid until the next one."""
+        held = self._captured[key].taps
+        return {layer: None if one is None else one[: len(batch.tokens)] for layer, one in held.items()}
+
     def drawn(self, key: GraphKey, batch: ForwardBatch, sampling: SamplingMetadata) -> Tensor:
         """int64 [S], valid until the next call: the tokens drawn, which `last` has too; -1 where logits are not finite."""
         step = self._captured[key]
@@ -209,12 +218,14 @@ class StepGraphs:
             self._broken = True
             say_once(f"steps run without CUDA graphs: {str(error).splitlines()[0]}")
             return False
-        self._captured[key] = _Captured(buffers, graph, hidden, tokens, list(self._cache.tables.values()))
+        taps = buffers.taps or {}
+        self._captured[key] = _Captured(buffers, graph, hidden, tokens, taps, list(self._cache.tables.values()))
         return True
 
     def _pass(self, buffers: PagedBuffers, key: GraphKey, last: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The launches of one graph: hidden states, or drawn tokens, which are left in `last`, too."""
         buffers.take(last)
+        buffers.taps = dict.fromkeys(self._taps)
         if key.adapted and self._adapters is not None:
             with self._adapters.slots.of(buffers.adapter_slots):
                 hidden = self._adapters.model.hidden(buffers.tokens, buffers)

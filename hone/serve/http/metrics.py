@@ -52,6 +52,7 @@ MEANINGS = {
     "last_step_age_seconds": "Seconds since a step ended, or since work arrived at an idle engine.",
     "draft_tokens": "Tokens that the drafter guessed.",
     "accepted_tokens": "Guessed tokens that the model agreed with.",
+    "verified_sequences": "Sequences whose guesses steps verified, once a step: accepted_tokens / this + 1 is the tokens that such a step brings.",
     "energy_joules": "Joules of the engines' GPUs, or of the processor, since they were opened, idle time included; only where there is a meter.",
     "joules_per_token": "These joules over the tokens chosen by steps since then; only where there is a meter, and after the first token.",
 }

@@ -1,7 +1,8 @@
 """The slot `drafter` of speculative decoding: it guesses tokens ahead, which one pass of the model verifies (`verification`).
 
-A drafter has two parts: a `Proposer` beside the scheduler, which takes sequences, and, if it computes, a `Guesser` beside
-the model, which takes a `StepInput` only.
+A drafter has two parts: a `Proposer` beside the scheduler, which takes sequences, and, if it computes, one beside the model: a
+`Guesser`, which takes a `StepInput` only and guesses in the step that verifies, or a `HiddenGuesser`, which takes a pass that has
+run (`Passed`) and guesses for the next one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from hone.base.table import Technique
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from hone.serve.paging.cache import KVCache
     from hone.serve.sampler import Sampler
     from hone.serve.sequence import ScheduledSeq
-    from hone.serve.step import StepInput
+    from hone.serve.step import ForwardBatch, StepInput
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class DraftSetting:
     device: Any
     max_model_len: int | None = None
     """The longest sequence that the engine serves."""
+    heads: Any = None
+    """Draft heads (`hone.model.drafters`), given exactly when "heads" is among the drafter's `needs`."""
+    max_num_seqs: int = 1
+    """The most sequences of a step."""
 
 
 class Drafter(Technique):
@@ -49,7 +55,7 @@ class Drafter(Technique):
         32, ge=1, description="Guess only while at most this many sequences decode: with more, steps are compute-bound."
     )
 
-    def open(self, setting: DraftSetting) -> tuple[Proposer, Guesser | None]:
+    def open(self, setting: DraftSetting) -> tuple[Proposer, Guesser | HiddenGuesser | None]:
         """The two parts for one engine; the `Guesser` is None for a drafter that needs no computation beside the model."""
         raise NotImplementedError
 
@@ -84,4 +90,41 @@ class Guesser(Protocol):
 
     def guess(self, step: StepInput) -> list[Guess]:
         """A guess of `num_guesses` tokens for each sequence of the step."""
+        ...
+
+
+@dataclass
+class Passed:
+    """A pass of the model that has run: what is known of it when its drafter guesses on.
+
+    `batch` has its T tokens, guesses included. Of its sequences those at `sampled` got tokens: `kept` guesses were accepted, and
+    `last` is the token after these.
+    """
+
+    step: StepInput
+    batch: ForwardBatch
+    x: Tensor
+    """[T, D] hidden states after the last layer."""
+    taps: dict[int, Tensor | None]
+    """[T, D] hidden states after the layers that the guesser asked for."""
+    sampled: list[int]
+    kept: list[int]
+    last: list[int]
+
+    def rows(self) -> np.ndarray:
+        """[len(sampled)] The place among the T tokens of the last accepted one of each sequence that sampled."""
+        ends = self.batch.last_indices()[self.sampled] - self.step.num_guesses[self.sampled]
+        return ends + np.asarray(self.kept, dtype=np.int64)
+
+
+class HiddenGuesser(Protocol):
+    """Such a drafter's part beside the model."""
+
+    cache: KVCache | None
+    """Its own cache, under the model's page numbers; None: it stores nothing."""
+    taps: tuple[int, ...]
+    """The layers, from 0, after which it reads hidden states."""
+
+    def guess_on(self, passed: Passed) -> list[list[int]]:
+        """Guesses of the tokens that follow `last`, for each of `sampled`."""
         ...

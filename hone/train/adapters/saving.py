@@ -52,8 +52,11 @@ def saver(
     trainer: Trainer, parents: Mapping[str, Artifact], tokenizer_from: Path, dtype: str
 ) -> Callable[[Path], ModelConfig]:
     """What writes the model of `trainer`, or the adapter where it trains one, into a folder; all ranks call it. It returns the config."""
+    from hone.train.objectives.draft_heads.fits import heads_saver
     from hone.train.parallelism import Parallelism
 
+    if trainer.objective.trains_heads:
+        return heads_saver(trainer, parents, tokenizer_from, dtype)
     if trainer.model.config.adapters:
         return partial(save_adapter, trainer, parents["model"].folder, tokenizer_from, dtype)
     return partial(Parallelism.save, trainer, tokenizer_from, dtype)

@@ -28,6 +28,9 @@ class Objective(Technique):
     from_teacher: ClassVar[bool] = False
     """Whether it requires a teacher's hidden states."""
 
+    trains_heads: ClassVar[bool] = False
+    """Whether it trains draft heads beside a frozen model (`draft_heads.base.DraftHeads`), and not the model."""
+
     simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
         None,
         description="A device whose rounding and writing noise the layers' linears compute the loss with; empty: none.",
@@ -69,6 +72,10 @@ class Objective(Technique):
 
     def pairs(self, num_layers: int, teacher_layers: int) -> tuple[tuple[int, int], ...]:
         """The layers of a student and its teacher, from 0, after which it compares hidden states; none."""
+        return ()
+
+    def own_taps(self, num_layers: int) -> tuple[int, ...]:
+        """The model's layers, from 0, after which it reads hidden states, from `context.memo["taps"]`; none."""
         return ()
 
     def tapped(self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Tensor) -> Tensor:

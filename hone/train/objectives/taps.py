@@ -28,7 +28,8 @@ def teacher_layer(layer: int, num_layers: int, teacher_layers: int) -> int:
 def tap(objective: Objective, model: Decoder, teacher: Decoder | None, context: Context) -> None:
     """Tells the student's pass in `context` which hidden states to store."""
     pairs = () if teacher is None else objective.pairs(len(model.layers), len(teacher.layers))
-    context.taps = dict.fromkeys(own for own, _ in pairs) if pairs else None
+    wanted = [*objective.own_taps(len(model.layers)), *(own for own, _ in pairs)]
+    context.taps = context.memo["taps"] = dict.fromkeys(wanted) if wanted else None
 
 
 def total(

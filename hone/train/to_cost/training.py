@@ -35,11 +35,14 @@ def training_of(
     divided: Divided,
 ) -> Training:
     """The sizes of `steps` steps on `data` of the train stage `spec`, from which estimates are computed."""
-    dims, dtype, keep = config.dims(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
+    # Draft heads are what is trained; their frozen model runs forward alone, as a teacher does.
+    heads = spec.objective.dims(config) if spec.objective.trains_heads else None
+    dims, dtype, keep = heads or config.dims(), TORCH_NAMES[spec.precision], spec.checkpoint.keep
     val = [one.packed("val", spec.seq_len).num_sequences for one in data if "val" in one.splits]
     keep.check(sum(val))
     spec.early_stopping.check(sum(val))
     teacher = given["teacher"].config if spec.objective.from_teacher else None
+    teacher = config if heads else teacher
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
@@ -52,8 +55,8 @@ def training_of(
         dtype=dtype,
         saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype, adapted=bool(config.adapters)),
         epoch=epoch,
-        segments=keep_all(config.num_layers),
-        update=masked(shared.update, dims) if "mask" in given else shared.update,
+        segments=keep_all(dims.num_layers),
+        update=masked(shared.update, dims) if "mask" in given else (costs(heads) if heads else shared.update),
         gradient_accumulation_steps=spec.gradient_accumulation_steps,
         eval_sequences=spec.validation.total(
             steps,

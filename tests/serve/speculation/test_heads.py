@@ -1,0 +1,156 @@
+"""Draft heads in the engine: whatever they guess, greedy tokens are the model's and sampled ones have its distribution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.base.errors import SpecError
+from hone.model import hf
+from hone.model.context import Causal
+from hone.model.decoder import Decoder
+from hone.serve.engine import Engine, EngineSpec
+from hone.serve.request import SamplingParams
+from hone.train import OBJECTIVES
+from hone.train.objectives.draft_heads.fits import with_heads
+from tests.serve.small import (
+    assert_all_free,
+    decoder,
+    dense_greedy,
+    drain,
+    engine,
+    greedy,
+    poison_freed_pages,
+    request,
+    tokens_of,
+)
+from tests.serve.speculation.test_speculation import _chi_square
+
+KINDS = ["medusa"]
+PROMPTS = [[(5 * i + 2 * j) % 61 for j in range(1, 3 + 6 * i)] for i in range(4)]
+
+
+def taught(folder: Path, kind: str, model: Decoder, vocab_size: int, steps: int = 60, **options) -> Path:
+    """Heads that have learned the model's own greedy text by heart, in `folder`."""
+    objective = OBJECTIVES.read({"kind": kind, **options})
+    prompts = [[token % vocab_size for token in prompt] for prompt in PROMPTS]
+    text = [(prompt + dense_greedy(model, prompt, 40))[:42] for prompt in prompts]
+    tokens = torch.tensor([one for one in text if len(one) == 42])
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    with_heads(objective, model, None, 0)
+    optimizer = torch.optim.AdamW(model.drafter.parameters(), lr=5e-3)
+    for _ in range(steps):
+        context = Causal(tokens)
+        context.taps = context.memo["taps"] = dict.fromkeys(objective.own_taps(len(model.layers)))
+        loss = objective.total_in(model, model.hidden(tokens, context), targets, context, None, None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    objective.save(model.drafter, model.config, folder, "nowhere", torch.float32)
+    del model.drafter
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("heads")
+    return {kind: taught(where / kind, kind, decoder(), 61) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "spec", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 3}, {"num_pages": 14, "enable_prefix_caching": False}]
+)
+def test_greedy_tokens_are_identical(kind: str, spec: dict, heads: dict[str, Path]) -> None:
+    model = decoder()
+    one = engine(model, heads[kind], **spec)
+    poison_freed_pages(one)
+    done = one.generate(PROMPTS, greedy(24))
+    for prompt, completion in zip(PROMPTS, done):
+        assert completion.tokens == dense_greedy(model, prompt, 24)
+    counts = one.stats()
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert counts["verified_sequences"] > 0
+    assert_all_free(one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_know_the_text_save_steps(kind: str, heads: dict[str, Path]) -> None:
+    one = engine(decoder(), heads[kind])
+    one.generate([PROMPTS[1]], greedy(25))
+    counts = one.stats()
+    assert counts["steps"] < 20, "25 without guesses"
+    assert 1 + counts["accepted_tokens"] / counts["verified_sequences"] > 1.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_do_not_guess_share_steps_with_those_that_do(kind: str, heads: dict[str, Path]) -> None:
+    model = decoder()
+    one = engine(model, heads[kind])
+    one.add(request("guesses", PROMPTS[1], greedy(20)))
+    one.add(request("scored", PROMPTS[2], greedy(6, prompt_logprobs=1, logprobs=1)))
+    one.add(request("penalized", PROMPTS[3], greedy(12, repetition_penalty=1.2)))
+    one.add(request("sampled", PROMPTS[2], SamplingParams(max_tokens=12, seed=1, ignore_eos=True)))
+    found = drain(one)
+    assert tokens_of(found["guesses"]) == dense_greedy(model, PROMPTS[1], 20)
+    assert tokens_of(found["scored"]) == dense_greedy(model, PROMPTS[2], 6)
+    plain = engine(model).generate([PROMPTS[3]], greedy(12, repetition_penalty=1.2))[0]
+    assert tokens_of(found["penalized"]) == plain.tokens
+    assert len(tokens_of(found["sampled"])) == 12
+    assert_all_free(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_pairs_follow_the_models_distribution(kind: str, tmp_path: Path) -> None:
+    """Through the engine: 3,000 seeds, tokens two and three together against exact probabilities of a dense model."""
+    model = decoder(2, vocab_size=7, num_layers=1)
+    folder = taught(tmp_path / kind, kind, model, 7)
+    one = engine(model, folder, max_num_seqs=32, max_num_batched_tokens=128, num_pages=256)
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    params = [SamplingParams(seed=seed, max_tokens=3, temperature=0.9, ignore_eos=True) for seed in range(3_000)]
+    counts = torch.zeros(7, 7, 7)
+    for completion in one.generate([prompt] * len(params), params):
+        counts[tuple(completion.tokens)] += 1
+
+    def probabilities(tokens: list[int]) -> torch.Tensor:
+        return (model(torch.tensor([tokens]))[0, -1].float() / 0.9).softmax(-1)
+
+    expected = torch.zeros(7, 7, 7)
+    with torch.inference_mode():
+        for a, p_a in enumerate(probabilities(prompt).tolist()):
+            for b, p_b in enumerate(probabilities([*prompt, a]).tolist()):
+                expected[a, b] = p_a * p_b * probabilities([*prompt, a, b])
+    assert one.stats()["accepted_tokens"] > 0
+    assert _chi_square(counts.flatten(), expected.flatten()) > 1e-3
+
+
+def test_heads_and_drafter_belong_together(heads: dict[str, Path], tmp_path: Path) -> None:
+    model = decoder()
+    with pytest.raises(SpecError, match="holds medusa heads"):
+        Engine(model, EngineSpec(drafter="draft_model", num_pages=8), draft=heads["medusa"])
+    with pytest.raises(SpecError, match="needs a draft model"):
+        Engine(model, EngineSpec(drafter="medusa", num_pages=8))
+    with pytest.raises(SpecError, match="holds a model"):
+        Engine(model, EngineSpec(drafter="medusa", num_pages=8), draft=model)
+    with pytest.raises(SpecError, match="hidden states of width 32, the model has 64"):
+        engine(decoder(hidden_size=64), heads["medusa"])
+    with pytest.raises(SpecError, match="there are 3 Medusa heads"):
+        engine(model, heads["medusa"], drafter={"kind": "medusa", "num_tokens": 5})
+    with pytest.raises(SpecError, match="async_scheduling"):
+        engine(model, heads["medusa"], async_scheduling=True)
+
+
+def test_heads_are_no_model(heads: dict[str, Path]) -> None:
+    from hone.base.artifact import Artifact
+    from hone.base.errors import ArtifactError
+    from hone.base.plan import facts_of, need
+    from hone.model.facts import CheckpointFacts
+
+    with pytest.raises(ArtifactError, match="which is a folder of draft heads, not a model"):
+        need({"model": facts_of(Artifact.read(heads["medusa"]))}, "model", CheckpointFacts)
+    with pytest.raises(ArtifactError, match="has draft heads"):
+        hf.load(heads["medusa"])
