@@ -8,6 +8,7 @@ DRAFTERS = Table(
         "draft_model": "hone.serve.speculation.draft_model:DraftModel",
         "prompt_lookup": "hone.serve.speculation.prompt_lookup:PromptLookup",
         "medusa": "hone.serve.speculation.medusa:Medusa",
+        "eagle3": "hone.serve.speculation.eagle3:Eagle3",
     },
 )
 

@@ -21,6 +21,7 @@ OBJECTIVES = Table(
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",
         "medusa": "hone.train.objectives.draft_heads.medusa:Medusa",
+        "eagle3": "hone.train.objectives.draft_heads.eagle3:Eagle3",
     },
 )
 

@@ -106,8 +106,9 @@ class StepGraphs:
         self._most_mixed = most_mixed(
             model.config.num_layers, model.config.active_params, MIXED_TOKENS
         )  # alike on all ranks
-        self._states: Tensor | None = None
-        """Hidden states [T, D] that the last replay left: one place for all graphs, whose own memory is then the same, too."""
+        self._states: dict[int | None, Tensor] = {}
+        """Hidden states [T, D] that the last replay left, by layer, the last one's at None: one place for all graphs, whose own memory is
+        then the same, too."""
         self._found: tuple[object, SharedPages] = None, NONE_SHARED
         self._pending: list[GraphKey] | None = None
 
@@ -231,14 +232,23 @@ class StepGraphs:
                 hidden = self._adapters.model.hidden(buffers.tokens, buffers)
         else:
             hidden = self._model.hidden(buffers.tokens, buffers)
+        for layer, one in (buffers.taps or {}).items():
+            assert one is not None, f"layer {layer} was not tapped"
+            buffers.taps[layer] = self._kept(layer, one, key)
         if not key.draws:
-            if self._states is None or len(self._states) < key.tokens:
-                self._states = hidden.new_empty(max(self._most, self._most_mixed, key.tokens), hidden.shape[-1])
-            kept = self._states[: key.tokens]
-            kept.copy_(hidden)
-            return kept, None
+            return self._kept(None, hidden, key), None
         filters = (buffers.top_k, buffers.top_p, buffers.min_p) if key.draws == "filtered" else ()
         where = (buffers.seeds, buffers.positions + 1)
         tokens, peaks = sample(self._model.head(hidden), buffers.temperature, *filters, keys=where, peaks=True)
         last[: key.tokens].copy_(tokens)
         return None, torch.where(peaks.isfinite(), tokens, -1)
+
+    def _kept(self, layer: int | None, x: Tensor, key: GraphKey) -> Tensor:
+        """x [T, D] after `layer`, copied to where all graphs leave it."""
+        held = self._states.get(layer)
+        if held is None or len(held) < key.tokens:
+            held = x.new_empty(max(self._most, self._most_mixed, key.tokens), x.shape[-1])
+            self._states[layer] = held
+        kept = held[: key.tokens]
+        kept.copy_(x)
+        return kept

@@ -11,6 +11,7 @@ from hone.base.errors import SpecError
 from hone.model import hf
 from hone.model.context import Causal
 from hone.model.decoder import Decoder
+from hone.model.drafters.eagle3 import load
 from hone.serve.engine import Engine, EngineSpec
 from hone.serve.request import SamplingParams
 from hone.train import OBJECTIVES
@@ -28,7 +29,8 @@ from tests.serve.small import (
 )
 from tests.serve.speculation.test_speculation import _chi_square
 
-KINDS = ["medusa"]
+KINDS = ["medusa", "eagle3"]
+OPTIONS: dict[str, dict] = {"medusa": {}, "eagle3": {"ttt_length": 2, "steps": 40}}
 PROMPTS = [[(5 * i + 2 * j) % 61 for j in range(1, 3 + 6 * i)] for i in range(4)]
 
 
@@ -57,7 +59,7 @@ def taught(folder: Path, kind: str, model: Decoder, vocab_size: int, steps: int 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     where = tmp_path_factory.mktemp("heads")
-    return {kind: taught(where / kind, kind, decoder(), 61) for kind in KINDS}
+    return {kind: taught(where / kind, kind, decoder(), 61, **OPTIONS[kind]) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,12 +105,39 @@ def test_requests_that_do_not_guess_share_steps_with_those_that_do(kind: str, he
     assert_all_free(one)
 
 
+@torch.no_grad()
+def test_an_eagle_head_guesses_in_the_engine_as_without_a_cache(heads: dict[str, Path]) -> None:
+    """After every step, prompts in chunks and pages of 4 tokens: what whole passes of model and head say of the tokens so far."""
+    model = decoder()
+    head = load(heads["eagle3"], len(model.layers), "cpu", torch.float32)
+    one = engine(model, heads["eagle3"], max_num_batched_tokens=8, drafter={"kind": "eagle3", "num_tokens": 5})
+    one.add(request("a", PROMPTS[3], greedy(20)))
+    seq, compared = one._seqs["a"], 0
+    while one.has_work:
+        one.step()
+        if seq.state != "running" or not seq.guesses:
+            continue
+        tokens = torch.tensor([seq.tokens[:-1]])
+        context = Causal(tokens)
+        context.taps = dict.fromkeys(head.config.taps)
+        model.hidden(tokens, context)
+        h, read = head.fuse(context.taps), seq.tokens[1:]
+        for guess in seq.guesses:
+            following = torch.tensor([read])
+            own, embedded = Causal(following), head.embed(following, model)
+            head.prepare(embedded, own)
+            g = head(embedded, h, own)[:, -1:]
+            assert guess == int(head.draft_ids[head.logits(g)[0, 0].argmax()])
+            h, read, compared = torch.cat((h, g), 1), [*read, guess], compared + 1
+    assert compared > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_pairs_follow_the_models_distribution(kind: str, tmp_path: Path) -> None:
     """Through the engine: 3,000 seeds, tokens two and three together against exact probabilities of a dense model."""
     model = decoder(2, vocab_size=7, num_layers=1)
-    folder = taught(tmp_path / kind, kind, model, 7)
+    folder = taught(tmp_path / kind, kind, model, 7, **OPTIONS[kind])
     one = engine(model, folder, max_num_seqs=32, max_num_batched_tokens=128, num_pages=256)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     params = [SamplingParams(seed=seed, max_tokens=3, temperature=0.9, ignore_eos=True) for seed in range(3_000)]
