@@ -31,7 +31,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "balance": ("model/test_balance.py",),
     "growth": ("model/growth/test_growth.py", "model/growth/test_upcycle.py"),
     "simulated device": ("model/devices/test_devices.py",),
-    "adapter": ("model/adapters/test_adapters.py", "model/adapters/test_techniques.py"),
+    "adapter": (
+        "model/adapters/test_adapters.py",
+        "model/adapters/test_techniques.py",
+        "model/adapters/test_prompts.py",
+    ),
     "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),
     "filter": ("data/test_filters.py", "data/test_predicates.py"),

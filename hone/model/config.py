@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -88,7 +88,7 @@ class ModelConfig(Spec):
     )
 
     adapters: tuple[Annotated[Technique, Choice(ADAPTERS)], ...] = Field(
-        (), description="Adapters of the layers' linears, the first innermost."
+        (), description="Adapters: those of the layers' linears, the first innermost, and at most one soft prompt."
     )
 
     @model_validator(mode="after")
@@ -112,15 +112,9 @@ class ModelConfig(Spec):
     @model_validator(mode="after")
     def _adapters_have_targets(self) -> ModelConfig:
         for adapter in self.adapters:
-            alone = self.model_copy(update={"adapters": (adapter,)})
-            if not any(
-                alone.wrappers(index, path, one)
-                for index in range(self.num_layers)
-                for path, one in self.linears(index).items()
-            ):
-                raise ValueError(
-                    f"target_modules {list(adapter.target_modules)} of adapter '{adapter.kind}' name no linear"
-                )
+            adapter.check(self.model_copy(update={"adapters": (adapter,)}))  # type: ignore[attr-defined]
+        if sum(bool(one.prompt_parameters(self)) for one in self.adapters) > 1:  # type: ignore[attr-defined]
+            raise ValueError("a model has one soft prompt at most")
         return self
 
     def kv_source(self, index: int) -> int | None:
@@ -176,6 +170,15 @@ class ModelConfig(Spec):
                 found |= {f"{owner}.{one.path}": one for one in adapter.parameters(linear, pieces)}
         return found
 
+    @property
+    def prompt(self) -> Any:
+        """The adapter that puts a soft prompt before every document; None without one."""
+        return next((one for one in self.adapters if one.prompt_parameters(self)), None)  # type: ignore[attr-defined]
+
+    def prompt_parameters(self) -> dict[str, ParameterSpec]:
+        """The parameters of the soft prompt by the path of their tensor in the decoder's `prompt`; none without one."""
+        return {one.path: one for one in self.prompt.prompt_parameters(self)} if self.prompt else {}
+
     def untrained(self, index: int) -> list[str]:
         """The parameters of layer `index` that no gradient changes, such as a router's bias, by the path of their tensor."""
         found = self.parameters(index).items()
@@ -219,14 +222,16 @@ class ModelConfig(Spec):
             for index in range(self.num_layers)
             for part in (*self.linears(index).values(), *self.parameters(index).values())
         )
-        return inner + sum(end.num_params for end in self.ends().values()) + self.hidden_size
+        outer = (*self.ends().values(), *self.prompt_parameters().values())
+        return inner + sum(part.num_params for part in outer) + self.hidden_size
 
     @property
     def trained_params(self) -> int:
         """Parameters that a training changes: all, or those of its adapters if it has any."""
         if not self.adapters:
             return self.num_params
-        own = (one for at in range(self.num_layers) for one in self.adapter_parameters(at).values())
+        own = [one for at in range(self.num_layers) for one in self.adapter_parameters(at).values()]
+        own += self.prompt_parameters().values()
         return sum(one.num_params for one in own if one.trained)
 
     @property

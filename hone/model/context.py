@@ -6,6 +6,7 @@ A context lives for one forward pass. Training and scoring use `Causal` and `Pac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,16 @@ class Context:
         """In a training pass, the number on which all that is random in it depends; None: nothing is random."""
         self.routing: dict[int, Tensor] = {}
         """What routers of layers counted in a pass with gradients, by layer; see `count_routes`."""
+
+    def following(self, prompt: Mapping[int, KeyValues], count: int) -> Context:
+        """The same pass, in which every document follows `count` places with the keys and values of `prompt` by layer, each [1, count, KV, Dh].
+
+        A pass that continues others needs none of these. Raises SpecError where it has no place for them.
+        """
+        raise SpecError(
+            f"{type(self).__name__} passes cannot follow a soft prompt",
+            fix="write with `hone generate`, score with `hone eval`, or take an adapter around linears",
+        )
 
     def run_layers(self, decoder: Any, x: Tensor) -> Tensor | None:
         """The output of all layers of `decoder` for embeddings x, where the context has one kernel for them; else None."""

@@ -97,6 +97,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
         self.norm = rms_norm_of(config.hidden_size, config.norm_eps, config.norm_offset)
         self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
+        self.prompt = None if config.prompt is None else config.prompt.prompt(config)
         self.maker: Maker | None = None
         """Makes the weights of the parts that are on the meta device; None: it has its weights."""
 
@@ -141,10 +142,15 @@ class Decoder(nn.Module):
             if hasattr(layer.mixer, "draw"):
                 layer.mixer.draw(context, x)
 
+    def prompted(self, context: Context) -> Context:
+        """The context in which the layers compute: `context`, or what it is after the model's soft prompt."""
+        return context if self.prompt is None else self.prompt.before(self, context)
+
     def hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """Embedding and layers, before the final norm: [...] -> [..., D]."""
         x = self.embed(tokens)
         context.tokens = tokens
+        context = self.prompted(context)
         whole = None if context.taps else context.run_layers(self, x)
         if whole is not None:
             return whole
@@ -216,9 +222,10 @@ def unmade(config: ModelConfig, maker: Maker | None = None) -> Decoder:
 
 
 def parts_of(config: ModelConfig) -> list[str]:
-    """The paths of the parts of a decoder in the order in which they are saved: embedding, layers, norm, head if it has one."""
+    """The paths of the parts of a decoder in the order in which they are saved: embedding, layers, norm, head and soft prompt if it has them."""
     head = ["lm_head"] if "lm_head" in config.ends() else []
-    return ["embed_tokens", *(f"layers.{index}" for index in range(config.num_layers)), "norm", *head]
+    prompt = ["prompt"] if config.prompt else []
+    return ["embed_tokens", *(f"layers.{index}" for index in range(config.num_layers)), "norm", *head, *prompt]
 
 
 class Drawn:
@@ -240,6 +247,9 @@ def _pieces(config: ModelConfig, part: nn.Module, path: str, seed: int) -> Itera
     plain, residual = (0.0, INIT_STD), (0.0, INIT_STD / math.sqrt(2 * config.num_layers))
     if path == "norm":
         part.weight.detach().fill_(1.0 - config.norm_offset)
+    elif path == "prompt":
+        for name, parameter in config.prompt_parameters().items():
+            yield part.get_parameter(name).detach(), f"{seed}/{path}.{name}", parameter.initial
     elif not path.startswith("layers."):
         yield part.weight.detach(), f"{seed}/{'embedding' if path == 'embed_tokens' else path}", plain
     else:

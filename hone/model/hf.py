@@ -155,6 +155,8 @@ def part_state(part: nn.Module, config: ModelConfig, path: str) -> Iterator[tupl
         yield from layer_state(part, config, int(path.removeprefix("layers.")))
     elif path in TABLES:
         yield from ((f"{TABLES[path]}.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
+    elif path == "prompt":
+        yield from ((f"{path}.{name}", part.get_parameter(name).detach()) for name in config.prompt_parameters())
     else:
         yield f"model.{path}.weight", part.weight.detach()
 

@@ -7,7 +7,8 @@ also generate.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,16 @@ class Incremental(Context):
         if layer in self._shared_kv:
             self._shared_kv[layer] = (k, v)
         return k, v
+
+    def following(self, prompt: Mapping[int, KeyValues], count: int) -> Incremental:
+        """As `Context.following`: the first pass caches the prompt's keys and values before its own."""
+        found = copy(self)
+        found.memo, found._rotary, found._shared_kv, found._masks = {}, {}, {}, {}
+        found._line, found.positions = self._line + count, self.positions + count
+        rows = len(self.positions)
+        for layer, (k, v) in prompt.items() if not self.start else ():
+            found.carry[layer] = KeyValues(k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1))
+        return found
 
     def _rope_len(self) -> int | None:
         return self.rope_len

@@ -107,8 +107,12 @@ def run_layers(model: Decoder, tokens: Tensor, context: Context, segments: Seque
 
 def run_segments(model: Decoder, x: Tensor, context: Context, segments: Sequence[Segment]) -> Tensor:
     """x [B, S, D] through the layers of `segments`, of which those to recompute keep their input alone."""
-    model.prepare(x, context)
-    return run_layers_in(model.layers, x, context, segments)
+    inner = model.prompted(context)
+    model.prepare(x, inner)
+    x = run_layers_in(model.layers, x, inner, segments)
+    if inner is not context and inner.extra_loss is not None:
+        context.add_loss(inner.extra_loss)
+    return x
 
 
 def to_device(

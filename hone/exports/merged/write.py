@@ -59,6 +59,11 @@ def merge(model: Path | str, out: Path | str, spec: MergeSpec | None = None, run
     source = Checkpoint(model)
     if not source.config.adapters:
         raise SpecError(f"{model} has no adapter", fix="give the folder of one, or of a model with one")
+    if source.config.prompt is not None:
+        raise SpecError(
+            f"'{source.config.prompt.kind}' is a prompt before the tokens, which no weights can hold",
+            fix="use its folder as it is: hone opens it as its model with the prompt",
+        )
     base = _onto(source, Path(model), spec)
     dtype = getattr(torch, spec.dtype) if spec.dtype else base.dtype
     if not run.redo:

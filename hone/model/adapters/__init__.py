@@ -1,4 +1,4 @@
-"""Adapters: small weights added to a model's linears, whose own weights stay as they are. One file a technique."""
+"""Adapters: small weights added to a model, whose own weights stay as they are. One file a technique."""
 
 from hone.base.table import Table
 
@@ -9,6 +9,10 @@ ADAPTERS = Table(
         "dora": "hone.model.adapters.dora:DoRA",
         "pissa": "hone.model.adapters.pissa:PiSSA",
         "ia3": "hone.model.adapters.ia3:IA3",
+        "prefix": "hone.model.adapters.prompts.prefix:Prefix",
+        "prompt_tuning": "hone.model.adapters.prompts.prompt_tuning:PromptTuning",
+        "p_tuning": "hone.model.adapters.prompts.p_tuning:PTuning",
+        "p_tuning_v2": "hone.model.adapters.prompts.prefix:PTuningV2",
     },
 )
-"""A spec that wraps the linears chosen by `target_modules` and declares the weights it adds."""
+"""A spec that declares the weights it adds, around linears or as a prompt before the tokens."""

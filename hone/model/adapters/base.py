@@ -1,4 +1,4 @@
-"""A spec that wraps the linears chosen by `target_modules` and declares the weights it adds."""
+"""Specs of adapters: what they add to a model, and those that wrap the linears chosen by `target_modules`."""
 
 from __future__ import annotations
 
@@ -18,47 +18,23 @@ if TYPE_CHECKING:
 _EXPRESSION = re.compile(r"[\\*+?()\[\]{}|^$]")
 """What tells a regular expression from the end of a name."""
 
-Wrappers = list[tuple["Adapter", tuple[Piece, ...]]]
+Wrappers = list[tuple["LinearAdapter", tuple[Piece, ...]]]
 """Adapters of one linear, the first innermost, each with the pieces it wraps: those that are checkpoint modules of their
 own, or one piece of all rows where one module holds them."""
 
 
 class Adapter(Technique):
-    """Base of every adapter's spec: the linears it wraps, the parameters it adds, and the wrapper module."""
+    """Base of every adapter's spec: what it adds to a model, and how a PEFT folder stores it."""
 
-    target_modules: tuple[str, ...] = Field(
-        ("all-linear",),
-        description="Checkpoint modules to wrap, by the end of their names ('q_proj', 'mlp.down_proj'), by regular expressions of whole names ('.*[02].self_attn.(q|v)_proj'), or all-linear.",
-    )
-
-    wraps_experts: ClassVar[bool] = False
-    """Whether it can wrap linears with a weight for each expert; if not, all-linear leaves them out."""
-
-    stored: ClassVar[dict[str, str]] = {}
-    """The end of the key in a PEFT folder of each parameter that a piece has, by what its name begins with: NAME_PIECE."""
     peft_type: ClassVar[str] = ""
     """Its peft_type in adapter_config.json; '': PEFT has no such adapter."""
 
-    @field_validator("target_modules")
-    @classmethod
-    def _expressions_compile(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            try:
-                re.compile(name)
-            except re.error as error:
-                raise ValueError(f"{name!r} is no regular expression: {error}") from None
-        return names
+    def check(self, config: Any) -> None:
+        """Raises ValueError where the model of `config`, which has this adapter alone, has no place for it."""
 
-    def targets(self, module: str) -> bool:
-        """Whether `target_modules` name checkpoint module `module` ('model.layers.0.self_attn.q_proj')."""
-        return any(
-            re.fullmatch(one, module) if _EXPRESSION.search(one) else f".{module}".endswith(f".{one}")
-            for one in self.target_modules
-        )
-
-    def around(self, modules: Mapping[str, str]) -> Adapter:
-        """It as it is around one linear, of which each piece is the checkpoint module of `modules`: where its options name modules."""
-        return self
+    def prompt_parameters(self, config: Any) -> tuple[ParameterSpec, ...]:
+        """The parameters of the prompt that it puts before the tokens of the model of `config`; none: it has no prompt."""
+        return ()
 
     def lr_factor(self, name: str) -> float:
         """What the learning rate of its parameter `name` is multiplied with."""
@@ -76,6 +52,10 @@ class Adapter(Technique):
         """Its keys in adapter_config.json, beside those of every PEFT folder."""
         raise NotImplementedError
 
+    def peft_sizes(self, config: Any) -> dict[str, Any]:
+        """Keys in adapter_config.json that repeat sizes of the model of `config`."""
+        return {}
+
     @classmethod
     def of_peft(cls, values: Mapping[str, Any]) -> Adapter | None:
         """The adapter that the adapter_config.json `values` of its `peft_type` describe; None: another technique's.
@@ -83,6 +63,50 @@ class Adapter(Technique):
         Raises ValueError, KeyError or TypeError for values that are not those of one.
         """
         raise NotImplementedError
+
+
+class LinearAdapter(Adapter):
+    """Base of the adapters around linears: which they wrap, the parameters they add to each, and the wrapper module."""
+
+    target_modules: tuple[str, ...] = Field(
+        ("all-linear",),
+        description="Checkpoint modules to wrap, by the end of their names ('q_proj', 'mlp.down_proj'), by regular expressions of whole names ('.*[02].self_attn.(q|v)_proj'), or all-linear.",
+    )
+
+    wraps_experts: ClassVar[bool] = False
+    """Whether it can wrap linears with a weight for each expert; if not, all-linear leaves them out."""
+
+    stored: ClassVar[dict[str, str]] = {}
+    """The end of the key in a PEFT folder of each parameter that a piece has, by what its name begins with: NAME_PIECE."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _expressions_compile(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"{name!r} is no regular expression: {error}") from None
+        return names
+
+    def check(self, config: Any) -> None:
+        """Raises ValueError where `target_modules` name no linear."""
+        every = (
+            (index, path, one) for index in range(config.num_layers) for path, one in config.linears(index).items()
+        )
+        if not any(config.wrappers(*one) for one in every):
+            raise ValueError(f"target_modules {list(self.target_modules)} of adapter '{self.kind}' name no linear")
+
+    def targets(self, module: str) -> bool:
+        """Whether `target_modules` name checkpoint module `module` ('model.layers.0.self_attn.q_proj')."""
+        return any(
+            re.fullmatch(one, module) if _EXPRESSION.search(one) else f".{module}".endswith(f".{one}")
+            for one in self.target_modules
+        )
+
+    def around(self, modules: Mapping[str, str]) -> LinearAdapter:
+        """It as it is around one linear, of which each piece is the checkpoint module of `modules`: where its options name modules."""
+        return self
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
         """The parameters it adds to `linear`, whose `pieces` it wraps."""
@@ -105,6 +129,8 @@ def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[
     modules, parts = list(modules), list(linear.parts)
     found: Wrappers = []
     for adapter in adapters:
+        if not isinstance(adapter, LinearAdapter):
+            continue
         named = [adapter.targets(module) for module in modules]
         if linear.experts is not None and not adapter.wraps_experts:
             if any(named):

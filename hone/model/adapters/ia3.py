@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from hone.base.errors import SpecError
-from hone.model.adapters.base import Adapter
+from hone.model.adapters.base import LinearAdapter
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class IA3(Adapter):
+class IA3(LinearAdapter):
     """y = l (W x + b), or y = W (l x) + b where l is of the inputs; l is 1 at first. Liu et al. 2022, arXiv:2205.05638."""
 
     paper: ClassVar[str] = "arXiv:2205.05638"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from hone.model.adapters.base import Adapter
+from hone.model.adapters.base import LinearAdapter
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class LoRA(Adapter):
+class LoRA(LinearAdapter):
     """y = W x + (alpha / rank) B A x: A [r, K] uniform and B [N, r] zero at first. Hu et al. 2021, arXiv:2106.09685."""
 
     paper: ClassVar[str] = "arXiv:2106.09685"

@@ -7,7 +7,7 @@ adapter_config.json and adapter_model.safetensors, with tensors `base_model.mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.model.adapters import ADAPTERS
+from hone.model.adapters.base import LinearAdapter
 from hone.model.families import FAMILIES
 from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, base_of, is_adapter, read_json
@@ -92,6 +93,8 @@ def adapted(config: ModelConfig, adapter: Adapter) -> ModelConfig:
     """
     values = config.model_dump(mode="json")
     found = type(config).read({**values, "adapters": [adapter.model_dump(mode="json")]})
+    if not isinstance(adapter, LinearAdapter):
+        return found
     names = target_modules(found, (module_of(key) for key in keys(found).values()))
     return type(config).read({**values, "adapters": [adapter.model_dump(mode="json") | {"target_modules": names}]})
 
@@ -107,7 +110,8 @@ def read(folder: Path) -> Adapter:
         wrong["init_lora_weights"] = first
     targets = values.get("target_modules")
     targets = [targets] if isinstance(targets, str) else targets
-    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
+    around = wrong or issubclass(types[values["peft_type"]], LinearAdapter)
+    if around and (not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets)):
         wrong["target_modules"] = values.get("target_modules")
     for name in ("r", "lora_alpha") if values.get("peft_type") == "LORA" else ():
         value = values.get(name)
@@ -117,25 +121,28 @@ def read(folder: Path) -> Adapter:
         try:
             kinds = [ADAPTERS[kind] for kind in ADAPTERS if ADAPTERS[kind].peft_type == values["peft_type"]]
             found = next(filter(None, (kind.of_peft(values) for kind in kinds)))
-            return type(found).read({**found.model_dump(mode="json"), "target_modules": sorted(targets)})
+            named = {"target_modules": sorted(targets)} if isinstance(found, LinearAdapter) else {}
+            return type(found).read({**found.model_dump(mode="json"), **named})
         except (ValueError, KeyError, TypeError, StopIteration, SpecError) as error:
             wrong["its values"] = str(error).splitlines()[0]
     name, value = next(iter(wrong.items()))
     raise ArtifactError(
-        f"{folder / CONFIG}: {name} is {value!r}, and hone applies LoRA with rank and alpha patterns, rsLoRA, DoRA and IA3",
+        f"{folder / CONFIG}: {name} is {value!r}, and hone applies LoRA with rank and alpha patterns, rsLoRA, DoRA, IA3 and soft prompts",
         fix="merge the adapter into its model with PEFT, and remove the key peft_adapter from config.json",
     )
 
 
-def config_values(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
-    """The adapter_config.json of `adapter`, which names its modules, with the keys that PEFT and vLLM read; `base` is its model's folder."""
+def config_values(adapter: Adapter, base: str | None = None, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The adapter_config.json of `adapter`, which names its modules, with the keys that PEFT and vLLM read; `base` is its model's folder,
+    `sizes` are those of it that a folder repeats."""
+    named = isinstance(adapter, LinearAdapter)
     return {
         "peft_type": adapter.peft_type,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **adapter.peft_values(),
-        "target_modules": sorted(adapter.target_modules),
-        "bias": "none",
+        **(sizes or {}),
+        **({"target_modules": sorted(adapter.target_modules), "bias": "none"} if named else {}),
         "inference_mode": True,
     }
 
@@ -146,14 +153,17 @@ def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: st
     where.mkdir(exist_ok=True, parents=True)
     adapter = alone(config)
     assert adapter is not None, "no PEFT folder holds these adapters"
-    modules = target_modules(config, (module_of(key) for key in tensors))
+    if isinstance(adapter, LinearAdapter):
+        modules = target_modules(config, (module_of(key) for key in tensors))
+        adapter = adapter.model_copy(update={"target_modules": modules})
     shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    shards.write_json(where / CONFIG, config_values(adapter.model_copy(update={"target_modules": modules}), base))
+    shards.write_json(where / CONFIG, config_values(adapter, base, adapter.peft_sizes(config)))
 
 
 def module_of(key: str) -> str:
     """The checkpoint module to which the tensor `key` of adapter_model.safetensors belongs."""
-    ends = [f".{end}" for kind in ADAPTERS for end in ADAPTERS[kind].stored.values()]
+    around = [ADAPTERS[kind] for kind in ADAPTERS if issubclass(ADAPTERS[kind], LinearAdapter)]
+    ends = [f".{end}" for kind in around for end in kind.stored.values()]
     return key.removeprefix(PREFIX).removesuffix(next((end for end in ends if key.endswith(end)), ""))
 
 
@@ -179,7 +189,7 @@ def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ..
 
 def keys(config: ModelConfig) -> dict[str, str]:
     """The key in adapter_model.safetensors of each tensor of the adapter of `config`, by its name in hone's checkpoints."""
-    found = {}
+    found = config.prompt.keys(config) if config.prompt else {}
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
             modules = list(config.modules(index, path))

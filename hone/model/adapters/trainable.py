@@ -9,6 +9,7 @@ from torch import nn
 
 from hone.model.adapters.base import Adapter
 from hone.model.adapters.peft import adapted
+from hone.model.adapters.prompts.first_values import FirstValues
 from hone.model.adapters.wrap import Adapted
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, draw_initial
@@ -56,8 +57,13 @@ class Trainable(ModelSource):
     def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
         """As `ModelSource.load_part`; what is outside the layers is frozen."""
         super().load_part(part, path, device, dtype)
+        if path == "prompt" and self._drawn_from is not None:
+            how = {"quantization": self.quantization, "hadamards": self.hadamards}
+            plain = self.config.model_copy(update={"adapters": ()})
+            bare = ModelSource(self.folder, plain, self.values, self.weights, **how)
+            self.config.prompt.start(part, FirstValues(bare, self._drawn_from))
         if not path.startswith("layers."):
-            part.requires_grad_(False)
+            part.requires_grad_(path == "prompt")
 
     def _set(
         self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
@@ -80,4 +86,5 @@ def adapter_names(config: ModelConfig) -> dict[str, tuple[str, ParameterSpec]]:
         names = config.singles(index)
         for path, spec in config.adapter_parameters(index).items():
             found[names[path]] = (f"layers.{index}.{path}", spec)
-    return found
+    own = config.prompt_parameters()
+    return found | {f"prompt.{path}": (f"prompt.{path}", spec) for path, spec in own.items()}

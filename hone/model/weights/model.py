@@ -219,6 +219,10 @@ class ModelSource:
         """Loads the part of a decoder at `path`: 'layers.3', or one outside of the layers."""
         if path.startswith("layers."):
             self.load_layer(part, int(path.removeprefix("layers.")), device, dtype)
+        elif path == "prompt":
+            for name in self.config.prompt_parameters():
+                owner, _, attribute = name.rpartition(".")
+                self._set(part.get_submodule(owner), attribute, f"{path}.{name}", device, dtype)
         elif path in TABLES:
             self.load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
             if hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
@@ -300,5 +304,6 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     for names, linear in linears:
         for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
             shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
+    shapes.update({f"prompt.{name}": parameter.shape for name, parameter in config.prompt_parameters().items()})
     shapes["model.norm.weight"] = tuple(decoder.norm.weight.shape)
     return shapes

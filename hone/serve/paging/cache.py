@@ -18,6 +18,11 @@ from hone.serve.step import NULL_PAGE
 
 def cache_tensors(config: ModelConfig) -> list[LayerCache]:
     """The paged tensors of every layer. Raises SpecError naming the first layer that the engine cannot serve."""
+    if config.prompt is not None:
+        raise SpecError(
+            f"'{config.prompt.kind}' puts keys and values before the tokens, which the engine's pages do not hold",
+            fix="write with `hone generate`, `hone chat` or hone.model.incremental.generate, or serve an adapter around linears",
+        )
     unserved = first_unserved(config)
     if unserved is not None:
         index, kind = unserved
@@ -30,7 +35,10 @@ def cache_tensors(config: ModelConfig) -> list[LayerCache]:
 
 
 def first_unserved(config: ModelConfig) -> tuple[int, str] | None:
-    """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages."""
+    """(index, mixer) of the first layer that the engine cannot serve: its state is not, or not all, in pages; with a soft prompt the
+    first layer, and the prompt's kind."""
+    if config.prompt is not None:
+        return 0, config.prompt.kind
     for index, layer in enumerate(config.layers):
         declared = layer.mixer.cache()
         if not all(one.paged for one in declared) or not (declared or layer.mixer.reuses_kv):

@@ -44,8 +44,9 @@ def _check(spec: Any, config: ModelConfig) -> None:
             f"adapter.dropout is drawn anew where activation_checkpointing {spec.activation_checkpointing.kind} computes a layer again",
             fix="set adapter.dropout=0, which finetunings seldom miss, or activation_checkpointing: none",
         )
-    layout = spec.parallelism
+    layout, degree = spec.parallelism, spec.parallelism.context_parallel_degree
     wrong = {
+        "parallelism.context_parallel_degree": config.prompt is not None and degree > 1 and degree,
         "precision": spec.precision in FP8_RECIPES and spec.precision,
         "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree > 1 and layout.tensor_parallel_degree,
         "parallelism.pipeline_parallel_degree": layout.pipeline_parallel_degree > 1 and layout.pipeline_parallel_degree,
@@ -55,6 +56,7 @@ def _check(spec: Any, config: ModelConfig) -> None:
         and layout.data_parallel.kind,
     }
     ways = {
+        "parallelism.context_parallel_degree": "context_parallel_degree: 1: a soft prompt stands before whole documents",
         "precision": "precision: bf16",
         "parallelism.offload": "offload: none: an adapter's optimizer state is small",
         "parallelism.data_parallel": "data_parallel ddp, zero1 or zero2: frozen weights are whole on every rank",

@@ -33,6 +33,11 @@ def save_adapter(trainer: Trainer, model: Path, tokenizer_from: Path, dtype: str
                 for path in config.adapter_parameters(index):
                     one = layer.get_parameter(path).detach()
                     factors[keys[names[path]]] = one.to("cpu", stored, copy=True)
+        if config.prompt:
+            with torch.no_grad(), weights.whole("prompt", wide=True):
+                for path in config.prompt_parameters():
+                    one = trainer.model.prompt.get_parameter(path).detach()
+                    factors[keys[f"prompt.{path}"]] = one.to("cpu", stored, copy=True)
     if trainer.ranks.mesh.leads:
         folder.mkdir(parents=True, exist_ok=True)
         base = base_of(model) if is_adapter(model) else model
