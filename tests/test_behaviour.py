@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/objectives/preference/test_preference.py",
         "train/objectives/draft_heads/test_medusa.py",
         "train/objectives/draft_heads/test_eagle3.py",
+        "train/objectives/preference/test_kto.py",
     ),
     "divergence": ("train/objectives/test_divergences.py",),
     "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),

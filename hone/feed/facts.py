@@ -45,8 +45,8 @@ class DataFacts(Facts):
     packing: str = Field("stream", description="How documents are packed into sequences: 'stream' or 'best_fit'.")
     targets: str = Field(
         "all",
-        description="Tokens with a target: 'all', 'trained' (of conversations those that are marked), or 'pairs' (of answers chosen "
-        "and rejected).",
+        description="Tokens with a target: 'all', 'trained' (of conversations those that are marked), 'pairs' (of answers chosen "
+        "and rejected) or 'labels' (of answers that are desirable or not).",
     )
     exact: bool = Field(True, description="False for estimates.")
     fingerprint: str | None = Field(None, description="Of the artifact; None for a planned one.")

@@ -105,7 +105,8 @@ class PackedTokens(Feed):
         if self.starts.shape != (row["documents"] + 1,) or self.starts[-1] != row["tokens"]:
             raise damaged
         self.trained = self._marks(folder / f"{split}.trained.bin")
-        """uint8 [num_tokens]: bit 0 where a token is a target, of pairs bit 1 in the rejected answer (hone.feed.conversations); None: all are."""
+        """uint8 [num_tokens]: bit 0 where a token is a target, bit 1 in a rejected or undesirable answer (hone.feed.conversations); None: all
+        are."""
         self.folder = folder.parent
         self.num_bytes = int(row["bytes"])
         """UTF-8 bytes of the tokens' text (0 for the end-of-text tokens)."""
@@ -152,27 +153,28 @@ class PackedTokens(Feed):
 
     def num_sequences(self, seq_len: int) -> int:
         """Sequences of `seq_len` input positions in one epoch; the last may be padded."""
-        if self.is_pairs:
+        if self.is_judged:
             self._need_whole(seq_len)
         if self.kind == "best_fit":
             return self.packing_index(seq_len).num_sequences
         return max(-(-(self.num_tokens - 1) // seq_len), 0)
 
     @property
-    def is_pairs(self) -> bool:
-        """Whether a document is two conversations, one with the chosen and one with the rejected answer."""
-        return self.meta.get("targets") == "pairs"
+    def is_judged(self) -> bool:
+        """Whether answers are known to be good or bad: a document is two conversations, with the chosen and the rejected answer
+        ('pairs'), or one with a label ('labels')."""
+        return self.meta.get("targets") in ("pairs", "labels")
 
     def _need_whole(self, seq_len: int) -> None:
-        """Raises SpecError when a pair does not fit into a sequence."""
+        """Raises SpecError when a document of answers does not fit into a sequence."""
         sizes = np.diff(self.starts) - 1
         if self.kind != "best_fit":
             raise SpecError(
-                f"{self.folder}: pairs are packed as a stream, which cuts them", fix="set packing: best_fit"
+                f"{self.folder}: answers are packed as a stream, which cuts them", fix="set packing: best_fit"
             )
         if len(sizes) and sizes.max() > seq_len:
             raise SpecError(
-                f"{int((sizes > seq_len).sum())} of {len(sizes)} pairs of {self.folder} are longer than seq_len {seq_len}; the longest has "
+                f"{int((sizes > seq_len).sum())} of {len(sizes)} {self.meta['targets']} of {self.folder} are longer than seq_len {seq_len}; the longest has "
                 f"{sizes.max()} positions",
                 fix=f"set seq_len to {sizes.max()}, or tokenizer.chat.max_tokens of the data to {seq_len}",
             )
@@ -293,7 +295,7 @@ class PackedTokens(Feed):
                     marked = self._trained(start + 1, start + size + 1)
                     targets[row, place : place + size][~marked] = IGNORE
                 ids[row, place : place + size] = number
-                if self.is_pairs:  # documents 2k and 2k + 1 of the sequence
+                if self.is_judged:  # good answers have even numbers, bad ones odd; a pair is 2k and 2k + 1
                     ids[row, place : place + size] += number + (self.trained[start : start + size] >> 1)
                 place += size
         return Batch(tokens, targets, ids)

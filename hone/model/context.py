@@ -54,6 +54,9 @@ class Context:
     taps: dict[int, Tensor | None] | None = None
     """Hidden states after the layers whose indices are its keys, which a training pass stores; None: none are wanted."""
 
+    values: Tensor | None = None
+    """float32 [B, S, K], what the objective of a training pass knows of each position; None: nothing."""
+
     cached: bool = False
     """Whether later passes continue this one: `attend` and `attend_latent` then store their keys and values."""
 

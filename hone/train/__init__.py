@@ -17,6 +17,7 @@ OBJECTIVES = Table(
         "distill": "hone.train.objectives.distill:Distill",
         "dpo": "hone.train.objectives.preference.dpo:DPO",
         "orpo": "hone.train.objectives.preference.orpo:ORPO",
+        "kto": "hone.train.objectives.preference.kto:KTO",
         "simpo": "hone.train.objectives.preference.simpo:SimPO",
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",

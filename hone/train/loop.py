@@ -105,6 +105,7 @@ class Trainer:
         holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
         self.linears = linears_of(model, precision, self.objective, holds=holds)
         self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
+        self.preparer = self.objective.preparer()
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False
@@ -132,7 +133,7 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Step:
-        sums, counts = self._passes(batch)
+        sums, counts = self._passes(self.prepared(batch))
         means = self._means(sums, counts)
         told = Told(means)
         self.routing.summed = means[len(means) - self.routing.size :] if self.routing.size else None
@@ -152,6 +153,10 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the step that comes."""
         return self.optimizer.lr * self.schedule.share(self.done, self.steps)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """`batch` with what the objective must know of the whole step before its passes."""
+        return batch if self.preparer is None else self.preparer.prepare(self, batch)  # type: ignore[return-value]
 
     def _passes(self, batch: Batch) -> tuple[Sums, Counts]:
         """As `gradients`, compared with another rank's where that is due."""

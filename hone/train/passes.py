@@ -79,6 +79,32 @@ class Counts(NamedTuple):
     """Tokens of the batch, without padding: what it trains on."""
 
 
+class Prepared(NamedTuple):
+    """A Batch with what its objective must know before the passes: `values` float32 [B, S, K], of which the context of a pass has its part."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    document_ids: np.ndarray
+    values: np.ndarray
+
+
+class Trained(Protocol):
+    """What is read of a training, in which a `Preparer` makes passes of its own."""
+
+    model: Decoder
+    teacher: Decoder | None
+    ranks: Any
+    device: torch.device
+    done: int
+
+
+class Preparer(Protocol):
+    """Prepares the batches of an objective whose loss depends on more than one micro-batch, such as a mean over a whole step."""
+
+    def prepare(self, trained: Trained, batch: Batch) -> Batch | Prepared:
+        """This rank's part of a step's batch with the values that the objective reads. Every rank calls it, without gradients."""
+
+
 class Early(Protocol):
     """Decides on every rank alike whether a training is complete before its last step."""
 
@@ -93,7 +119,7 @@ def share(batch: Batch, index: int, parts: int) -> Batch:
     """The sequences of a batch that part `index` has: all have some, because layers may be gathered together."""
     if parts == 1:
         return batch
-    mine = Batch(*(array[index::parts] for array in batch))
+    mine = type(batch)(*(array[index::parts] for array in batch))
     if len(mine.tokens):
         return mine
     return Batch(batch.tokens[:1], np.full_like(batch.targets[:1], IGNORE), batch.document_ids[:1])
@@ -120,8 +146,15 @@ def to_device(
 ) -> tuple[Tensor, Tensor, Context]:
     """(tokens, targets, context) of a batch; sequences of a single document get the cheaper causal context.
 
-    With the ranks that share the sequences the batch is a divided one.
+    With the ranks that share the sequences the batch is a divided one. The context of a prepared batch has its values.
     """
+    tokens, targets, found = _placed(batch, device, context)
+    if isinstance(batch, Prepared):
+        found.values = _moved(batch.values, device)
+    return tokens, targets, found
+
+
+def _placed(batch: Batch, device: torch.device, context: ContextRanks | None) -> tuple[Tensor, Tensor, Context]:
     tokens, targets = (_moved(array, device) for array in (batch.tokens, batch.targets))
     if context is not None:
         return tokens, targets, context.context(batch, device)
@@ -158,7 +191,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     """`batch` in `parts` micro-batches of equal numbers of sequences."""
     size, rest = divmod(len(batch.tokens), parts)
     assert not rest, f"{len(batch.tokens)} sequences cannot be divided into {parts} equal micro-batches"
-    return [Batch(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]
+    return [type(batch)(*(array[at * size : (at + 1) * size] for array in batch)) for at in range(parts)]
 
 
 def shrink(norm: Any, most: float) -> Any:

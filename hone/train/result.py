@@ -118,7 +118,12 @@ def record(
     draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
     for name in ("val_preference_loss", "val_accuracy", "val_margin"):
         if last is not None and name in last:
-            draft.record(name, last[name], _PAIRS[name], n=int(last["val_pairs"]), note=f"pairs of answers, {where}")
+            pairs = "val_pairs" in last
+            count, noun = (
+                last["val_pairs" if pairs else "val_answers"],
+                "pairs of answers" if pairs else "labelled answers",
+            )
+            draft.record(name, last[name], _PAIRS[name], n=int(count), note=f"{noun}, {where}")
     rate, steps_per_s = watch.rate()
     mfu = watch.mfu(steps_per_s) if rate else None
     note = "of all positions computed, padding included: 6 a weight (4 if it is frozen), head included, plus causal-halved attention; peak as calibrated"

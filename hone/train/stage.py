@@ -206,7 +206,7 @@ class Train(Prolonged):
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
         check_rounding(self, config)
-        check_pairs(self.objective, data, self.parallelism)
+        check_pairs(self.objective, data, self.parallelism, rerun=self.checkpoint.check.rerun_interval)
         check_taps(self, config, teacher)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)

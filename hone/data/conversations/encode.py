@@ -136,14 +136,19 @@ def _labelled(
     spans: Spans, chat: Chat, found: dict[str, Any] | None
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...], bool]:
     """(ids, labels uint8, how messages were found, whether it was cut off) of one conversation; of a preference the chosen one with the
-    rejected one after it, whose labels have 2 added."""
+    rejected one after it, whose labels have 2 added, as those of an undesirable answer have."""
     if found is None:
         raise Unusable("no_conversation", "a text, not a conversation")
     messages, tools, pairs = found["messages"], found.get("tools"), chat.targets == "pairs"
-    if pairs != ("chosen" in found):
-        raise Unusable(
-            "other_form", "a conversation, not a preference" if pairs else "a preference: set tokenizer.chat=preference"
-        )
+    form = "preference" if "chosen" in found else "unpaired" if "label" in found else ""
+    if form != {"pairs": "preference", "labels": "unpaired"}.get(chat.targets, ""):
+        here = {"preference": "a preference", "unpaired": "an answer with a label"}.get(form, "a conversation")
+        way = f"set tokenizer.chat={form}" if form else f"not one of form {chat.kind}"
+        raise Unusable("other_form", f"{here}: {way}")
+    if form == "unpaired":
+        encoded = spans.encode(messages, tools, first=found["num_prompt"])
+        ids, labels, ways, cut = _cut_off(encoded, chat.max_tokens, "")
+        return ids, labels if found["label"] else labels | 2, ways, cut
     if not pairs:
         return _cut_off(spans.encode(messages, tools), chat.max_tokens, "")
     most = chat.max_tokens and chat.max_tokens // 2

@@ -22,8 +22,8 @@ class FormError(Exception):
 
 
 def conversation(row: Any, form: str = "auto") -> dict[str, Any]:
-    """The conversation in a row: `messages` ({role, content, tool_calls ...}), `tools` if any, and of a preference `chosen` and
-    `rejected`, lists of messages that each follow `messages`. Raises FormError with the field that is wrong."""
+    """The conversation in a row: `messages` ({role, content, tool_calls ...}), `tools` if any, of a preference `chosen` and `rejected`,
+    lists of messages that each follow `messages`, and of an answer that is judged alone its `label`. Raises FormError with the field that is wrong."""
     if not isinstance(row, dict):
         raise FormError("the row", f"is {_kind(row)}, not an object")
     return _READERS[form if form != "auto" else form_of(row)](row)
@@ -38,7 +38,7 @@ def form_of(row: Mapping[str, Any]) -> str:
         if isinstance(value, list) and value:
             return "sharegpt" if isinstance(value[0], dict) and "from" in value[0] else "messages"
     if "prompt" in row and "completion" in row:
-        return "prompt_completion"
+        return "unpaired" if isinstance(row.get("label"), bool) else "prompt_completion"
     if "instruction" in row and "output" in row:
         return "alpaca"
     names = ", ".join(sorted(map(str, row))[:8]) or "none"
@@ -92,6 +92,16 @@ def _prompt_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     return _whole(_said(row.get("prompt"), "prompt", "user") + _said(row.get("completion"), "completion"), row)
 
 
+def _unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt, completion and a label: whether the completion is desirable. Trained on is what follows the prompt."""
+    label = row.get("label")
+    if not (isinstance(label, bool) or (isinstance(label, int) and label in (0, 1))):
+        raise FormError("label", f"is {_kind(label)}, not true (desirable) or false (undesirable)")
+    prompt = _said(row.get("prompt"), "prompt", "user")
+    found = _whole(prompt + _said(row.get("completion"), "completion"), row)
+    return {**found, "label": bool(label), "num_prompt": len(prompt)}
+
+
 def _preference(row: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt, chosen and rejected; without a prompt it is the messages with which both answers begin."""
     chosen, rejected = (_said(row.get(name), name) for name in ("chosen", "rejected"))
@@ -118,6 +128,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "unpaired": _unpaired,
 }
 
 

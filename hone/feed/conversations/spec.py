@@ -16,10 +16,11 @@ TrainOn = Literal["assistant", "last", "all"]
 class Chat(Spec):
     """Rows are conversations, written with a chat template; `chat: auto` is short for `{kind: auto}`."""
 
-    kind: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = Field(
+    kind: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired"] = Field(
         "auto",
         description="Form of the rows: messages (OpenAI, with tools), sharegpt (conversations of from and value), alpaca (instruction, "
-        "input, output), prompt_completion, preference (prompt, chosen, rejected); auto: by the fields of each row.",
+        "input, output), prompt_completion, preference (prompt, chosen, rejected), unpaired (prompt, completion, and label: whether it is "
+        "desirable); auto: by the fields of each row.",
     )
     template: str = Field(
         "", description="Jinja file of the chat template, or 'zephyr' for a short one; empty: the tokenizer's own."
@@ -34,9 +35,10 @@ class Chat(Spec):
     )
 
     @property
-    def targets(self) -> Literal["trained", "pairs"]:
-        """What the marks beside the tokens tell: which are trained on, or that and which answer is the rejected one."""
-        return "pairs" if self.kind == "preference" else "trained"
+    def targets(self) -> Literal["trained", "pairs", "labels"]:
+        """What the marks beside the tokens tell: which are trained on, or that and which answer is the rejected, or an undesirable, one."""
+        named: dict[str, Literal["pairs", "labels"]] = {"preference": "pairs", "unpaired": "labels"}
+        return named.get(self.kind, "trained")
 
     @model_validator(mode="before")
     @classmethod

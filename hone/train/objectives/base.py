@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hone.feed.load import Batch
     from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.passes import Preparer
 
 
 class Objective(Technique):
@@ -31,6 +32,9 @@ class Objective(Technique):
     trains_heads: ClassVar[bool] = False
     """Whether it trains draft heads beside a frozen model (`draft_heads.base.DraftHeads`), and not the model."""
 
+    prepares: ClassVar[bool] = False
+    """Whether it has a `preparer`."""
+
     simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
         None,
         description="A device whose rounding and writing noise the layers' linears compute the loss with; empty: none.",
@@ -40,6 +44,10 @@ class Objective(Technique):
         description="The grid to which the layers' linears' weights are rounded in every pass; empty: none. Exported with the same "
         "options, the model is the one that was trained.",
     )
+
+    def preparer(self) -> Preparer | None:
+        """What prepares the batches of a training; None: they are taken as they are read."""
+        return None
 
     def count(self, targets: NDArray[np.int64]) -> int:
         """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""

@@ -122,6 +122,33 @@ def test_nothing_to_train_on_is_an_error(tmp_path):
         spec_of(tmp_path / "rows.jsonl", chat={"template": ""}).make(tmp_path / "data-none", run=QUIET)
 
 
+def test_answers_with_a_label_keep_it_beside_their_tokens(tmp_path):
+    rows = [
+        {
+            "prompt": f"Say {WORDS[number]}.",
+            "completion": WORDS[number] if number % 3 else "No.",
+            "label": bool(number % 3),
+        }
+        for number in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "label": "good"}])
+    )
+    made = spec_of(tmp_path / "rows.jsonl", chat={"kind": "unpaired"}).make(tmp_path / "data-labels", run=QUIET)
+    (bad,) = [row["text"] for row in read_jsonl(made.folder / "dropped.jsonl") if row["step"] == "read"]
+    assert bad.startswith("row 13: label is") and "not true (desirable) or false" in bad
+    data, tokenizer = PackedTokens(made.folder), load_tokenizer(made.folder)
+    batch, found = data.cut(np.arange(data.num_sequences(64)), 64), 0
+    for targets, ids in zip(batch.targets, batch.document_ids):
+        for number in dict.fromkeys(ids[ids >= 0].tolist()):
+            said = tokenizer.decode([one for one in targets[ids == number].tolist() if one != IGNORE], False)
+            assert (said == "No.<|endoftext|>") == (number % 2 == 1)
+            found += 1
+    assert found == data.num_documents
+    with pytest.raises(SpecError, match=r"12 other_form.*set tokenizer\.chat=unpaired"):
+        spec_of(tmp_path / "rows.jsonl").make(tmp_path / "data-chats", run=QUIET)
+
+
 def test_preferences_are_pairs_of_both_answers(tmp_path):
     rows = [
         {"prompt": f"Say {WORDS[number]}.", "chosen": f"{WORDS[number]}, of course.", "rejected": "No."}

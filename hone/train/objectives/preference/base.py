@@ -5,7 +5,8 @@ Legend: B sequences, S positions, D width, V vocabulary, P pairs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hone.base.lazy import lazy
 from hone.feed.load import IGNORE
@@ -42,6 +43,9 @@ class Answers(NamedTuple):
 
 class Preference(Objective):
     """A loss over pairs. The data must be pairs (`tokenizer.chat: preference`): documents 2k and 2k + 1 of a sequence are one."""
+
+    reads: ClassVar[tuple[str, ...]] = ("pairs",)
+    """The targets of data that it can be trained on (`DataFacts.targets`)."""
 
     def losses(self, answers: Answers, reference: Answers | None) -> Tensor:
         """The loss of every pair [P], in nats; `reference` are the same answers under the teacher. Finite also where no pair is."""
@@ -88,6 +92,13 @@ class Preference(Objective):
         values = [torch.ones_like(margins), self.losses(answers, reference), (margins > 0).float(), margins]
         return torch.stack([torch.where(answers.there, one, 0.0).double().sum() for one in values])
 
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """What an evaluation says, of the `measures` of all its batches together."""
+        pairs, loss, wins, margins = sums
+        count = max(pairs, 1.0)
+        means = {"val_preference_loss": loss / count, "val_accuracy": wins / count, "val_margin": margins / count}
+        return {"val_pairs": pairs, **means}
+
     def _both(
         self, model: Decoder, x: Tensor, targets: Tensor, context: Context, teacher: Any, teacher_hidden: Tensor | None
     ) -> tuple[Answers, Answers | None]:
@@ -101,6 +112,17 @@ class Preference(Objective):
 
 def answers_of(model: Decoder, x: Tensor, targets: Tensor, context: Context) -> Answers:
     """Log-probabilities of all answers of a micro-batch, of which x [B, S, D] are the last hidden states and `targets` int64 [B, S]."""
+    sums, lengths, _ = document_sums(model, x, targets, context)
+    pairs = lengths.view(-1, 2)
+    return Answers(sums.view(-1, 2), pairs, (pairs > 0).all(1))
+
+
+def document_sums(model: Decoder, x: Tensor, targets: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability of the trained tokens of each document, their number, the document of each valid target in turn).
+
+    Float32 [B P], float32 [B P] and int64 [n]: each of B sequences of S positions has places for P documents, S or S + 1, an even
+    number.
+    """
     rows, length = targets.shape
     places = length + length % 2  # no sequence has more documents
     ids = getattr(context, "document_ids", torch.zeros_like(targets))  # a causal context has one document, no pair
@@ -110,9 +132,8 @@ def answers_of(model: Decoder, x: Tensor, targets: Tensor, context: Context) -> 
     valid = targets != IGNORE
     owner = number[valid]
     found = token_log_probs(model, x[valid], targets[valid])
-    sums = found.new_zeros(rows * places).index_add(0, owner, found).view(-1, 2)
-    lengths = found.new_zeros(rows * places).index_add(0, owner, torch.ones_like(found)).view(-1, 2)
-    return Answers(sums, lengths, (lengths > 0).all(1))
+    sums = found.new_zeros(rows * places).index_add(0, owner, found)
+    return sums, found.new_zeros(rows * places).index_add(0, owner, torch.ones_like(found)), owner
 
 
 def token_log_probs(model: Decoder, x: Tensor, targets: Tensor) -> Tensor:

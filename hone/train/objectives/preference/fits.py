@@ -14,20 +14,33 @@ if TYPE_CHECKING:
     from hone.train.parallelism import Parallelism
 
 
-def check_pairs(objective: Objective, data: Sequence[DataFacts], parallelism: Parallelism) -> None:
-    """Raises SpecError when pairs meet another objective, or an objective on pairs other data or a layout that divides sequences."""
+_NOUNS = {"pairs": "pairs of a chosen and a rejected answer", "labels": "answers labelled as desirable or not"}
+"""What data with these targets have."""
+
+
+def check_pairs(objective: Objective, data: Sequence[DataFacts], parallelism: Parallelism, *, rerun: int = 0) -> None:
+    """Raises SpecError when pairs meet another objective, or an objective on pairs other data or a layout that divides sequences;
+    and where steps are to be computed by two ranks, every `rerun`, of which each has the values of its own batch."""
     wants = isinstance(objective, Preference)
     for one in data:
-        if wants and one.targets != "pairs":
+        if isinstance(objective, Preference) and one.targets not in objective.reads:
+            way = "make data of rows with prompt, chosen and rejected: hone data ROWS --tokenizer.chat=preference"
+            if "labels" in objective.reads:
+                way += "; or of rows with prompt, completion and label: --tokenizer.chat=unpaired"
             raise SpecError(
-                f"objective '{objective.kind}' compares answers, and {one.where} has no pairs of them",
-                fix="make data of rows with prompt, chosen and rejected: hone data ROWS --tokenizer.chat=preference",
+                f"objective '{objective.kind}' compares answers, and {one.where} has no {_NOUNS[objective.reads[0]]}",
+                fix=way,
             )
-        if not wants and one.targets == "pairs":
+        if not wants and one.targets in _NOUNS:
             raise SpecError(
-                f"{one.where} has pairs of a chosen and a rejected answer, and objective '{objective.kind}' would learn both",
-                fix="give objective: dpo, orpo or simpo, or data of conversations",
+                f"{one.where} has {_NOUNS[one.targets]}, and objective '{objective.kind}' would learn both",
+                fix="give an objective that compares answers, such as dpo (of pairs) or kto, or data of conversations",
             )
+    if objective.prepares and rerun:
+        raise SpecError(
+            f"objective '{objective.kind}' prepares each rank's batch with its own passes, which no other rank can compute again",
+            fix="leave checkpoint.check.rerun_interval out",
+        )
     if not wants:
         return
     for name in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):

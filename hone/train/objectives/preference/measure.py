@@ -10,7 +10,7 @@ import torch
 from hone.feed.load import Batch
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.objectives.preference.base import Preference
-from hone.train.passes import run_layers, share, to_device
+from hone.train.passes import Preparer, run_layers, share, to_device
 
 if TYPE_CHECKING:
     from hone.feed.load import PackedTokens
@@ -26,6 +26,7 @@ class Trained(Protocol):
     model: Decoder
     teacher: Decoder | None
     objective: Objective
+    preparer: Preparer | None
     ranks: Ranks
     device: torch.device
     done: int
@@ -52,24 +53,25 @@ def evaluated(
 def held_out(
     trainer: Trained, val: PackedTokens | Joined, *, batch_size: int, seq_len: int, num_sequences: int = 0
 ) -> dict[str, float]:
-    """On the first `num_sequences` of `val` (0: all): val_pairs, and means over them: val_preference_loss, val_accuracy (the share of pairs
-    whose chosen answer has the higher reward) and val_margin (its reward less the other's)."""
+    """What the objective says of the answers in the first `num_sequences` of `val` (0: all): of pairs their number val_pairs, and means over
+    them: val_preference_loss, val_accuracy (the share of pairs whose chosen answer has the higher reward) and val_margin (its reward less
+    the other's)."""
     objective, model, teacher = trainer.objective, trainer.model, trainer.teacher
     assert isinstance(objective, Preference), "measured for objectives on pairs alone"
     segments = KeepAll().segments(len(model.layers))
-    sums, seen = torch.zeros(4, dtype=torch.float64), 0
+    found, seen = [], 0
     with torch.no_grad(), trainer.ranks.mesh.transfers():
         for batch in val.in_order(batch_size, seq_len):
             if num_sequences:
                 batch = Batch(*(array[: num_sequences - seen] for array in batch))
             seen += len(batch.tokens)
-            tokens, targets, context = to_device(share(batch, *trainer.ranks.data), trainer.device)
+            mine = share(batch, *trainer.ranks.data)
+            mine = mine if trainer.preparer is None else trainer.preparer.prepare(trainer, mine)  # type: ignore[assignment]
+            tokens, targets, context = to_device(mine, trainer.device)
             x = run_layers(model, tokens, context, segments)
             taught = teacher.hidden(tokens, context) if teacher is not None and objective.from_teacher else None
-            sums += objective.measures(model, x, targets, context, teacher, taught).cpu()
+            found.append(objective.measures(model, x, targets, context, teacher, taught).cpu())
             if num_sequences and seen >= num_sequences:
                 break
-        pairs, loss, wins, margins = trainer.ranks.mesh.sum(sums * trainer.ranks.counts_loss).tolist()
-    count = max(pairs, 1.0)
-    means = {"val_preference_loss": loss / count, "val_accuracy": wins / count, "val_margin": margins / count}
-    return {"val_pairs": pairs, **means}
+        sums = trainer.ranks.mesh.sum(torch.stack(found).sum(0) * trainer.ranks.counts_loss)
+    return objective.means(sums.tolist())

@@ -10,6 +10,21 @@ import numpy as np
 from tests.conftest import byte_tokenizer
 
 
+def write_answers(folder: Path, num_pairs: int = 48, seed: int = 0) -> Path:
+    """The answers of `write_pairs`, each a document of its own with its label."""
+    write_pairs(folder, num_pairs, seed)
+    meta = json.loads((folder / "tokens" / "meta.json").read_text())
+    for split, row in meta["splits"].items():
+        starts = np.load(folder / "tokens" / f"{split}.starts.npy")
+        marks = np.fromfile(folder / "tokens" / f"{split}.trained.bin", np.uint8)
+        inside = np.flatnonzero(np.diff(marks >> 1) == 1) + 1
+        np.save(folder / "tokens" / f"{split}.starts.npy", np.sort(np.concatenate([starts, inside])))
+        row["documents"] *= 2
+    meta["targets"] = "labels"
+    (folder / "tokens" / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
 def write_pairs(folder: Path, num_pairs: int = 48, seed: int = 0) -> Path:
     """A data artifact (contents only) of pairs of 8 + 10 tokens or fewer, 8 of them held out."""
     tokenizer, draw = byte_tokenizer(), np.random.default_rng(seed)
