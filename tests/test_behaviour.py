@@ -55,7 +55,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/objectives/draft_heads/test_medusa.py",
         "train/objectives/draft_heads/test_eagle3.py",
         "train/objectives/preference/test_kto.py",
+        "train/rollouts/test_grpo.py",
     ),
+    "reward": ("train/rollouts/test_rewards.py",),
     "divergence": ("train/objectives/test_divergences.py",),
     "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),
     "optimizer": (

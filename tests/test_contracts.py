@@ -310,7 +310,7 @@ def test_an_objective_ignores_what_it_is_told_to_and_has_a_gradient(name, tiny_l
 
         trained = with_heads(objective, model, None, 0).drafter
     context = Packed((torch.arange(12) // 5).expand(2, 12))  # for a preference the first two are a pair
-    context.values = torch.ones(2, 12, 2)  # of a batch that is prepared
+    context.values = torch.ones(2, 12, 4)  # of a batch that is prepared
     teacher = hone.load(tiny_llama) if objective.from_teacher else None
     taught = teacher.hidden(tokens, context) if teacher is not None else None
     context.taps = context.memo["taps"] = dict.fromkeys(objective.own_taps(len(model.layers)))

@@ -38,6 +38,7 @@ TABLES: tuple[str, ...] = (
     "hone.train:SCHEDULES",
     "hone.train:OBJECTIVES",
     "hone.train.objectives.divergences:DIVERGENCES",
+    "hone.train.rollouts:REWARDS",
     "hone.train.quantization_aware:FAKE_QUANTIZERS",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",

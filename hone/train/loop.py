@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import HoneError
-from hone.feed.load import IGNORE, Batch, Feed, PackedTokens
+from hone.feed.load import Batch, Feed, PackedTokens
 from hone.feed.mix.sources import Joined
 from hone.measure.compilers import keep_kernels_apart
 from hone.model.context import Context
@@ -27,14 +27,14 @@ from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.live.rank_times import RankTimes
 from hone.train.noise.linears import linears_of
-from hone.train.objectives.base import Objective
+from hone.train.objectives.base import Objective, Setting
 from hone.train.objectives.next_token import NextToken
-from hone.train.objectives.preference.measure import evaluated
+from hone.train.objectives.preference.measure import evaluated, validate
 from hone.train.objectives.taps import tap, total
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
-from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, share, shrink, to_device
+from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, shrink, to_device
 from hone.train.precision import TORCH_NAMES, LossScaler, Precision
 from hone.train.ranks import Ranks
 from hone.train.routing.loads import Routing
@@ -51,7 +51,8 @@ class Trainer:
     The model is given in float32 and trained in place; afterwards its parameters have the dtype of `precision` (see
     precision.py). `gradient_accumulation_steps` divides a step's batch into that many micro-batches: less memory, the same result but
     for rounding. `compile` runs every layer through torch.compile. `zeros` are weights that stay zero (see `Weights`).
-    With `ranks` every rank of a training has a Trainer, and its `step` gets the rank's part of the batch (`Ranks.data`).
+    With `ranks` every rank of a training has a Trainer, and its `step` gets the rank's part of the batch (`Ranks.data`). `setting` is for
+    objectives that prepare their batches.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Trainer:
         zeros: Mapping[str, Tensor] | None = None,
         ranks: Ranks | None = None,
         offload: Offload | None = None,
+        setting: Setting | None = None,
     ) -> None:
         self.model = model.train()
         self.ranks = ranks or Ranks()
@@ -93,7 +95,7 @@ class Trainer:
             model,
             self.optimizer,
             getattr(torch, TORCH_NAMES[precision]),
-            accumulate=gradient_accumulation_steps > 1,
+            accumulate=gradient_accumulation_steps > 1 or self.objective.writes,
             zeros=zeros,
             grid=self.ranks.grid,
             sharded=self.ranks.sharded,
@@ -105,7 +107,7 @@ class Trainer:
         holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
         self.linears = linears_of(model, precision, self.objective, holds=holds)
         self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
-        self.preparer = self.objective.preparer()
+        self.preparer = self.objective.preparer(setting)
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False
@@ -207,7 +209,8 @@ class Trainer:
         if self.linears is not None:
             self.linears.begin(self.update.weights, self.done)
         total, extras, routing = torch.zeros((), device=self.device), None, None
-        parts = cut(batch, self.gradient_accumulation_steps)
+        written = self.preparer and self.preparer.parts
+        parts = cut(batch, written or self.gradient_accumulation_steps)
         if self.ranks.pipeline is not None:
             self.update.weights.before_backward(last=False)
             shares = [(self.scaler.scale / counts.targets, self.scaler.scale / counts.positions)] * len(parts)
@@ -301,6 +304,9 @@ class Trainer:
         if self.ranks.summing is not None:
             own = self.ranks.summing.state().items()
             tensors |= {f"sum-{self.ranks.mesh.rank}.{name}": tensor for name, tensor in own}
+        if self.preparer is not None:
+            head = f"prepared-{self.ranks.mesh.rank}."
+            tensors |= {head + name: tensor for name, tensor in self.preparer.state().items()}
         states = {"scaler": self.scaler.state(), "spikes": self.spikes.state()}
         numbers = {"done": self.done, "tokens": self.tokens, **states}
         numbers |= {"rewound": self.rewound} if self.rewound else {}
@@ -320,6 +326,10 @@ class Trainer:
             names = [label for label in stored.labels if label.startswith(head)]
             own = {name.removeprefix(head): stored.whole(name).to(self.device) for name in names}
             self.ranks.summing.restore(own)
+        if self.preparer is not None:
+            head = f"prepared-{self.ranks.mesh.rank}."
+            names = [label for label in stored.labels if label.startswith(head)]
+            self.preparer.restore({name.removeprefix(head): stored.whole(name) for name in names})
         torch.set_rng_state(stored.whole("rng.cpu"))
         if self.device.type == "cuda" and "rng.cuda" in stored.labels:
             torch.cuda.set_rng_state(stored.whole("rng.cuda"), self.device)
@@ -374,7 +384,8 @@ def fit(
             rewinder.back(step, watch)
             continue
         if watch is not None:
-            watch.stepped(step.row(), trainer.times.last)
+            more = {} if trainer.preparer is None else trainer.preparer.row
+            watch.stepped(step.row() | more, trainer.times.last)
         early, val_loss = trainer.early, None
         if early is not None and trainer.done < trainer.steps and early.over(trainer.done):
             trainer.steps = trainer.done
@@ -402,44 +413,3 @@ def fit(
             break
     if checkpoints is not None:
         checkpoints.finish()
-
-
-def validate(
-    model: Decoder,
-    data: PackedTokens | Joined,
-    *,
-    batch_size: int,
-    seq_len: int,
-    num_sequences: int = 0,
-    ranks: Ranks | None = None,
-) -> float:
-    """Mean next-token loss (nats per valid token) on the first `num_sequences` of `data` in stored order (0: all of them).
-
-    Every data-parallel rank of `ranks` computes a part of each batch, and all get the same loss.
-    """
-    ranks = ranks or Ranks()
-    segments = KeepAll().segments(len(model.layers))
-    device = next(model.parameters()).device
-
-    def nats_of(x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
-        return NextToken().total(model, x, targets, None, None)
-
-    nats, count, seen = 0.0, 0, 0
-    with torch.no_grad(), ranks.mesh.transfers():
-        for batch in data.in_order(batch_size, seq_len):
-            if num_sequences:
-                batch = Batch(*(array[: num_sequences - seen] for array in batch))
-            seen += len(batch.tokens)
-            mine = share(batch, *ranks.data)
-            mine = mine if ranks.context is None else ranks.context.divide(mine)
-            if ranks.pipeline is not None:
-                nats += ranks.pipeline.score(model, mine, segments, nats_of)
-            else:
-                tokens, targets, context = to_device(mine, device, ranks.context)
-                nats += nats_of(run_layers(model, tokens, context, segments), tokens, targets, context).item()
-            count += int((mine.targets != IGNORE).sum())
-            if num_sequences and seen >= num_sequences:
-                break
-        own = torch.tensor([nats * ranks.counts_loss, count * ranks.counts_tokens], dtype=torch.float64)
-        nats, count = ranks.mesh.sum(own).tolist()
-    return nats / max(count, 1)

@@ -96,13 +96,25 @@ class Trained(Protocol):
     ranks: Any
     device: torch.device
     done: int
+    gradient_accumulation_steps: int
 
 
 class Preparer(Protocol):
     """Prepares the batches of an objective whose loss depends on more than one micro-batch, such as a mean over a whole step."""
 
+    parts: int | None
+    """Micro-batches of the newest batch; None: as many as there would be without it."""
+    row: dict[str, float]
+    """What the line of a step in steps.jsonl says of it."""
+
     def prepare(self, trained: Trained, batch: Batch) -> Batch | Prepared:
         """This rank's part of a step's batch with the values that the objective reads. Every rank calls it, without gradients."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed training must have of it, on this rank."""
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Restores `state`."""
 
 
 class Early(Protocol):

@@ -103,7 +103,8 @@ def record(
     if rounding.dtype != "float32":
         note = f"norm of what {rounding.dtype} takes from the float32 masters, relative to theirs"
         draft.record("rounding_error", rounding.error, "fraction", note=note)
-    tokens, positions = steps[-1]["tokens"] - tokens_before, step_positions * len(steps)
+    tokens = steps[-1]["tokens"] - tokens_before
+    positions = sum(row.get("positions", step_positions) for row in steps)
     draft.record("train_tokens", tokens, "tokens", note=f"of {positions} positions computed; the others are padding")
     _record_skipped(draft, steps, tokens_before)
     _record_rewinds(draft, [row["rewound"] for row in rows if "rewound" in row])
@@ -124,6 +125,7 @@ def record(
                 "pairs of answers" if pairs else "labelled answers",
             )
             draft.record(name, last[name], _PAIRS[name], n=int(count), note=f"{noun}, {where}")
+    _record_rewards(draft, steps)
     rate, steps_per_s = watch.rate()
     mfu = watch.mfu(steps_per_s) if rate else None
     note = "of all positions computed, padding included: 6 a weight (4 if it is frozen), head included, plus causal-halved attention; peak as calibrated"
@@ -133,6 +135,15 @@ def record(
     draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
     joules = window.energy_j and (window.energy_j - paused_j) / max(sum(tokens for tokens, _ in watch.rates), 1)
     draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
+
+
+def _record_rewards(draft: Draft, steps: Sequence[dict[str, Any]]) -> None:
+    """Records what the answers of the first and the last steps were worth, where the model was trained on its own."""
+    found = [row["reward"] for row in steps if "reward" in row]
+    for name, some in (("first_reward", found[:10]), ("final_reward", found[-10:])):
+        if some:
+            note = f"mean of the {'first' if name == 'first_reward' else 'last'} {len(some)} steps' answers"
+            draft.record(name, sum(some) / len(some), "reward", n=len(some), note=note)
 
 
 def record_how(

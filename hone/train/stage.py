@@ -52,6 +52,7 @@ from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.draft_heads.fits import check_heads
+from hone.train.objectives.base import Setting
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.fits import check_pairs
 from hone.train.objectives.taps import check_taps
@@ -61,6 +62,7 @@ from hone.train.parallelism import Parallelism
 from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import Precision, saved_dtype
 from hone.train.quantization_aware.fits import check_rounding, exported_note
+from hone.train.rollouts.fits import NOTE, check_rollouts, known
 from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models
@@ -207,6 +209,7 @@ class Train(Prolonged):
         check_noise(self, config)
         check_rounding(self, config)
         check_pairs(self.objective, data, self.parallelism, rerun=self.checkpoint.check.rerun_interval)
+        check_rollouts(self, data, config)
         check_taps(self, config, teacher)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
@@ -233,9 +236,11 @@ class Train(Prolonged):
             | estimate_left(work.offload, work.load, machine)
             | grown.estimates
         )
+        estimates = known(self, estimates)
         joules = estimates.get("energy_j")
         said = (*grown.notes, *reasons(work, kept, machine), *notes(work, machine))
         again = (*places, *repeats(epoch, self.batch_size, work.steps))
+        again = (*again, *([NOTE] if self.objective.writes else ()))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         ends = (*self.early_stopping.notes(steps), *self.early_stopping.energy.notes(steps, joules and joules.value))
         said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *exported_note(self.objective), *said)
@@ -278,7 +283,7 @@ class Train(Prolonged):
             # No name has the whole models where a rank has parts of them.
             offload = plan.offload.within(draft.state / "offload")
             in_parts = mesh.world_size > 1 or offload.leaves
-            trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload)
+            trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload, first.folder)
             for line in trainer.update.weights.notes:
                 run.say(line)
             stop = Stop(self.early_stopping, draft, run)
@@ -342,7 +347,14 @@ class Train(Prolonged):
         return self.checkpoint.keep.evaluates_every, self.early_stopping.evaluates_every
 
     def _trainer(
-        self, model: Decoder, teacher: Decoder | None, plan: TrainPlan, zeros: dict[str, Tensor], run: Run, offload: Any
+        self,
+        model: Decoder,
+        teacher: Decoder | None,
+        plan: TrainPlan,
+        zeros: dict[str, Tensor],
+        run: Run,
+        offload: Any,
+        tokenizer: Path,
     ) -> Trainer:
         ranks = self.parallelism.ranks(run.mesh, run.device)
         return self.parallelism.trainer()(
@@ -360,6 +372,7 @@ class Train(Prolonged):
             zeros=zeros,
             ranks=ranks,
             offload=offload,
+            setting=Setting(tokenizer, self.seed),
         )
 
     def _train(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from hone.train.passes import Preparer
 
 
+class Setting(NamedTuple):
+    """What an objective's preparer may know of its training."""
+
+    tokenizer: Path
+    """The folder with the tokenizer of the data."""
+    seed: int
+
+
 class Objective(Technique):
     """A loss over the decoder's last hidden states. It returns a sum: the loop divides by all valid targets of a step,
     so that the result does not depend on the division into micro-batches."""
@@ -34,6 +43,8 @@ class Objective(Technique):
 
     prepares: ClassVar[bool] = False
     """Whether it has a `preparer`."""
+    writes: ClassVar[bool] = False
+    """Whether it is trained on answers that the model writes itself, so that a step's size is known only then."""
 
     simulated_device: Annotated[Technique, Choice(DEVICES)] | None = Field(
         None,
@@ -45,8 +56,8 @@ class Objective(Technique):
         "options, the model is the one that was trained.",
     )
 
-    def preparer(self) -> Preparer | None:
-        """What prepares the batches of a training; None: they are taken as they are read."""
+    def preparer(self, setting: Setting | None) -> Preparer | None:
+        """What prepares the batches of a training of `setting`; None: they are taken as they are read."""
         return None
 
     def count(self, targets: NDArray[np.int64]) -> int:

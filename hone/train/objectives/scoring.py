@@ -9,15 +9,18 @@ import torch
 
 from hone.feed.load import IGNORE, Batch
 from hone.train.objectives.preference.base import token_log_probs
-from hone.train.passes import to_device
+from hone.train.passes import Prepared, to_device
 
 if TYPE_CHECKING:
     from hone.model.decoder import Decoder
 
 
 @torch.no_grad()
-def score(model: Decoder, batch: Batch, device: torch.device, rows: int) -> np.ndarray:
+def score(
+    model: Decoder, batch: Batch | Prepared, device: torch.device, rows: int, temperature: float = 1.0
+) -> np.ndarray:
     """The log-probability of every target of `batch`, float32 [B, S], 0 where there is none; `rows` sequences at once.
+    They are those of logits divided by `temperature`.
 
     Documents are apart, as in training.
     """
@@ -27,6 +30,6 @@ def score(model: Decoder, batch: Batch, device: torch.device, rows: int) -> np.n
         tokens, targets, context = to_device(some, device)
         context.tokens = tokens
         valid = targets != IGNORE
-        scores = token_log_probs(model, model.hidden(tokens, context)[valid], targets[valid])
+        scores = token_log_probs(model, model.hidden(tokens, context)[valid], targets[valid], temperature)
         found[first : first + len(some.tokens)][some.targets != IGNORE] = scores.float().cpu().numpy()
     return found

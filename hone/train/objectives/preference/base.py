@@ -136,8 +136,8 @@ def document_sums(model: Decoder, x: Tensor, targets: Tensor, context: Context) 
     return sums, found.new_zeros(rows * places).index_add(0, owner, torch.ones_like(found)), owner
 
 
-def token_log_probs(model: Decoder, x: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability of each of `targets` int64 [n] given hidden states x [n, D], float32 [n] (float64 of float64 inputs).
+def token_log_probs(model: Decoder, x: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each of `targets` int64 [n] given hidden states x [n, D], float32 [n] (float64 of float64 inputs), at a temperature.
 
     Logits of _CHUNK tokens exist at once, and are computed again in the backward pass.
     """
@@ -150,15 +150,17 @@ def token_log_probs(model: Decoder, x: Tensor, targets: Tensor) -> Tensor:
             model.head_weight,
             targets[first : first + _CHUNK],
             model.config.logits_softcap,
+            temperature,
         )
         parts.append(checkpoint(_log_probs, *given, use_reentrant=False))
     wide = h.dtype if h.dtype == torch.float64 else torch.float32
     return torch.cat(parts) if parts else h.sum().to(wide).reshape(1)[:0]
 
 
-def _log_probs(h: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+def _log_probs(h: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, temperature: float) -> Tensor:
     logits = h @ weight.T
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    logits = logits if temperature == 1.0 else logits / temperature
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)

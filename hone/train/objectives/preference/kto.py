@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.objectives.base import Setting
     from hone.train.passes import Prepared, Preparer, Trained
 
 np = lazy("numpy")
@@ -47,7 +48,7 @@ class KTO(Preference):
         description="Of undesirable ones; the weights times the numbers of answers of either kind should be within 1 to 4/3 of each other.",
     )
 
-    def preparer(self) -> Preparer:
+    def preparer(self, setting: Setting | None) -> Preparer:
         return ReferencePoint(self.loss == "kto")
 
     def count_in(self, batch: Batch) -> int:
@@ -126,8 +127,17 @@ class ReferencePoint:
     all ranks, and at least 0: an estimate of the KL divergence from the reference. It has no gradient.
     """
 
+    parts = None
+
     def __init__(self, measures: bool) -> None:
-        self._measures = measures
+        self._measures, self.row = measures, {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing: each step is prepared anew."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Restores `state`."""
 
     def prepare(self, trained: Trained, batch: Batch) -> Prepared:
         """Raises HoneError where the whole step has one answer, whose prompt is the only one."""

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hone.feed.load import Batch
+from hone.feed.load import IGNORE, Batch
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.base import Preference
 from hone.train.passes import Preparer, run_layers, share, to_device
+from hone.train.ranks import Ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hone.feed.load import PackedTokens
     from hone.feed.mix.sources import Joined
+    from hone.model.context import Context
     from hone.model.decoder import Decoder
     from hone.train.objectives.base import Objective
-    from hone.train.ranks import Ranks
 
 
 class Trained(Protocol):
@@ -30,6 +34,7 @@ class Trained(Protocol):
     ranks: Ranks
     device: torch.device
     done: int
+    gradient_accumulation_steps: int
 
 
 def evaluated(
@@ -75,3 +80,44 @@ def held_out(
                 break
         sums = trainer.ranks.mesh.sum(torch.stack(found).sum(0) * trainer.ranks.counts_loss)
     return objective.means(sums.tolist())
+
+
+def validate(
+    model: Decoder,
+    data: PackedTokens | Joined,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_sequences: int = 0,
+    ranks: Ranks | None = None,
+) -> float:
+    """Mean next-token loss (nats per valid token) on the first `num_sequences` of `data` in stored order (0: all of them).
+
+    Every data-parallel rank of `ranks` computes a part of each batch, and all get the same loss.
+    """
+    ranks = ranks or Ranks()
+    segments = KeepAll().segments(len(model.layers))
+    device = next(model.parameters()).device
+
+    def nats_of(x: Tensor, tokens: Tensor, targets: Tensor, context: Context) -> Tensor:
+        return NextToken().total(model, x, targets, None, None)
+
+    nats, count, seen = 0.0, 0, 0
+    with torch.no_grad(), ranks.mesh.transfers():
+        for batch in data.in_order(batch_size, seq_len):
+            if num_sequences:
+                batch = Batch(*(array[: num_sequences - seen] for array in batch))
+            seen += len(batch.tokens)
+            mine = share(batch, *ranks.data)
+            mine = mine if ranks.context is None else ranks.context.divide(mine)
+            if ranks.pipeline is not None:
+                nats += ranks.pipeline.score(model, mine, segments, nats_of)
+            else:
+                tokens, targets, context = to_device(mine, device, ranks.context)
+                nats += nats_of(run_layers(model, tokens, context, segments), tokens, targets, context).item()
+            count += int((mine.targets != IGNORE).sum())
+            if num_sequences and seen >= num_sequences:
+                break
+        own = torch.tensor([nats * ranks.counts_loss, count * ranks.counts_tokens], dtype=torch.float64)
+        nats, count = ranks.mesh.sum(own).tolist()
+    return nats / max(count, 1)

@@ -1,0 +1,1 @@
+"""Rewards: what an answer to a prompt is worth, computed from its text. One file per reward."""
