@@ -59,6 +59,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "reward": ("train/rollouts/test_rewards.py",),
     "divergence": ("train/objectives/test_divergences.py",),
+    "teacher": ("train/teachers/test_teachers.py", "train/cached_logits/test_cached_logits.py"),
+    "text": ("train/texts/test_texts.py",),
     "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),
     "optimizer": (
         "train/optimizers/test_optimizers.py",

@@ -23,6 +23,7 @@ from hone.base.partial import partial_of
 FACTS: dict[str, str] = {
     "data": "hone.feed.facts:DataFacts",
     "drafter": "hone.model.drafters.folder:DrafterFacts",
+    "logits": "hone.train.cached_logits.facts:LogitsFacts",
     "model": "hone.model.facts:CheckpointFacts",
 }
 """The classes that read the facts of a folder, imported on use. The first whose `mark` is in the folder is used."""

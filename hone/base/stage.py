@@ -21,6 +21,7 @@ from hone.base.spec import Spec
 STAGES: dict[str, str] = {
     "data": "hone.data.stage:Data",
     "train": "hone.train.stage:Train",
+    "teach": "hone.train.cached_logits.stage:Teach",
     "compress": "hone.compress.stage:Compress",
     "eval": "hone.eval.stage:Eval",
     "serve": "hone.serve.stage:Serve",

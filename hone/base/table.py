@@ -39,6 +39,8 @@ TABLES: tuple[str, ...] = (
     "hone.train:OBJECTIVES",
     "hone.train.objectives.divergences:DIVERGENCES",
     "hone.train.rollouts:REWARDS",
+    "hone.train.teachers:TEACHERS",
+    "hone.train.texts:TEXTS",
     "hone.train.quantization_aware:FAKE_QUANTIZERS",
     "hone.train:OPTIMIZERS",
     "hone.train:ACTIVATION_CHECKPOINTINGS",

@@ -19,6 +19,7 @@ VERBS = {
     "watch": "hone.cli.watch:watch",
     "data": "hone.cli.stages:make",
     "train": "hone.cli.stages:make",
+    "teach": "hone.cli.stages:make",
     "compress": "hone.cli.stages:make",
     "eval": "hone.cli.stages:make",
     "bench": "hone.cli.stages:make",

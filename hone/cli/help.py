@@ -15,6 +15,7 @@ a whole recipe
 one stage (hone VERB --help lists its fields; --plan prints its estimates, --plan --mesh=1024xH200 for ranks elsewhere)
   data SOURCE ...   text to curated, tokenized, packed shards
   train DATA        a model from packed shards
+  teach MODEL       a model's log-probabilities of data on disk, for distillations
   compress MODEL    quantize, prune
   eval MODEL        perplexity, bits per byte, distance to a reference
   bench MODEL       a measured serving run: tokens/s, latency, memory

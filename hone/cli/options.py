@@ -26,7 +26,7 @@ _VALUED = (
 )
 _HYPHENS = ("api_key", "chat_template", "nproc_per_node", "numa_binding")
 """Options that other programs write with hyphens."""
-MAIN_ROLE = {"train": "data", "compress": "model", "eval": "model", "bench": "model"}
+MAIN_ROLE = {"train": "data", "teach": "model", "compress": "model", "eval": "model", "bench": "model"}
 """The role of the folder that is a verb's argument."""
 STAGE_OF = {"bench": "serve"}
 """The stage of a verb, where it has another name."""

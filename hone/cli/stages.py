@@ -76,7 +76,7 @@ def make(words: list[str], options: dict[str, str]) -> int:
     need_effect(verb, spec, inputs, changes)
     parents = {role: Artifact.read(folder) for role, folder in inputs.items()}
     run = circumstances(options)
-    if verb in ("train", "compress", "eval") and "plan" not in options:
+    if verb in ("train", "teach", "compress", "eval") and "plan" not in options:
         bind_rank(run)
     if "mesh" in options and "plan" not in options:
         fix = f"add --plan; --{OPTION}=N starts ranks here, torchrun --nproc-per-node=N -m hone {verb} also on several hosts"

@@ -15,7 +15,7 @@ from hone.base.figure import Figure
 from hone.base.spec import read_yaml
 
 _ABSURD = 1e30
-KINDS = ("foreign", "data", "train", "compress", "eval", "serve")
+KINDS = ("foreign", "data", "train", "teach", "compress", "eval", "serve")
 """Stages in the order of a recipe; unknown kinds come last."""
 RECIPE = "recipe.yaml"
 """File that `hone run` writes into a line's folder; the report reads the order of the stages from it."""

@@ -89,8 +89,8 @@ class Trainer:
         self.rerun: Rerun | None = None
         """Compares some steps with what another rank computes; None: none."""
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.teacher = None if teacher is None else teacher.eval().requires_grad_(False)
-        assert teacher is not None or not self.objective.from_teacher, "this objective needs a teacher"
+        self.tutor = self.objective.tutor(model, teacher)
+        self.teacher = self.tutor.decoder
         self.update = Update(
             model,
             self.optimizer,
@@ -118,6 +118,7 @@ class Trainer:
         """Decides whether the training is complete before its last step."""
         self.device = next(model.parameters()).device
         self.times = RankTimes(self.ranks.mesh, self.device)
+        self.tutor.begin(self)
         if compile:
             keep_kernels_apart()
             for layer in model.layers:  # not its hooks, which wait for other ranks
@@ -190,6 +191,7 @@ class Trainer:
 
     def _ended(self, step: Step) -> Step:
         """Counts a step that was made or skipped."""
+        self.tutor.stepped(self, step)
         if self.scaler.enabled and step.grad_norm is None:
             self.scaler.overflowed()
         else:
@@ -204,6 +206,7 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
+        batch = self.objective.batch_of(batch, self.done, self.ranks.data[0], self.model, self.teacher)
         batch, counts = self._divided(batch)
         self.times.passes()
         if self.linears is not None:
@@ -231,6 +234,7 @@ class Trainer:
             self.rooms.ended()
             self.update.weights.after_backward()
             total += loss.detach()
+        self.tutor.learn(self, parts, counts)
         return Sums(total, extras, self.update.weights.squared_norm(), routing), counts
 
     def _divided(self, batch: Batch) -> tuple[Batch, Counts]:
@@ -271,6 +275,7 @@ class Trainer:
     def _loss(self, batch: Batch, place: int) -> tuple[Tensor, Tensor | None, Context]:
         """The objective summed over micro-batch `place`, the layers' own losses, summed over its tokens, and its context."""
         tokens, targets, context = to_device(batch, self.device, self.ranks.context)
+        self.tutor.look_up(batch, context)
         self._begin(context, place)
         loss = self._objective(run_layers(self.model, tokens, context, self.segments), tokens, targets, context)
         extra = context.extra_loss  # a mean over the tokens of this pass
@@ -294,7 +299,7 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, **more: Any) -> None:
         """Writes all on which the next step depends, and `more` beside it. The order of the data follows from `done`. All ranks call it."""
-        tensors = self.update.state()
+        tensors = self.update.state() | self.tutor.state()
         if self.ranks.mesh.leads:
             tensors["rng.cpu"] = torch.get_rng_state()
             if self.device.type == "cuda":
@@ -321,6 +326,7 @@ class Trainer:
         """
         with self.ranks.mesh.transfers():
             self.update.restore(stored)
+        self.tutor.restore(stored)
         if self.ranks.summing is not None:
             head = f"sum-{self.ranks.mesh.rank}."
             names = [label for label in stored.labels if label.startswith(head)]

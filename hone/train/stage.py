@@ -52,7 +52,6 @@ from hone.train.live.profiling import Profiler
 from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.draft_heads.fits import check_heads
-from hone.train.objectives.base import Setting
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.fits import check_pairs
 from hone.train.objectives.taps import check_taps
@@ -65,12 +64,11 @@ from hone.train.quantization_aware.fits import check_rounding, exported_note
 from hone.train.rollouts.fits import NOTE, check_rollouts, known
 from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
-from hone.train.start import starting_models
+from hone.train.start import starting_models, trainer_of
+from hone.train.teachers.fits import check_teacher, cost_notes
 from hone.train.to_cost.training import training_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hone.feed.load import PackedTokens
     from hone.feed.mix.reading import Reading
     from hone.model.decoder import Decoder
@@ -87,7 +85,7 @@ class Train(Prolonged):
 
     stage: ClassVar[str] = "train"
     remedies, on_ranks = remedies, on_ranks
-    roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False}
+    roles: ClassVar[dict[str, bool]] = {"data": True, "teacher": False, "model": False, "mask": False, "logits": False}
     several: ClassVar[frozenset[str]] = frozenset({"data"})
     every_rank: ClassVar[bool] = True
     model: Shape = Field(
@@ -210,7 +208,8 @@ class Train(Prolonged):
         check_rounding(self, config)
         check_pairs(self.objective, data, self.parallelism, rerun=self.checkpoint.check.rerun_interval)
         check_rollouts(self, data, config)
-        check_taps(self, config, teacher)
+        check_taps(self, config, teacher or (config if self.objective.reads_teacher else None))
+        check_teacher(self, config, machine.num_ranks, data, facts)
         for one in (config, *([teacher] if teacher else [])):
             self.parallelism.check_sequences(one, self.seq_len)
         kept = self.activation_checkpointing
@@ -243,7 +242,8 @@ class Train(Prolonged):
         again = (*again, *([NOTE] if self.objective.writes else ()))
         numbers = fp8_notes(self.precision, config, self.parallelism.tensor_parallel_degree)
         ends = (*self.early_stopping.notes(steps), *self.early_stopping.energy.notes(steps, joules and joules.value))
-        said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *exported_note(self.objective), *said)
+        numbers = (*numbers, *exported_note(self.objective), *cost_notes(self.objective))
+        said = (*start.notes, *ends, *again, *expert_notes(config), *numbers, *said)
         segments = KeepAll().segments(config.num_layers) if self.objective.trains_heads else work.segments
         found = {"notes": said, "repeats": again, "steps": steps, "segments": segments}
         stages = work.pipeline and (work.pipeline.layers, drawing(work, machine))
@@ -283,7 +283,7 @@ class Train(Prolonged):
             # No name has the whole models where a rank has parts of them.
             offload = plan.offload.within(draft.state / "offload")
             in_parts = mesh.world_size > 1 or offload.leaves
-            trainer = self._trainer(*models(in_parts=in_parts), plan, zeros, run, offload, first.folder)
+            trainer = trainer_of(self, *models(in_parts=in_parts), plan, zeros, run, offload, first.folder)
             for line in trainer.update.weights.notes:
                 run.say(line)
             stop = Stop(self.early_stopping, draft, run)
@@ -345,35 +345,6 @@ class Train(Prolonged):
     def evaluates_every(self) -> tuple[int, int]:
         """Steps between evaluations beside those of `validation`; 0: none."""
         return self.checkpoint.keep.evaluates_every, self.early_stopping.evaluates_every
-
-    def _trainer(
-        self,
-        model: Decoder,
-        teacher: Decoder | None,
-        plan: TrainPlan,
-        zeros: dict[str, Tensor],
-        run: Run,
-        offload: Any,
-        tokenizer: Path,
-    ) -> Trainer:
-        ranks = self.parallelism.ranks(run.mesh, run.device)
-        return self.parallelism.trainer()(
-            self.parallelism.decoder(model, ranks, self.seq_len, plan.pipeline and plan.pipeline[0]),
-            steps=plan.steps,
-            schedule=plan.schedule,
-            optimizer=self.optimizer,
-            objective=self.objective,
-            activation_checkpointing=plan.segments,
-            precision=self.precision,
-            max_grad_norm=self.max_grad_norm,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            teacher=self.parallelism.teacher(teacher, ranks),
-            compile=self.compile,
-            zeros=zeros,
-            ranks=ranks,
-            offload=offload,
-            setting=Setting(tokenizer, self.seed),
-        )
 
     def _train(
         self,

@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hone.base.artifact import Artifact
 from hone.base.lazy import lazy
 from hone.train.growth.init import growths_of, kept_layers
+from hone.train.objectives.base import Setting
 from hone.train.precision import TORCH_NAMES, Precision
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
     from torch.nn import Module
 
+    from hone.base.run import Run
     from hone.feed.load import PackedTokens
     from hone.model.decoder import Decoder
     from hone.model.shape import Shape
     from hone.model.weights.model import ModelSource
+    from hone.train.continuation.plan import TrainPlan
+    from hone.train.loop import Trainer
     from hone.train.objectives.base import Objective
+    from hone.train.stage import Train
 
 torch = lazy("torch")
 
@@ -96,4 +104,39 @@ def starting_models(
         config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
         drawn = Drawn(config, device, spec.seed)
         model = unmade(config, drawn) if in_parts else build(config, device=device, seed=spec.seed)
+    if spec.objective.from_cache:
+        from hone.train.cached_logits.shards import CachedLogits
+
+        return model, CachedLogits(parents["logits"].folder)  # type: ignore[return-value]
     return model, teacher.to(computed) if teacher is not None and reads else None
+
+
+def trainer_of(
+    spec: Train,
+    model: Decoder,
+    teacher: Decoder | None,
+    plan: TrainPlan,
+    zeros: dict[str, Tensor],
+    run: Run,
+    offload: Any,
+    tokenizer: Path,
+) -> Trainer:
+    """What runs the steps of `plan` on this rank's part of `model`."""
+    ranks = spec.parallelism.ranks(run.mesh, run.device)
+    return spec.parallelism.trainer()(
+        spec.parallelism.decoder(model, ranks, spec.seq_len, plan.pipeline and plan.pipeline[0]),
+        steps=plan.steps,
+        schedule=plan.schedule,
+        optimizer=spec.optimizer,
+        objective=spec.objective,
+        activation_checkpointing=plan.segments,
+        precision=spec.precision,
+        max_grad_norm=spec.max_grad_norm,
+        gradient_accumulation_steps=spec.gradient_accumulation_steps,
+        teacher=spec.parallelism.teacher(teacher, ranks),
+        compile=spec.compile,
+        zeros=zeros,
+        ranks=ranks,
+        offload=offload,
+        setting=Setting(tokenizer, spec.seed),
+    )

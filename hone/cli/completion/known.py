@@ -35,7 +35,7 @@ from hone.train.live.profiling import Profiling
 SHELLS = ("bash", "zsh", "fish")
 FILES, FOLDERS, RECIPES = "<files>", "<folders>", "<recipes>"
 """In place of words: any file, folders alone, folders and YAML files."""
-_STAGES = ("train", "compress", "eval", "bench")
+_STAGES = ("train", "teach", "compress", "eval", "bench")
 _CIRCUMSTANCES: dict[str, tuple[str, ...]] = {
     "run": OF_RUN,
     "plan": OF_PLAN,

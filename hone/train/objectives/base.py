@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hone.model.context import Context
     from hone.model.decoder import Decoder
     from hone.train.passes import Preparer
+    from hone.train.teachers.base import Tutor
 
 
 class Setting(NamedTuple):
@@ -36,7 +37,7 @@ class Objective(Technique):
     so that the result does not depend on the division into micro-batches."""
 
     from_teacher: ClassVar[bool] = False
-    """Whether it requires a teacher's hidden states."""
+    """Whether it requires the input 'teacher', whose hidden states it gets."""
 
     trains_heads: ClassVar[bool] = False
     """Whether it trains draft heads beside a frozen model (`draft_heads.base.DraftHeads`), and not the model."""
@@ -59,6 +60,27 @@ class Objective(Technique):
     def preparer(self, setting: Setting | None) -> Preparer | None:
         """What prepares the batches of a training of `setting`; None: they are taken as they are read."""
         return None
+
+    @property
+    def from_cache(self) -> bool:
+        """Whether it requires the input 'logits', which a teacher wrote."""
+        return False
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether it gets the hidden states of a teacher, of the input or of another (`hone.train.teachers`)."""
+        return self.from_teacher
+
+    def tutor(self, model: Decoder, given: Decoder | None) -> Tutor:
+        """The teacher of `model` in a training; `given` is the input 'teacher'."""
+        from hone.train.teachers.base import Tutor
+
+        assert given is not None or not self.from_teacher, "this objective needs a teacher"
+        return Tutor(given)
+
+    def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
+        """What step `step` reads in place of its `batch`; see `hone.train.texts`."""
+        return batch
 
     def count(self, targets: NDArray[np.int64]) -> int:
         """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""

@@ -10,18 +10,25 @@ from hone.base.table import Choice, Technique
 from hone.train.objectives.base import Objective
 from hone.train.objectives.divergences import DIVERGENCES
 from hone.train.objectives.divergences.kl import ForwardKL
+from hone.train.teachers import TEACHERS
+from hone.train.teachers.cached import kept_of
+from hone.train.teachers.fixed import Fixed
+from hone.train.texts import TEXTS
+from hone.train.texts.given import Given
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.feed.load import Batch
+    from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.teachers.base import Tutor
 
 
 class Distill(Objective):
     """alpha T^2 D(teacher, student) at temperature T + (1 - alpha) cross entropy. Hinton et al. 2015, arXiv:1503.02531."""
 
     paper: ClassVar[str] = "arXiv:1503.02531"
-    from_teacher: ClassVar[bool] = True
     alpha: float = Field(
         0.9, ge=0, le=1, description="Weight of the teacher's distribution; that of the text is 1 - alpha."
     )
@@ -31,6 +38,52 @@ class Distill(Objective):
     divergence: Annotated[Technique, Choice(DIVERGENCES)] = Field(
         ForwardKL(kind="forward_kl"), description="D, how far the student's distribution is from the teacher's."
     )
+
+    teacher: Annotated[Technique, Choice(TEACHERS)] = Field(
+        Fixed(kind="fixed"),
+        description="Whose distribution is learned: the input 'teacher' or one made by the training.",
+    )
+    text: Annotated[Technique, Choice(TEXTS)] = Field(
+        Given(kind="data"), description="The tokens on which the two are compared."
+    )
+
+    @property
+    def from_teacher(self) -> bool:  # type: ignore[override]
+        return self.teacher.from_parent
+
+    @property
+    def from_cache(self) -> bool:
+        return not self.teacher.has_decoder
+
+    @property
+    def reads_teacher(self) -> bool:
+        return self.teacher.has_decoder
+
+    def tutor(self, model: Decoder, given: Decoder | None) -> Tutor:
+        return self.teacher.tutor(model, given)
+
+    def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
+        return self.text.batch_of(batch, step, rank, student=student, teacher=teacher)
+
+    def total_in(
+        self,
+        model: Decoder,
+        x: Tensor,
+        targets: Tensor,
+        context: Context,
+        teacher: Decoder | None,
+        teacher_hidden: Tensor | None,
+    ) -> Tensor:
+        """`total`, or with a teacher's log-probabilities from disk the same of these."""
+        kept = kept_of(context) if self.from_cache else None
+        if kept is None:
+            return self.total(model, x, targets, teacher, teacher_hidden)
+        from hone.ops.loss.cached import cached_loss
+
+        return cached_loss(
+            model.head_input(x).flatten(0, -2), model.head_weight, targets.flatten(), kept, alpha=self.alpha,
+            divergence=self.divergence.computed(), softcap=model.config.logits_softcap,
+        )  # fmt: skip
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None

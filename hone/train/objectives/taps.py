@@ -43,7 +43,7 @@ def total(
 ) -> Tensor:
     """The objective summed over the targets [B, S] of a pass whose last hidden states are x; the teacher's pass is made here."""
     hidden, own, pairs = None, context.taps, ()
-    if teacher is not None and objective.from_teacher:
+    if teacher is not None and objective.reads_teacher:
         pairs = objective.pairs(len(model.layers), len(teacher.layers)) if own else ()
         with torch.no_grad():
             context.taps = dict.fromkeys(theirs for _, theirs in pairs) if pairs else None

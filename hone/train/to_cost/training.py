@@ -41,8 +41,8 @@ def training_of(
     val = [one.packed("val", spec.seq_len).num_sequences for one in data if "val" in one.splits]
     keep.check(sum(val))
     spec.early_stopping.check(sum(val))
-    teacher = given["teacher"].config if spec.objective.from_teacher else None
-    teacher = config if heads else teacher
+    own = config if heads or spec.objective.reads_teacher else None
+    teacher = given["teacher"].config if spec.objective.from_teacher else own
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)

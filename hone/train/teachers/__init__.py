@@ -1,0 +1,13 @@
+"""Teachers: whose predictions a distillation learns from."""
+
+from hone.base.table import Table
+
+TEACHERS = Table(
+    "teacher",
+    {
+        "fixed": "hone.train.teachers.fixed:Fixed",
+        "cached": "hone.train.teachers.cached:Cached",
+        "moving_average": "hone.train.teachers.moving_average:MovingAverage",
+        "peer": "hone.train.teachers.peer:Peer",
+    },
+)

@@ -1,0 +1,119 @@
+"""What a teacher and a text of a distillation cannot be combined with, and what a plan says of their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hone.base.errors import SpecError
+from hone.base.plan import Facts, need
+from hone.feed.facts import DataFacts
+from hone.train.cached_logits.facts import LogitsFacts
+from hone.train.cached_logits.stage import check_cache
+from hone.train.teachers.peer import Peer
+
+if TYPE_CHECKING:
+    from hone.model.config import ModelConfig
+
+
+def check_teacher(
+    spec: Any, config: ModelConfig, num_ranks: int, data: list[DataFacts], facts: Mapping[str, Facts]
+) -> None:
+    """Raises SpecError where the teacher or the text of a train spec's objective needs what its other fields do not give."""
+    objective, layout = spec.objective, spec.parallelism
+    if objective.from_cache:
+        _check_cached(spec, config, data, facts)
+    elif "logits" in facts:
+        raise SpecError(
+            f"logits {facts['logits'].where} are not read", fix="set objective: {kind: distill, teacher: cached}"
+        )
+    if objective.reads_teacher and not objective.from_teacher:
+        _check_own(spec, config, num_ranks)
+    text = getattr(objective, "text", None)
+    if text is None or not text.writer:
+        return
+    where = f"objective.text {text.kind}"
+    for name in ("pipeline", "tensor", "context", "expert"):
+        degree = getattr(layout, f"{name}_parallel_degree")
+        if degree > 1:
+            raise SpecError(
+                f"{where} is written by a whole model, of which each rank of {name}_parallel_degree {degree} has a part",
+                fix=f"set parallelism.{name}_parallel_degree: 1, or objective.text: data",
+            )
+    if num_ranks > 1 and "weights" in layout.data_parallel.sharded:
+        raise SpecError(
+            f"{where} is written by a whole model, of which each rank of {layout.data_parallel.kind} has a part",
+            fix="set parallelism.data_parallel: ddp, or objective.text: data",
+        )
+    if text.prompt_tokens >= spec.seq_len:
+        raise SpecError(
+            f"objective.text.prompt_tokens {text.prompt_tokens} leaves nothing to write of seq_len {spec.seq_len}",
+            fix=f"give at most {spec.seq_len - 1}",
+        )
+
+
+def _check_cached(spec: Any, config: ModelConfig, data: list[DataFacts], facts: Mapping[str, Facts]) -> None:
+    """For a teacher whose predictions are on disk."""
+    objective, where = spec.objective, "objective.teacher cached"
+    if "logits" not in facts:
+        raise SpecError(
+            f"{where} needs the input 'logits'",
+            fix="hone teach MODEL --from.data=DATA writes it; then add --from.logits=FOLDER",
+        )
+    logits = need(facts, "logits", LogitsFacts)
+    check_cache(logits, data, spec.seq_len, objective.temperature)
+    if objective.text.writer or objective.pairs(config.num_layers, config.num_layers):
+        what = f"text {objective.text.kind}" if objective.text.writer else f"objective {objective.kind}"
+        raise SpecError(f"{what} needs a teacher in memory, and {where} is on disk", fix="set objective.teacher: fixed")
+    if objective.divergence.kind != "forward_kl" and (logits.sampled or objective.teacher.rest == "zero"):
+        what = "ids that were drawn" if logits.sampled else "rest: zero"
+        raise SpecError(
+            f"divergence {objective.divergence.kind} has no meaning with {what}",
+            fix="set objective.divergence: forward_kl, or take the most likely ids with rest: bucket",
+        )
+    for name in ("pipeline", "tensor", "context"):
+        degree = getattr(spec.parallelism, f"{name}_parallel_degree")
+        if degree > 1:
+            raise SpecError(
+                f"{where} is of whole sequences and the whole vocabulary, of which each rank of {name}_parallel_degree {degree} has a part",
+                fix=f"set parallelism.{name}_parallel_degree: 1; data-parallel ranks may share the work",
+            )
+
+
+def _check_own(spec: Any, config: ModelConfig, num_ranks: int) -> None:
+    """For a teacher that the training makes beside its model."""
+    teacher = spec.objective.teacher
+    where = f"objective.teacher {teacher.kind}"
+    wrong = {
+        f"{num_ranks} ranks, of which each would have one": ("train on one rank", num_ranks > 1),
+        f"offload {spec.parallelism.offload.kind}": (
+            "set parallelism.offload: none",
+            spec.parallelism.offload.kind != "none",
+        ),
+        "an adapter, whose base it would copy": ("merge the adapter first", bool(config.adapters)),
+    }
+    for what, (fix, given) in wrong.items():
+        if given:
+            raise SpecError(f"{where} does not work with {what}", fix=f"{fix}, or take objective.teacher: fixed")
+    if not isinstance(teacher, Peer):
+        return
+    if spec.precision == "fp16":
+        raise SpecError(f"{where} has no loss scale, which fp16 needs", fix="set precision: bf16")
+    if teacher.seed == spec.seed:
+        raise SpecError(
+            f"{where}: seed {teacher.seed} is also that of the training, so that both would begin with the same weights",
+            fix=f"set objective.teacher.seed: {spec.seed + 1}",
+        )
+
+
+def cost_notes(objective: Any) -> tuple[str, ...]:
+    """What estimates leave out."""
+    found = []
+    if isinstance(getattr(objective, "teacher", None), Peer):
+        found.append(
+            "estimates count the peer's forward pass alone: it also trains, so a step needs about twice the time and memory"
+        )
+    text = getattr(objective, "text", None)
+    if text is not None and text.writer:
+        found.append("estimates do not count the seconds in which text is written, a token after the other")
+    return tuple(found)
