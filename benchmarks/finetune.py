@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ledger
+from benchmarks.finetune_peer import peer_step
 from benchmarks.kernels.lora import RANK, Row, checks, rates
 from benchmarks.kernels.timing import median_seconds
 from benchmarks.train import SHAPES
@@ -42,6 +43,8 @@ from hone.model.decoder import Decoder, unmade
 from hone.model.quantized.nf4_base import nf4_base
 from hone.model.weights.model import ModelSource, expected_shapes
 from hone.ops import linear_cross_entropy
+from hone.train.optimizers.adamw_8bit import BLOCK, AdamW8bitRule
+from hone.train.optimizers.base import Entry, Parameter
 from hone.train.passes import run_layers
 
 PARTS = (
@@ -114,11 +117,11 @@ def model_of(shape: str, device: str, *, codes: bool, kind: str = "lora") -> Dec
 
 def step_rows(
     args: argparse.Namespace, *, codes: bool, recomputed: bool, kind: str = "lora", shape: str = "", rows: int = 0,
-    to_host: bool = False,
+    tight: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """Tokens a second and peak memory of hone's training steps, beside their forecasts; `shape` and `rows` for those asked for.
 
-    `to_host`: what recomputed layers keep, their inputs, waits in the host's memory.
+    `tight`: what recomputed layers keep, their inputs, waits in the host's memory, and moments have 8 bits.
     """
     device, seq_len, shape, rows = args.device, args.seq_len, shape or args.shape, rows or args.rows
     cuda = device.startswith("cuda")
@@ -127,9 +130,9 @@ def step_rows(
     made_s = time.perf_counter() - begun
     config = model.config
     segments = keep_all(config.num_layers)
-    segments = tuple(Segment(one.start, one.stop, recomputed, to_host=to_host) for one in segments)
+    segments = tuple(Segment(one.start, one.stop, recomputed, to_host=tight) for one in segments)
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer: Any = EightBit(trained) if tight else torch.optim.AdamW(trained, lr=1e-4, fused=True)
     tokens = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
     targets = tokens.roll(-1, 1)
     ids = documents(rows, seq_len, args.document).to(device) if args.document else None
@@ -145,13 +148,13 @@ def step_rows(
     losses, seconds, peak = timed(step, cuda, args.steps)
     weights = held_bytes(model)
     name = f"{'Q' if codes else ''}{'LoRA' if kind == 'lora' else 'DoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
-    name += ", their inputs on the host" if to_host else ""
+    name += ", their inputs on the host, AdamW in 8 bits" if tight else ""
     name += f", documents of {args.document} tokens packed" if args.document else ""
     name += f", {shape}, {rows} x {seq_len}"
     planned = (
         weights
-        + 3 * 4 * sum(one.numel() for one in trained)
-        + activation_bytes(config, rows * seq_len, device, recomputed, to_host)
+        + (4 + (2 + 8 / BLOCK if tight else 8)) * sum(one.numel() for one in trained)
+        + activation_bytes(config, rows * seq_len, device, recomputed, tight)
     )
     yield {
         "figure": f"hone {name}", "value": rows * seq_len / seconds, "unit": "tokens/s", "peak_gib": peak, "seconds": seconds,
@@ -159,6 +162,26 @@ def step_rows(
         "weights_gib": weights / GIB, "made_s": made_s, "trained": sum(one.numel() for one in trained),
         "passed": math.isfinite(losses[-1]) and losses[-1] < losses[0], "losses": losses, "n": args.steps,
     }  # fmt: skip
+
+
+class EightBit:
+    """hone's AdamW with moments of 8 bits, on `parameters`."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._rule, self._done = AdamW8bitRule(0.9, 0.95, 1e-8), 0
+        self._all = [(one, Parameter("matrix", tuple(one.shape))) for one in parameters]
+        self._states = [self._rule.start(*one) for one in self._all]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._done += 1
+        given = zip(self._all, self._states, strict=True)
+        entries = [Entry(one, one.grad, state, about) for (one, about), state in given if one.grad is not None]
+        self._rule.step(entries, count=self._done, lr=1e-4, weight_decay=0.0)
+
+    def zero_grad(self) -> None:
+        for one, _ in self._all:
+            one.grad = None
 
 
 def documents(rows: int, seq_len: int, mean: int) -> Tensor:
@@ -217,78 +240,14 @@ def bound_seconds(config: ModelConfig, rows: int, seq_len: int, recomputed: bool
     return rows * seq_len * each / rate
 
 
-# The peer
-
-
 def peer_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Iterator[Row]:
-    """transformers + peft, with Liger's kernels where they are installed, and bitsandbytes for the codes: the same sizes and steps."""
-    import transformers
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-    sizes, vocab = SHAPES[args.shape]
-    device, cuda, liger = args.device, args.device.startswith("cuda"), ""
-    if cuda:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
-        liger = " + Liger"
-    config = transformers.LlamaConfig(
-        hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size, num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads, vocab_size=vocab,
-        max_position_embeddings=sizes.max_seq_len, rope_theta=sizes.rope_theta, tie_word_embeddings=sizes.tie_embeddings,
-    )  # fmt: skip
-    dtype = torch.bfloat16 if cuda else torch.float32
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    if codes:
-        model = _as_4bit(model, device)
-        model = prepare_model_for_kbit_training(
-            model, use_gradient_checkpointing=recomputed, gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names, task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora).train()
-    if recomputed and not codes:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4, fused=True)
-    ids = torch.randint(0, vocab, (args.rows, args.seq_len), device=device)
-
-    def step() -> Tensor:
-        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=cuda):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    losses, seconds, peak = timed(step, cuda, args.steps)
-    name = f"{'QLoRA' if codes else 'LoRA'} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}"
+    """Tokens a second and peak memory of the peer's steps."""
+    step, name = peer_step(args, RANK, codes=codes, recomputed=recomputed)
+    losses, seconds, peak = timed(step, args.device.startswith("cuda"), args.steps)
     yield {
-        "figure": f"peft{liger} {name}", "value": args.rows * args.seq_len / seconds, "unit": "tokens/s", "peak_gib": peak,
-        "seconds": seconds, "losses": losses, "n": args.steps,
+        "figure": f"{name} r{RANK}, {'layers recomputed' if recomputed else 'all kept'}", "unit": "tokens/s", "peak_gib": peak,
+        "value": args.rows * args.seq_len / seconds, "seconds": seconds, "losses": losses, "n": args.steps,
     }  # fmt: skip
-
-
-def _as_4bit(model: Any, device: str) -> Any:
-    """The transformers model with bitsandbytes' NF4 linears, quantized from its weights, as `load_in_4bit` would make it."""
-    import bitsandbytes
-
-    dtype = next(model.parameters()).dtype
-    for layer in model.model.layers:
-        for holder in (layer.self_attn, layer.mlp):
-            for name, linear in list(holder.named_children()):
-                if not isinstance(linear, torch.nn.Linear):
-                    continue
-                options = {"compute_dtype": dtype, "compress_statistics": True, "quant_type": "nf4"}
-                made = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, **options)
-                weight = linear.weight.detach().to("cpu")
-                made.weight = bitsandbytes.nn.Params4bit(
-                    weight, requires_grad=False, compress_statistics=True, quant_type="nf4"
-                )
-                setattr(holder, name, made.to(device))
-    model.is_loaded_in_4bit = True
-    return model
 
 
 # The run
@@ -301,7 +260,7 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
     codes = "qlora" in part
     if part == "qlora-70b":
         shape, rows = ("llama3-70b", 1) if args.device.startswith("cuda") else (args.shape, args.rows)
-        return step_rows(args, codes=True, recomputed=True, shape=shape, rows=rows, to_host=True)
+        return step_rows(args, codes=True, recomputed=True, shape=shape, rows=rows, tight=True)
     if part == "dora":
         return step_rows(args, codes=False, recomputed=False, kind="dora")
     recomputed = part.endswith("recomputed") or (codes and not part.endswith("kept"))

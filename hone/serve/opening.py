@@ -194,7 +194,7 @@ def _open_ranked(
 
     if draft is not None:
         raise SpecError("a draft model does not run on several ranks yet", fix="leave the draft model out")
-    drafter, _ = _open_draft(spec, None, tokenizer, device)
+    drafter, _, _ = _open_draft(spec, None, tokenizer, device, None)  # ranks have no draft model and no heads
     if device.type == "cpu" and spec.num_threads is None:
         spec = spec.model_copy(update={"num_threads": max(1, torch.get_num_threads() // spec.num_ranks)})
     rank, runner, num_pages = open_lead(model, spec, device)
@@ -255,7 +255,7 @@ def _open_draft(
     model: Decoder | Path | str | None,
     tokenizer: Tokenizer | None,
     device: torch.device,
-    target: Decoder,
+    target: Decoder | None,
 ) -> tuple[Drafter | None, Decoder | None, Any]:
     """The drafter, its model and its heads, if it has any. It defaults to what is given as `model`: "draft_model", or the heads' kind."""
     folder = None if model is None or isinstance(model, Decoder) else Path(model)
@@ -278,7 +278,7 @@ def _open_draft(
             f"the drafter is '{drafter.kind}', and {folder or 'the draft model'} holds {f'{kind} heads' if kind else 'a model'}",
             fix="give engine.draft and engine.drafter of one kind, or leave engine.drafter out",
         )
-    if folder is not None and kind is not None:
+    if folder is not None and kind is not None and target is not None:
         _same_tokens(folder, tokenizer)
         return drafter, None, load_heads(folder, target.config, device, target.dtype)
     if not isinstance(model, Decoder):
