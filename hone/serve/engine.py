@@ -412,8 +412,7 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise SpecError(f"{len(prompts)} prompts and {len(each)} params", fix="give one params, or one each")
-        done: dict[str, Completion] = {}
-        pending = []
+        done, pending = dict[str, Completion](), list[Request]()
         for index, (prompt, one, name) in enumerate(zip(prompts, each, adapters or [""] * len(prompts), strict=True)):
             ids = prompt_ids(prompt, self.tokenizer)
             request = Request(f"generate-{next(self._arrivals)}-{index}", ids, one, adapter=name)
@@ -433,10 +432,9 @@ class Engine:
 
         Outputs of requests that are not in `done` are added to `others`.
         """
-        coming = iter(requests)
+        coming, unfinished = iter(requests), len(requests)
         total = sum(request.params.max_tokens for request in requests)
         room = min(self.max_waiting, self.scheduler.max_num_seqs)
-        unfinished = len(requests)
         with frozen_heap(), run.progress("generating", total, "tokens") as bar:
             while unfinished:
                 while (

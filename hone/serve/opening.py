@@ -75,20 +75,7 @@ def open_parts(
     if spec.num_ranks > 1:
         return _open_ranked(model, spec, tokenizer, draft, device)
     given = isinstance(model, Decoder)
-    streamed: Streamed | None = None
-    experts: ExpertStream | None = None
-    if spec.gpu_memory is not None:
-        if draft is not None:
-            raise SpecError("engine.gpu_memory is given and a draft model, too", fix="leave one of them out")
-        streamed = _open_streamed(model, spec, device)
-        model, note = streamed.model, ""
-    elif spec.expert_offload.num_cached_experts is not None:
-        model, experts = _open_experts(model, spec, device)
-        note = f"{human_bytes(experts.host_bytes)} of experts in host memory, {spec.expert_offload.num_cached_experts} a layer on the device"
-    else:
-        model, note = _sparsified(model, device, spec)
-        if device.type == "cpu" and asked() != "none":
-            note = "; ".join(filter(None, (note, spread_layers(model.layers))))
+    model, note, streamed, experts = _loaded(model, spec, device, draft)
     given_draft = draft if draft is not None else spec.draft
     drafter, draft_model, heads = _open_draft(spec, given_draft, tokenizer, device, model)
     adapters = None if spec.lora.max_loras is None else Adapters(model, spec.lora, device)
@@ -150,6 +137,26 @@ def open_parts(
         note = "; ".join(filter(None, (note, said_of(streamed.budget, streamed.serving, spec, context))))
     pool = _pool(spec, num_pages)
     return EngineParts(spec, model, tokenizer, pool, runner, drafter, proposer, longest, kept, note, adapters)
+
+
+def _loaded(
+    model: Decoder | Path, spec: EngineSpec, device: torch.device, draft: object
+) -> tuple[Decoder, str, Streamed | None, ExpertStream | None]:
+    """(model, what was done to it, how its layers stream, how its experts do). Raises SpecError and FitError."""
+    if spec.gpu_memory is not None:
+        if draft is not None:
+            raise SpecError("engine.gpu_memory is given and a draft model, too", fix="leave one of them out")
+        streamed = _open_streamed(model, spec, device)
+        return streamed.model, "", streamed, None
+    if spec.expert_offload.num_cached_experts is not None:
+        opened, experts = _open_experts(model, spec, device)
+        cached = spec.expert_offload.num_cached_experts
+        said = f"{human_bytes(experts.host_bytes)} of experts in host memory, {cached} a layer on the device"
+        return opened, said, None, experts
+    opened, note = _sparsified(model, device, spec)
+    if device.type == "cpu" and asked() != "none":
+        note = "; ".join(filter(None, (note, spread_layers(opened.layers))))
+    return opened, note, None, None
 
 
 class Streamed(NamedTuple):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hone.train.continuation.plan import TrainPlan
     from hone.train.loop import Trainer
     from hone.train.objectives.base import Objective
-    from hone.train.stage import Train
 
 torch = lazy("torch")
 
@@ -112,7 +111,7 @@ def starting_models(
 
 
 def trainer_of(
-    spec: Train,
+    spec: Any,
     model: Decoder,
     teacher: Decoder | None,
     plan: TrainPlan,
