@@ -53,7 +53,7 @@ def read_adapter(
     folder = Path(path)
     weights, described = folder / peft.WEIGHTS, folder / ADAPTER_CONFIG
     for file in (described, weights):
-        if not file.is_file():
+        if not _is_file(file):
             raise NoAdapterError(
                 f"no adapter in {path}: there is no {file.name}",
                 fix="give a folder that PEFT or hone train has written",
@@ -98,6 +98,13 @@ def read_adapter(
             fix="give the adapter as PEFT wrote it, without other weights in it",
         )
     return HostAdapter(name, path, content, numbers, ranks)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
 
 
 def _fill(

@@ -65,6 +65,8 @@ class Adapters:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="hone-adapters")
         self._waiters: list[tuple[ServedAdapter, Callable[[], None]]] = []
         self.num_fills = 0
+        for name, path in spec.named_paths().items():
+            self.load(name, path)
 
     # ---- loading and unloading ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from hone.serve.http.chat import ChatForm, ParsedChatReply
 from hone.serve.http.chat_forms import ChatForms
+from hone.serve.http.endpoints.adapters import AdapterEndpoints
 from hone.serve.http.endpoints.beam import BeamSearch, check_beams
 from hone.serve.http.endpoints.best_of import BestOfReply
 from hone.serve.http.endpoints.embeddings import Embeddings
@@ -46,13 +47,15 @@ def build_app(front: Front) -> FastAPI:
     """The application; every reply, errors included, has the OpenAI form and the request's x-request-id."""
     app = FastAPI(title="hone", version=own_version(), docs_url=None, redoc_url=None, openapi_url=None)
     generation, tokens, state = Generation(front), TokenEndpoints(front), StateEndpoints(front)
-    embeddings = Embeddings(front)
+    embeddings, adapters = Embeddings(front), AdapterEndpoints(front)
     for method, path, handler, guarded in (
         ("POST", "/v1/completions", generation.completions, True),
         ("POST", "/v1/chat/completions", generation.chat, True),
         ("POST", "/v1/responses", generation.responses, True),
         ("POST", "/v1/embeddings", embeddings.embeddings, True),
         ("POST", "/v1/score", embeddings.score, True),
+        ("POST", "/v1/load_lora_adapter", adapters.load, True),
+        ("POST", "/v1/unload_lora_adapter", adapters.unload, True),
         ("POST", "/tokenize", tokens.tokenize, True),
         ("POST", "/detokenize", tokens.detokenize, True),
         ("GET", "/tokenizer_info", tokens.info, True),
@@ -215,7 +218,10 @@ class Generation:
         if params.seed is not None and copy:
             params = params.model_copy(update={"seed": (params.seed + copy) % 2**63})
         retention = tuple(body.cache_retention)
-        return Request("", prompt.ids, params, body.priority, body.cache_salt or "", retention=retention)
+        adapter = self._front.models.adapter_of(body.model)
+        return Request(
+            "", prompt.ids, params, body.priority, body.cache_salt or "", retention=retention, adapter=adapter
+        )
 
     async def _answer(
         self,
@@ -286,7 +292,7 @@ class Generation:
         search = BeamSearch(front.engine, ends, front.next_id)
         for first in range(0, len(requests), body.copies):
             one = requests[first]
-            found = search.search(one.prompt, body, one.params.max_tokens, one.salt)
+            found = search.search(one, body)
             beams = await until_disconnect(found, request.receive)
             if beams is None:
                 return Response(status_code=499)  # the client disconnected
@@ -358,26 +364,22 @@ class StateEndpoints:
     def __init__(self, front: Front) -> None:
         self._front = front
 
-    def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._front.started_at,
-            "owned_by": "hone",
-            "root": self._front.settings.names[0],
-            "max_model_len": self._front.prompts.max_model_len,
-        }
+    def _cards(self) -> list[dict[str, Any]]:
+        front = self._front
+        more = {"object": "model", "created": front.started_at, "owned_by": "hone"}
+        return [{**one, **more, "max_model_len": front.prompts.max_model_len} for one in front.models.cards()]
 
     async def models(self, request: HttpRequest) -> Response:
         """The served names."""
-        return json_reply({"object": "list", "data": [self._card(name) for name in self._front.settings.names]})
+        return json_reply({"object": "list", "data": self._cards()})
 
     async def model(self, request: HttpRequest) -> Response:
         """One served name."""
         name = request.path_params["name"]
-        if name not in self._front.settings.names:
-            raise ApiError(404, f"this server has no model '{name[:100]}'", param="model", code="model_not_found")
-        return json_reply(self._card(name))
+        for card in self._cards():
+            if card["id"] == name:
+                return json_reply(card)
+        raise ApiError(404, f"this server has no model '{name[:100]}'", param="model", code="model_not_found")
 
     async def health(self, request: HttpRequest) -> Response:
         """200 while the engine makes progress or is idle; 503 with the reason otherwise."""

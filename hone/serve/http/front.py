@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from fastapi.responses import Response
 from hone.serve.http.chat_forms import Parsers
 from hone.serve.http.defaults import GenerationDefaults
 from hone.serve.http.edge.guard import ChunkWriter
+from hone.serve.http.endpoints.models import ServedModels
 from hone.serve.http.metrics import ServerMetrics
 from hone.serve.http.processes.board import FrontBoard, FrontReport, added, newest
 from hone.serve.http.processes.link import EngineLink
@@ -27,7 +28,7 @@ from hone.serve.http.processes.tallies import adopt, state_of
 from hone.serve.http.processes.token_events import TokenEvents
 from hone.serve.http.processes.wire import RefusedRequest
 from hone.serve.http.prompts import Prompts
-from hone.serve.http.protocol import AnyBody, ApiError, Body, GenerationBody, bounded, parse_body
+from hone.serve.http.protocol import AnyBody, ApiError, Body, GenerationBody, parse_body
 from hone.serve.http.replies import PING, Reply, ReplyChoice, dump, error_events
 from hone.serve.request import Output, Pooling, Request
 
@@ -52,6 +53,8 @@ class FrontSettings:
     pooling: Pooling = "last"
     parsers: Parsers = field(default_factory=Parsers)
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    allow_runtime_lora_updating: bool = False
 
 
 class Front:
@@ -69,6 +72,7 @@ class Front:
         self.board, self.index = board, index
         self.prompts = prompts
         self.settings = settings
+        self.models = ServedModels(settings.names, settings.adapters)
         self.metrics = ServerMetrics(
             settings.names[0],
             self.figures,
@@ -94,14 +98,7 @@ class Front:
         raw = await self._raw(request)
         # A large body is parsed in a thread, because the event loop must keep streaming to other clients.
         body = await asyncio.to_thread(parse_body, raw, kind) if len(raw) > _THREAD_BYTES else parse_body(raw, kind)
-        model = getattr(body, "model", None)
-        if model is not None and model not in self.settings.names:
-            raise ApiError(
-                404,
-                f"no model '{bounded(model, 100)}'; this server has: {', '.join(self.settings.names)}",
-                param="model",
-                code="model_not_found",
-            )
+        self.models.check(getattr(body, "model", None))
         return body, self._warn(body)
 
     async def _raw(self, request: HttpRequest) -> bytes:
@@ -245,7 +242,7 @@ class ReplyJob:
 
     def __init__(self, front: Front, reply: Reply, requests: list[Request]) -> None:
         self._front = front
-        self.reply = reply
+        self.reply, self._adapter = reply, requests[0].adapter
         self._choices = {request.id: choice for request, choice in zip(requests, reply.choices, strict=True)}
         self._open = set(self._choices)
         self.waits: deque[Output | RefusedRequest] = deque()
@@ -376,6 +373,7 @@ class ReplyJob:
             return
         count = len(choice.tokens) + len(output.tokens)
         metrics.finished(output.finish)
+        metrics.adapted(self._adapter, count)
         metrics.latency_s.observe(now - self._started)
         metrics.prompt_size.observe(len(choice.prompt.ids))
         metrics.prompt_tokens.inc(len(choice.prompt.ids))

@@ -25,7 +25,15 @@ _USUAL_NAMES = {
     "prompt_tokens": "engine_prompt_tokens",
     "output_tokens": "engine_output_tokens",
 }
-_COUNTERS = {*_USUAL_NAMES.values(), "steps", "kv_slots", "kv_slots_empty", "kv_slots_coming", "energy_joules"} - {
+_COUNTERS = {
+    *_USUAL_NAMES.values(),
+    "steps",
+    "kv_slots",
+    "kv_slots_empty",
+    "kv_slots_coming",
+    "energy_joules",
+    "adapter_fills",
+} - {
     "num_requests_running",
     "num_requests_waiting",
 }
@@ -53,6 +61,11 @@ MEANINGS = {
     "draft_tokens": "Tokens that the drafter guessed.",
     "accepted_tokens": "Guessed tokens that the model agreed with.",
     "verified_sequences": "Sequences whose guesses steps verified, once a step: accepted_tokens / this + 1 is the tokens that such a step brings.",
+    "adapters": "LoRA adapters that clients may ask for.",
+    "adapters_in_host_memory": "Adapters whose weights are in host memory; the others are read from disk when they are needed.",
+    "adapter_slots": "Slots on the device: adapters that one step may mix (engine.lora.max_loras).",
+    "adapter_slots_running": "Slots whose adapter has running sequences.",
+    "adapter_fills": "Adapters copied to a slot since the start.",
     "energy_joules": "Joules of the engines' GPUs, or of the processor, since they were opened, idle time included; only where there is a meter.",
     "joules_per_token": "These joules over the tokens chosen by steps since then; only where there is a meter, and after the first token.",
 }
@@ -117,6 +130,8 @@ class ServerMetrics:
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self.generated_tokens = counter("generation_tokens", "Tokens generated.")
         self._finished = counter("request_success", "Sequences ended, by reason.", "finished_reason")
+        self._adapted = counter("adapter_requests", "Sequences with an adapter that ended, by adapter.", "adapter")
+        self._adapted_tokens = counter("adapter_generation_tokens", "Tokens generated, by adapter.", "adapter")
         self._replies = counter("http_replies", "HTTP replies, by endpoint and status.", "endpoint", "status")
         self._rejections = counter("admission_rejections", "Requests rejected, by reason.", "reason")
         self._registry.register(_Tallies(self))
@@ -125,6 +140,12 @@ class ServerMetrics:
     def finished(self, reason: str) -> None:
         """Counts one sequence that ended with `reason`: stop, length, abort, error."""
         self._finished.inc(labels=(reason,))
+
+    def adapted(self, adapter: str, tokens: int) -> None:
+        """Counts one sequence with `adapter` that ended with so many tokens; "": it had none."""
+        if adapter:
+            self._adapted.inc(labels=(adapter,))
+            self._adapted_tokens.inc(tokens, labels=(adapter,))
 
     def replied(self, endpoint: str, status: int) -> None:
         """Counts one HTTP reply; `endpoint` must be one of the server's routes (bounds the number of series)."""

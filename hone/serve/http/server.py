@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    folder: str, spec: EngineSpec, device: str, max_queue: int, clock: dict[str, Any] | None = None
+    folder: str,
+    spec: EngineSpec,
+    device: str,
+    max_queue: int,
+    clock: dict[str, Any] | None = None,
 ) -> tuple[EngineLike, EngineInfo]:
     """The engine of `serve`, made inside the worker process. Raises HoneError when the folder cannot be served.
 

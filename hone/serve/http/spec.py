@@ -97,9 +97,14 @@ class ServerSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _flat_names(cls, values: Any) -> Any:
-        """Accepts vLLM's names of the numbers of processes, which have no group there."""
+        """Accepts vLLM's names of the numbers of processes and of adapters, which have no group there."""
         if not isinstance(values, dict):
             return values
+        if flat := {name: values[name] for name in ("lora_modules", "allow_runtime_lora_updating") if name in values}:
+            engine = values.get("engine", {})
+            engine = engine.model_dump(exclude_unset=True) if isinstance(engine, EngineSpec) else dict(engine)
+            engine["lora"] = {**engine.get("lora", {}), **flat}
+            values = {name: value for name, value in values.items() if name not in flat} | {"engine": engine}
         found, group = dict(values), values.get("processes", {})
         group = group.model_dump(exclude_unset=True) if isinstance(group, ProcessesSpec) else group
         if "replicas" in found:
@@ -121,6 +126,8 @@ class ServerSpec(Spec):
     def _all_have_effect(self) -> Self:
         """Refuses what would be ignored: whoever sets a field expects something of it."""
         engine, processes = self.engine, self.processes
+        if taken := sorted(set(engine.lora.named_paths()) & set(self.served_model_name)):
+            raise ValueError(f"lora_modules and served_model_name both have '{taken[0]}'")
         several = processes.data_parallel_size > 1 or processes.autoscaler is not None
         sizes = [
             name for name in ("num_pages", "kv_cache_memory_bytes", "gpu_memory_utilization") if getattr(engine, name)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from hone.base.errors import HoneError, MachineError
 from hone.measure.clocks.held import restore_all
 from hone.serve.device.heap import frozen_heap
+from hone.serve.http.processes.adapter_calls import CALLS, AdapterCalls
 from hone.serve.http.processes.link import EngineLink
 from hone.serve.http.processes.wire import Channel, EngineInfo, QueuedChannel, RefusedRequest, pack
 from hone.serve.ranks.errors import RankError
@@ -148,6 +149,7 @@ class Loop:
         self._engine = engine
         self._channel = channel
         self._inbox = inbox
+        self._adapter_calls = AdapterCalls(getattr(engine, "adapters", None), inbox)
         self._limit = limit
         self.fronts: list[Channel] = [] if channel is None else [channel]
         self._live: dict[str, Channel] = {}  # each request's front
@@ -207,6 +209,8 @@ class Loop:
                     other.send(("held", items))
         elif kind == "abort":
             self._abort(items)
+        elif kind in CALLS:
+            self._adapter_calls.handle(kind, items, front)
         else:
             assert kind == "add", f"unknown message {kind!r}"
             for request in items:

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hone.model import hf
 from hone.serve.http.endpoints.openapi import BODIES, STATE, description
+from tests.serve.adapters.folders import adapter_folder
 from tests.serve.live import LiveServer
 
 DOCUMENT = description("0")
@@ -26,6 +28,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "hi"},
     "/v1/score": {"text_1": "a", "text_2": ["b"]},
+    "/v1/load_lora_adapter": {"lora_name": "drawn", "lora_path": "", "load_inplace": True},
+    "/v1/unload_lora_adapter": {"lora_name": "drawn"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -93,8 +97,11 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[LiveServer]:
-    sizes = {"num_pages": 256, "max_num_seqs": 8, "max_model_len": 128}
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = adapter_folder(tmp_path_factory.mktemp("adapter") / "drawn", hf.load(tiny_llama), 0, rank=2)
+    LEAST["/v1/load_lora_adapter"]["lora_path"] = str(folder)
+    lora = {"max_loras": 1, "allow_runtime_lora_updating": True}
+    sizes = {"num_pages": 256, "max_num_seqs": 8, "max_model_len": 128, "lora": lora}
     live = LiveServer(
         tiny_llama, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3", max_queue=64, engine=sizes
     )  # fmt: skip
@@ -121,6 +128,8 @@ def attack(server: LiveServer, path: str, examples: int) -> dict[int, int]:
     @given(bodies(path))
     def run(body: dict[str, Any]) -> None:
         raw = json.dumps(body, allow_nan=True).encode()
+        if path == "/v1/unload_lora_adapter":
+            assert server.post("/v1/load_lora_adapter", **LEAST["/v1/load_lora_adapter"]).status_code == 200
         reply = server.http.post(path, content=raw, headers={"content-type": "application/json"})
         counts[reply.status_code] = counts.get(reply.status_code, 0) + 1
         checked(reply, raw[:800])

@@ -37,7 +37,7 @@ def assert_real(name: str) -> None:
 
 def test_every_figure_of_the_engine_has_a_meaning():
     """As /metrics names them; a new figure of `Engine.stats` or of the front needs a line in MEANINGS."""
-    figures = engine(decoder()).stats() | {"requests_outstanding": 0, "last_step_age_seconds": 0}
+    figures = engine(decoder(), lora={"max_loras": 1}).stats() | {"requests_outstanding": 0, "last_step_age_seconds": 0}
     figures |= {GPU_JOULES: 1.0, "output_tokens": 1}  # of a machine with a meter
     names = {name for name, _, _ in ServerMetrics("m", lambda: figures).described()}
     assert names == set(KINDS)

@@ -8,7 +8,7 @@ log-probability divided by its number of tokens to the power `length_penalty`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hone.serve.http.endpoints.asking import ask
 from hone.serve.http.processes.link import EngineLink
@@ -74,17 +74,16 @@ class BeamSearch:
         self._eos_ids = eos_ids
         self._name = name
 
-    async def search(self, prompt: list[int], body: GenerationBody, max_tokens: int, salt: str) -> list[Beam]:
-        """The best `n` beams, best first. Raises ApiError. Cancelled, it ends what it has asked for."""
+    async def search(self, request: Request, body: GenerationBody) -> list[Beam]:
+        """The best `n` beams of a request, best first. Raises ApiError. Cancelled, it ends what it has asked for."""
         width = body.n or 1
         ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else self._eos_ids)
         params = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * width, ignore_eos=True)
-        retention = tuple(body.cache_retention)
+        max_tokens = request.params.max_tokens
         live, done = [Beam([], [])], []
         for step in range(max_tokens):
             requests = [
-                Request(self._name(), prompt + beam.tokens, params, body.priority, salt, retention=retention)
-                for beam in live
+                replace(request, id=self._name(), prompt=request.prompt + beam.tokens, params=params) for beam in live
             ]
             found = []
             for beam, output in zip(live, await ask(self._engine, requests)):

@@ -132,8 +132,9 @@ class Embeddings:
         prompts = await front.prompts.of_inputs(inputs, body.add_special_tokens, body.truncate_prompt_tokens, param)
         kind = body.pooling or front.settings.pooling
         params = SamplingParams(max_tokens=0, temperature=0)
+        more = {"pooling": kind, "adapter": front.models.adapter_of(body.model)}
         requests = [
-            Request(front.next_id("embed"), prompt.ids, params, body.priority, body.cache_salt or "", pooling=kind)
+            Request(front.next_id("embed"), prompt.ids, params, body.priority, body.cache_salt or "", **more)
             for prompt in prompts
         ]
         outputs = await until_disconnect(ask(front.engine, requests), request.receive)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from hone.serve.http.endpoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from hone.serve.http.endpoints.embeddings import EmbeddingsBody, ScoreBody
 from hone.serve.http.endpoints.response_body import ResponsesBody
 from hone.serve.http.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -15,6 +16,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingsBody,
     "/v1/score": ScoreBody,
+    "/v1/load_lora_adapter": LoadAdapterBody,
+    "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -47,6 +47,8 @@ class EngineLink:
         self._begun: set[str] = set()
         self._step_seconds: deque[float] = deque(maxlen=256)
         self._progress_at = time.monotonic()
+        self._calls: dict[int, asyncio.Future[tuple[int, str]]] = {}
+        self._num_calls = 0
         self._task: asyncio.Task[None] | None = None  # tells everyone that the process ended
         self.info: EngineInfo
         self.stats: dict[str, float] = {}
@@ -123,6 +125,15 @@ class EngineLink:
     def tell(self, keys: list[bytes]) -> None:
         """Tells the engine's other fronts that it computes the pages with these keys."""
         self._frames.send(("held", keys))
+
+    async def call(self, kind: str, what: tuple[Any, ...]) -> tuple[int, str]:
+        """Has the engine do something between two steps: an HTTP status, and what went wrong unless it is 200."""
+        if self.death is not None:
+            return 500, self.death
+        number = self._num_calls = self._num_calls + 1
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._frames.send((kind, (number, *what)))
+        return await future
 
     def waiting(self) -> list[str]:
         """The ids of requests in the engine's queue, the oldest first."""
@@ -203,6 +214,8 @@ class EngineLink:
 
     async def _died(self) -> None:
         self.death = await self._reason()
+        for number in list(self._calls):
+            self._told(number, 500, self.death)
         self.on_lost(self.death)
         self.on_death()
 
@@ -222,6 +235,8 @@ class EngineLink:
             self.on_held(rest[0])
         elif kind == "lost":
             (self._cause,) = rest
+        elif kind == "told":
+            self._told(*rest)
         else:
             assert kind == "refused", f"unknown message {kind!r}"
             (refused,) = rest
@@ -229,6 +244,11 @@ class EngineLink:
             deliver = self._deliver.pop(refused.request_id, None)
             if deliver is not None:
                 deliver(refused)
+
+    def _told(self, number: int, status: int, said: str) -> None:
+        future = self._calls.pop(number)
+        if not future.done():  # the client may have gone
+            future.set_result((status, said))
 
     def _take_tokens(self, columns: OutputColumns, now: float) -> None:
         streams, written = self._streams, self._written

@@ -94,6 +94,8 @@ class OneFront:
             pooling=pooling_of(self._folder, spec.pooling),
             parsers=Parsers.open(spec.tool_call_parser, spec.enable_auto_tool_choice, spec.reasoning_parser),
             defaults=self.defaults,
+            adapters=spec.engine.lora.named_paths(),
+            allow_runtime_lora_updating=spec.engine.lora.allow_runtime_lora_updating,
         )
         prompts = Prompts(
             self.tokenizer,
