@@ -27,6 +27,7 @@ from hone.model.linear_spec import LinearSpec, Tokens, dense_shapes
 from hone.ops import grouped_linear, linear
 from hone.ops.dispatch import Choice, choose, locate, runs_kernel
 from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
+from hone.ops.moe.reference import add_bias
 from hone.ops.moe.weights import ExpertWeights, block_of, pack_pairs
 
 Part = TypeVar("Part")
@@ -140,9 +141,7 @@ class Experts(Dense):
         y = self.product(x, ends)
         if self.bias is None:
             return y
-        rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
-        expert = torch.bucketize(rows, ends, right=True).clamp_(max=len(ends) - 1)  # rows behind the last are nobody's
-        return y + self.bias.index_select(0, expert)
+        return add_bias(y, self.bias, ends)
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """The same without the bias."""
@@ -205,7 +204,10 @@ class ExpertLinears(nn.ModuleList):
             assert made.scales is not None, "codes have scales"
             made.values[index], made.scales[index] = own, scales.T
             one.adopt(made.values[index], made.scales[index])
-        self._adopted, self.stacked = tuple(one.codes for one in self), made
+        biases = [one.bias for one in self if one.bias is not None]
+        assert len(biases) in (0, len(self)), "biases of some experts alone"
+        self._adopted = tuple(one.codes for one in self)
+        self.stacked = made._replace(bias=torch.stack(biases)) if made is not None and biases else made
 
     def at_once(self) -> ExpertWeights | None:
         """`stacked`, where nothing watches a single expert and each still has its part of it; else None."""

@@ -137,19 +137,28 @@ def test_few_tokens_streams_weights_through_shared_memory() -> None:
     assert record.count("HGMMA") and record.count("LDGSTS")
 
 
-STORED = {"dense": torch.bfloat16, "int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-KINDS = {"dense": "*bf16", "int4": "*u8", "int8": "*i8", "fp8": "*fp8e4nv"}
+STORED = {
+    "dense": torch.bfloat16,
+    "int4": torch.uint8,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
+}
+KINDS = {"dense": "*bf16", "int4": "*u8", "int8": "*i8", "fp8": "*fp8e4nv", "mxfp4": "*u8"}
+WIDTHS = {"dense": 0, "mxfp4": 32}
+"""Columns that share a scale, where they are not 128."""
 
 
 def compile_experts(kernel: Any, kind: str, constants: dict[str, Any], warps: int = 4) -> Any:
-    """A kernel of a layer of Qwen3-30B-A3B's experts, with scales of 128 columns."""
-    types = bf16("x", "h", "scales", "out", "y") | {
+    """A kernel of a layer of Qwen3-30B-A3B's experts, with scales of 128 columns, or of gpt-oss's in MXFP4."""
+    types = bf16("x", "h", "scales", "bias", "out", "y") | {
         "weight": KINDS[kind],
         "ids": "*i32",
         "order": "*i32",
         "ends": "*i32",
     }
-    types |= fp32("weights")
+    types |= fp32("weights") | {"limit": "fp32", "alpha": "fp32"} | ({"scales": "*u8"} if kind == "mxfp4" else {})
+    constants |= {"BIASED": kind == "mxfp4", "LIMITED": kind == "mxfp4"}
     constants |= {"KIND": kind, "GROUPED": kind != "dense", "EARLY": True, "TOP_K": 8, "EVEN": True, "LISTED": False}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
@@ -161,7 +170,7 @@ def compile_experts(kernel: Any, kind: str, constants: dict[str, Any], warps: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_experts_stream_weights_through_shared_memory(kind: str) -> None:
     for kernel, features, columns, each in ((layers.gate_up_swiglu, 768, 2048, 2), (layers.down_visits, 2048, 768, 1)):
-        shape = expert_shape(512, 128, features, columns, 0 if kind == "dense" else 128, each)
+        shape = expert_shape(512, 128, features, columns, WIDTHS.get(kind, 128), each)
         constants = {"BLOCK": shape.block_k, "TOKENS": shape.tokens, "BLOCK_N": shape.block_n, "STAGES": shape.stages}
         record = compile_experts(kernel, kind, constants | {"BY_VISIT": False, "IDS": 512}, shape.warps)
         assert record.clean, record.line()
@@ -173,11 +182,14 @@ def test_layers_of_experts_stream_weights_through_shared_memory(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_visits_alone_load_sixteen_bytes_at_a_time(kind: str, some: bool) -> None:
     for kernel, columns, rows in ((alone.gate_up_visits, 2048, ALONE_ROWS), (alone.down_tokens, 768, 8 * ALONE_ROWS)):
-        stored = torch.empty(1, 1, columns // 2 if kind == "int4" else columns, dtype=STORED[kind])
-        scales = None if kind == "dense" else torch.empty(1, columns // 128, 1)
-        record = compile_experts(
-            kernel, kind, tile_of(ExpertWeights(stored, scales), rows) | {"BLOCK_N": ALONE_ROWS, "SOME": some}
-        )
+        if kind == "mxfp4":  # gpt-oss's width, which no power of two divides into few steps
+            columns, rows = 2880, min(rows, 4 * ALONE_ROWS)
+        stored = torch.empty(1, 1, columns // 2 if STORED[kind] == torch.uint8 else columns, dtype=STORED[kind])
+        scales = None if kind == "dense" else torch.empty(1, columns // WIDTHS.get(kind, 128), 1)
+        scales = scales.to(torch.uint8) if scales is not None and kind == "mxfp4" else scales
+        tile = tile_of(ExpertWeights(stored, scales), rows)
+        more = {"BLOCK_N": ALONE_ROWS, "MASKED": some or tile["MASKED"], "BIASED": kind == "mxfp4"}
+        record = compile_experts(kernel, kind, tile | more)
         assert record.spill_bytes <= 16, record.line()
         assert record.count("LDG.E.128") >= 6, record.line()
 
@@ -185,7 +197,15 @@ def test_visits_alone_load_sixteen_bytes_at_a_time(kind: str, some: bool) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [0, 1, 3])
 def test_the_choice_of_experts_stays_in_registers(copies: int) -> None:
-    pointers = {"ids": "*i32", "slots": "*i32", "copies": "*i32", "key": "*i64", "counts": "*i64", "counted": "*u8"}
+    pointers = {
+        "ids": "*i32",
+        "slots": "*i32",
+        "copies": "*i32",
+        "key": "*i64",
+        "counts": "*i64",
+        "counted": "*u8",
+        "logit_bias": "*bf16",
+    }
     integers = dict.fromkeys(("num_tokens", "num_experts", "num_parts", "top_k"), "i32") | {"scale": "fp32"}
     constants = {
         "TOKENS": 1,
@@ -196,7 +216,7 @@ def test_the_choice_of_experts_stays_in_registers(copies: int) -> None:
         "BIASED": False,
         "EARLY": True,
     }
-    constants |= {"COPIES": copies, "COUNTS": copies == 3, "PADDED": copies == 3}
+    constants |= {"COPIES": copies, "COUNTS": copies == 3, "PADDED": copies == 3, "LOGIT_BIAS": copies == 1}
     record = compile_triton(
         choice.best_experts, fp32("parts", "bias", "weights") | pointers | integers, constants, num_warps=1
     )

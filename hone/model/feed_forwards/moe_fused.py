@@ -37,13 +37,14 @@ def fused(layer: Any, tokens: Tensor, x: Tensor, context: Context) -> Tensor | N
         if not isinstance(routes, ByToken):
             return routes.combine(layer.experts_of(*routes.dispatch(tokens)))
         chosen = routes.ids, routes.weights
-    return expert_swiglu(tokens, *chosen, gate_up, down, local_share=layer.local_share)
+    spec = layer.spec
+    return expert_swiglu(
+        tokens, *chosen, gate_up, down, limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, local_share=layer.local_share
+    )
 
 
 def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] | None:
     """Both weights of all experts, where a kernel multiplies them with these tokens."""
-    if layer.spec.biases or layer.spec.swiglu_limit is not None:
-        return None
     gate_up, down = _stacked(layer.gate_up), _stacked(layer.down)
     if gate_up is None or down is None:
         return None
@@ -62,11 +63,11 @@ def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] 
 
 
 def _stacked(linear: nn.Module) -> ExpertWeights | None:
-    """The weights of a linear of all experts that is nothing but its product."""
+    """The weights of a linear of all experts that nothing watches."""
     if _watched(linear):
         return None
-    if type(linear) is Experts and linear.bias is None:
-        return ExpertWeights(linear.weight)
+    if type(linear) is Experts:
+        return ExpertWeights(linear.weight, None, linear.bias)
     return linear.at_once() if isinstance(linear, ExpertLinears) else None
 
 
@@ -75,7 +76,7 @@ def _chosen(layer: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Tenso
     router, linear = layer.spec.router, getattr(layer, "router", None)
     if type(router) not in (Softmax, Sigmoid) or router.num_groups > 1:
         return None
-    if type(linear) is not Dense or linear.bias is not None or _watched(linear):
+    if type(linear) is not Dense or _watched(linear):
         return None
     if linear.weight.dtype != tokens.dtype:
         return None
@@ -86,6 +87,7 @@ def _chosen(layer: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Tenso
     options |= {
         "score": "sigmoid" if type(router) is Sigmoid else "softmax",
         "bias": getattr(layer, "router_bias", None),
+        "logit_bias": linear.bias,
         "local": layer.local(context),
     }
     return choose_experts(tokens, linear.weight, router.top_k, **options)

@@ -16,7 +16,7 @@ from hone.model.quantized.layouts import layout_of, shapes_of
 from hone.model.quantized.scheme import BYTE_SCALES, Scheme, Stored, dequantize
 from hone.ops import formats, fp8_linear, frozen_linear, input_codes
 from hone.ops.dispatch import runs_kernel
-from hone.ops.moe.weights import block_of
+from hone.ops.moe.weights import block_of, unpack_pairs
 from hone.ops.rounding.numbers import scale_values
 
 TILE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -54,6 +54,8 @@ class Dequantizing(nn.Module):
         self.raw: list[dict[str, Tensor]] = []
         self.whole_blocks = False  # every block of scales lies in one module
         self._wide: Tensor | None = None
+        self.pairs = 0
+        """Columns of a block of 4-bit codes in pairs (`hone.ops.moe.weights.pack_pairs`), as experts have them on a GPU; 0: none."""
 
     @property
     def integers(self) -> frozenset[str]:
@@ -78,7 +80,7 @@ class Dequantizing(nn.Module):
         if self.scheme.permuted:
             self.index = _same([one.index for one in stored])
         self.raw = [one.raw[0] for one in stored if one.raw]
-        self._wide = None
+        self._wide, self.pairs = None, 0
         self.whole_blocks = self.scheme.block is not None and all(
             len(one.codes) % self.scheme.block[0] == 0 for one in stored[:-1]
         )
@@ -124,19 +126,20 @@ class Dequantizing(nn.Module):
 
     @property
     def stacks(self) -> bool:
-        """Whether a kernel multiplies such weights of all experts at once: e4m3 in blocks of columns, inputs as they are, no bias."""
+        """Whether a kernel multiplies such weights of all experts at once: e4m3 in blocks of columns or MXFP4, inputs as they are."""
         scheme = self.scheme
-        plain = scheme.symmetric and not scheme.permuted and scheme.scales == "float" and scheme.activations is None
+        plain = scheme.symmetric and not scheme.permuted and scheme.activations is None
         fits = block_of(self.in_features, scheme.num_groups(self.in_features)) > 0
-        return plain and fits and scheme.number == "e4m3" and self.bias is None
+        return plain and fits and (scheme.number, scheme.scales) in (("e4m3", "float"), ("e2m1", "e8m0"))
 
     def plain_codes(self) -> tuple[Tensor, Tensor]:
-        """Codes [N, K], one a byte, and scales [N, G]."""
-        return self._codes(slice(None)), self._scales(slice(None))
+        """Codes [N, K], one a byte, and scales [N, G]; those of MXFP4 are exponents + 127 in uint8."""
+        return self._codes(slice(None)), self.scales if self.packed else self._scales(slice(None))
 
     def adopt(self, values: Tensor, scales: Tensor) -> None:
-        """Keeps its weights in `values` [N, K] and `scales` [G, N], parts of tensors of all experts."""
-        self.codes, self.scales, self._wide = values.view(torch.int8), scales.T, None
+        """Keeps its weights in `values` [N, K] or pairs [N, K / 2] and `scales` [G, N], parts of tensors of all experts."""
+        self.pairs = block_of(self.in_features, len(scales)) if self.packed else 0
+        self.codes, self.scales, self._wide = values if self.packed else values.view(torch.int8), scales.T, None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`).
@@ -205,6 +208,8 @@ class Dequantizing(nn.Module):
     def _codes(self, piece: slice | Tensor) -> Tensor:
         """Codes of rows `piece`, one a byte."""
         codes = self.codes[piece]
+        if self.pairs:
+            return unpack_pairs(codes, self.pairs)
         if self.packed:
             return formats.unpack(codes, self.scheme.bits, self.in_features)
         return codes.view(self.scheme.code_dtype)

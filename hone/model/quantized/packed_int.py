@@ -136,9 +136,9 @@ class PackedInt(nn.Module):
 
     @property
     def stacks(self) -> bool:
-        """Whether a kernel multiplies such weights of all experts at once: codes of 4 or 8 bits in blocks of columns, without a bias."""
+        """Whether a kernel multiplies such weights of all experts at once: codes of 4 or 8 bits in blocks of columns."""
         groups = self.scheme.num_groups(self.in_features)
-        return self.scheme.bits in (4, 8) and self.bias is None and block_of(self.in_features, groups) > 0
+        return self.scheme.bits in (4, 8) and block_of(self.in_features, groups) > 0
 
     def plain_codes(self) -> tuple[Tensor, Tensor]:
         """Codes int8 [N, K] and scales [N, G]."""

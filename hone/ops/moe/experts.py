@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops.activation.api import swiglu
+from hone.ops.activation.api import clamped_swiglu, swiglu
 from hone.ops.dispatch import backend_of
 from hone.ops.moe import reference
 from hone.ops.moe.api import _order_op, grouped_linear, permute, unpermute
@@ -29,18 +29,20 @@ def choose_experts(
     normalize: bool = True,
     scale: float = 1.0,
     bias: Tensor | None = None,
+    logit_bias: Tensor | None = None,
     local: LocalExperts | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids int32 [T, k], weights float32 [T, k]): the k experts with the largest score of x [T, D], best first.
 
-    Scores are the softmax or sigmoids of x times weight [E, D] transposed, summed in float32; `bias` [E] is added for the choice
-    alone; weights are scores, made to sum to 1 with `normalize`, times `scale`. With `local` ids are those of this rank's slots,
+    Scores are the softmax or sigmoids of x times weight [E, D] transposed plus `logit_bias` [E], summed in float32; `bias` [E] is added
+    for the choice alone; weights are scores, made to sum to 1 with `normalize`, times `scale`. With `local` ids are those of this rank's slots,
     `local.num_slots` for experts that other ranks compute. No gradient. Raises SpecError for shapes that do not fit.
     """
     fits = x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1] and x.shape[1] > 0
-    if not fits or not 0 < top_k <= len(weight) or (bias is not None and bias.shape != (len(weight),)):
-        given = None if bias is None else tuple(bias.shape)
+    biases = [one for one in (bias, logit_bias) if one is not None]
+    if not fits or not 0 < top_k <= len(weight) or any(one.shape != (len(weight),) for one in biases):
+        given = ", ".join(str(tuple(one.shape)) for one in biases) or None
         raise SpecError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {given} and top_k {top_k} do not fit",
             fix="give x [T, D], weight [E, D], bias [E] or None, and a top_k from 1 to E",
@@ -52,8 +54,9 @@ def choose_experts(
     same = x.dtype if x.dtype == weight.dtype else None
     sigmoid = score == "sigmoid"
     if backend_of("choose_experts", x.device, backend, dtype=same, num_experts=len(weight), top_k=top_k) == "triton":
-        return _choose_op(x, weight, bias, top_k, sigmoid, normalize, scale, *(local or (None,) * 6))
-    ids, weights = reference.choose_experts(x, weight, bias, top_k, sigmoid=sigmoid, normalize=normalize, scale=scale)
+        return _choose_op(x, weight, bias, logit_bias, top_k, sigmoid, normalize, scale, *(local or (None,) * 6))
+    options = {"sigmoid": sigmoid, "normalize": normalize, "scale": scale}
+    ids, weights = reference.choose_experts(x, weight, bias, top_k, logit_bias=logit_bias, **options)  # type: ignore[arg-type]
     return ids if local is None else local.slots_of(ids), weights
 
 
@@ -64,13 +67,15 @@ def expert_swiglu(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     *,
+    limit: float | None = None,
+    alpha: float = 1.702,
     local_share: float = 1.0,
     backend: str | None = None,
 ) -> Tensor:
     """[T, D]: of each token of x [T, D] the sum of its experts' SwiGLU feed-forwards, times weights float32 [T, k].
 
-    ids integer [T, k], each in [0, E), which a GPU does not check; gate_up [E, 2 F, D], gate first, and down [E, D, F], dense or
-    codes. Where experts are divided over ranks, `local_share` is the share of visits that is expected to be of this rank's: below 1
+    With `limit` the gate is gpt-oss's (`clamped_swiglu`), `alpha` its factor.     ids integer [T, k], each in [0, E), which a GPU does not check; gate_up
+    [E, 2 F, D], gate first, and down [E, D, F], dense or codes, with or without biases. Where experts are divided over ranks, `local_share` is the share of visits that is expected to be of this rank's: below 1
     ids may be E, nobody, whose visits add nothing and of which nothing is read. Sums are float32. No gradient. Raises SpecError for
     shapes that do not fit.
     """
@@ -95,13 +100,19 @@ def expert_swiglu(
         sizes=(inner, width), kind=gate_up.kind if len(kinds) == 1 else "mixed", plain=plain,
     )  # fmt: skip
     if chosen == "triton":
-        return _experts_op(x, ids, weights, gate_up.values, gate_up.scales, down.values, down.scales, local_share)
+        return _experts_op(x, ids, weights, *gate_up, *down, local_share, limit, alpha)
     if chosen == "grouped":
         some = local_share < 1
         rows, ends, place = permute(x, ids, experts, leaves_out=some)
-        made = grouped_linear(swiglu(grouped_linear(rows, gate_up.values, ends)), down.values, ends)
+        both = _product(rows, gate_up, ends)
+        made = _product(swiglu(both) if limit is None else clamped_swiglu(both, limit, alpha), down, ends)
         return unpermute(made, place, weights, ends=ends if some else None)
-    return reference.expert_swiglu(x, ids, weights, gate_up, down)
+    return reference.expert_swiglu(x, ids, weights, gate_up, down, limit, alpha)
+
+
+def _product(rows: Tensor, weights: ExpertWeights, ends: Tensor) -> Tensor:
+    made = grouped_linear(rows, weights.values, ends)
+    return made if weights.bias is None else reference.add_bias(made, weights.bias, ends)
 
 
 @torch.library.custom_op("hone::choose_experts", mutates_args=("counts",))
@@ -109,6 +120,7 @@ def _choose_op(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    logit_bias: Tensor | None,
     top_k: int,
     sigmoid: bool,
     normalize: bool,
@@ -130,7 +142,7 @@ def _choose_op(
         key, real = (None if one is None else one.contiguous() for one in (key, real))
         local = LocalExperts(slots, copies, num_slots, key, counts, real)
     launch_route(
-        x, weight.contiguous(), None if bias is None else bias.contiguous(), ids, weights, local,
+        x, weight.contiguous(), *(None if one is None else one.contiguous() for one in (bias, logit_bias)), ids, weights, local,
         sigmoid=sigmoid, normalize=normalize, scale=scale,
     )  # fmt: skip
     return ids, weights
@@ -142,7 +154,9 @@ def _chosen(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 @_choose_op.register_fake
-def _choose_fake(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
+def _choose_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None, top_k: int, *_: object
+) -> tuple[Tensor, Tensor]:
     return _chosen(x, top_k)
 
 
@@ -153,19 +167,23 @@ def _experts_op(
     weights: Tensor,
     gate_up: Tensor,
     gate_up_scales: Tensor | None,
+    gate_up_bias: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
+    down_bias: Tensor | None,
     local_share: float,
+    limit: float | None,
+    alpha: float,
 ) -> Tensor:
     from hone.ops.moe.launch_experts import SEARCHED, launch_experts
 
     x = x if x.stride(-1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.contiguous().float()
-    both = ExpertWeights(gate_up.contiguous(), None if gate_up_scales is None else gate_up_scales.contiguous())
-    last = ExpertWeights(down.contiguous(), None if down_scales is None else down_scales.contiguous())
+    both = ExpertWeights(gate_up, gate_up_scales, gate_up_bias).contiguous()
+    last = ExpertWeights(down, down_scales, down_bias).contiguous()
     # Nobody's visits come last.
     listed = _order_op(ids, len(gate_up) + (local_share < 1))[1:] if ids.numel() > SEARCHED else None
-    return launch_experts(x, ids, weights, both, last, listed, local_share)
+    return launch_experts(x, ids, weights, both, last, listed, local_share, limit, alpha)
 
 
 @_experts_op.register_fake

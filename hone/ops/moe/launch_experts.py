@@ -59,16 +59,17 @@ def _weights(weights: ExpertWeights, block_k: int) -> dict[str, Any]:
     """The constants of a kernel that say how weights are stored."""
     columns, groups = weights.sizes[2], 1 if weights.scales is None else weights.scales.shape[1]
     even = columns % block_k == 0
-    return {"KIND": weights.kind, "BLOCK": block_k, "EVEN": even, "GROUPED": weights.scales is not None and groups > 1}
+    grouped, biased = weights.scales is not None and groups > 1, weights.bias is not None
+    return {"KIND": weights.kind, "BLOCK": block_k, "EVEN": even, "GROUPED": grouped, "BIASED": biased}
 
 
 def launch_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, listed: tuple[Tensor, Tensor] | None,
-    local_share: float,
+    local_share: float, limit: float | None, alpha: float,
 ) -> Tensor:  # fmt: skip
     """[T, D] of x [T, D] with contiguous rows, ids integer and weights float32 [T, k], both contiguous.
 
-    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`. `local_share`: see `expert_swiglu`.
+    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`. The rest: see `expert_swiglu`.
     """
     (num_tokens, width), top_k = x.shape, ids.shape[1]
     experts, both, _ = gate_up.sizes
@@ -88,21 +89,19 @@ def launch_experts(
     }
     h = torch.empty(visits, inner, dtype=x.dtype, device=x.device)
     if num_tokens <= ALONE[gate_up.kind == "dense"]:
-        _alone(x, ids, weights, gate_up, down, h, out, some, early)
+        _alone(x, ids, weights, gate_up, down, h, out, some, _gate(limit, alpha), early)
         return out
     expected = max(1, round(visits * local_share))
     shape = expert_shape(expected, experts, inner, width, gate_up.block, 2)
-    values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
     kernels.gate_up_swiglu[(slots * -(-inner // shape.block_n),)](
-        x, values, scales, ids, order, ends, h, x.stride(0), visits, experts, top_k, inner, width, _groups(gate_up),
-        **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
+        x, *_pointers(gate_up), ids, order, ends, h, x.stride(0), visits, experts, top_k, inner, width, _groups(gate_up),
+        **_gate(limit, alpha), **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
         num_warps=shape.warps, **found,
     )  # fmt: skip
-    values, scales = down.values, down.values if down.scales is None else down.scales
     y = torch.empty(visits, width, dtype=x.dtype, device=x.device)
     shape = expert_shape(expected, experts, width, inner, down.block, 1)
     kernels.down_visits[(slots * -(-width // shape.block_n),)](
-        h, values, scales, ids, order, ends, y, visits, experts, width, inner, _groups(down), **_weights(down, shape.block_k),
+        h, *_pointers(down), ids, order, ends, y, visits, experts, width, inner, _groups(down), **_weights(down, shape.block_k),
         TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages, num_warps=shape.warps, **found,
     )  # fmt: skip
     columns = min(1024, power_of_2(width))
@@ -115,20 +114,19 @@ def launch_experts(
 
 def _alone(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, h: Tensor, out: Tensor,
-    some: bool, early: dict[str, Any],
+    some: bool, gate: dict[str, Any], early: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fills h [P, F] and out [T, D] where every visit is computed by itself (`triton_visits`)."""
     (num_tokens, width), top_k, (visits, inner), experts = x.shape, ids.shape[1], h.shape, len(gate_up.values)
     rows, padded = ALONE_ROWS, power_of_2(top_k)
-    values, scales = gate_up.values, gate_up.values if gate_up.scales is None else gate_up.scales
     alone.gate_up_visits[(visits * -(-inner // rows),)](
-        x, values, scales, ids, h, x.stride(0), experts, top_k, inner, width, _groups(gate_up), **tile_of(gate_up, rows),
-        BLOCK_N=rows, num_warps=4, **early,
+        x, *_pointers(gate_up), ids, h, x.stride(0), experts, top_k, inner, width, _groups(gate_up), **gate,
+        **tile_of(gate_up, rows), BLOCK_N=rows, num_warps=4, **early,
     )  # fmt: skip
-    values, scales = down.values, down.values if down.scales is None else down.scales
+    tile = tile_of(down, rows * padded)
     alone.down_tokens[(num_tokens * -(-width // rows),)](
-        h, values, scales, ids, weights, out, experts, top_k, width, inner, _groups(down), TOP_K=padded,
-        **tile_of(down, rows * padded), BLOCK_N=rows, SOME=some, num_warps=4, **early,
+        h, *_pointers(down), ids, weights, out, experts, top_k, width, inner, _groups(down), TOP_K=padded,
+        **tile | {"MASKED": some or tile["MASKED"]}, BLOCK_N=rows, num_warps=4, **early,
     )  # fmt: skip
 
 
@@ -139,8 +137,22 @@ def tile_of(weights: ExpertWeights, rows: int) -> dict[str, Any]:
     units, span = columns // block, 1
     while units % (2 * span) == 0 and 2 * span * block * rows <= ALONE_VALUES:
         span *= 2
+    if 4 * span * block * rows < ALONE_VALUES:  # many blocks that no power of 2 divides: the last step reads less
+        spans = [1 << power for power in range(max(1, ALONE_VALUES // (block * rows)).bit_length())]
+        span = max((one for one in spans if -(-units // one) * one <= 1.125 * units), default=span)
     grouped = weights.scales is not None and weights.scales.shape[1] > 1
-    return {"KIND": weights.kind, "BLOCK": block, "GROUPED": grouped, "SPAN": span, "STEPS": units // span}
+    constants = {"KIND": weights.kind, "BLOCK": block, "GROUPED": grouped, "SPAN": span, "STEPS": -(-units // span)}
+    return constants | {"MASKED": units % span > 0, "BIASED": weights.bias is not None}
+
+
+def _pointers(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales and biases; values where there are none."""
+    values, scales, bias = weights
+    return values, values if scales is None else scales, values if bias is None else bias
+
+
+def _gate(limit: float | None, alpha: float) -> dict[str, Any]:
+    return {"limit": 0.0 if limit is None else limit, "alpha": alpha, "LIMITED": limit is not None}
 
 
 def _groups(weights: ExpertWeights) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.ops.activation.reference import clamped_swiglu, swiglu
 from hone.ops.moe.weights import ExpertWeights
 
 
@@ -82,11 +83,19 @@ def unpermute(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def choose_experts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, *, sigmoid: bool, normalize: bool, scale: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    logit_bias: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`hone.ops.choose_experts`, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = F.linear(x.to(wide), weight.to(wide))
+    logits = F.linear(x.to(wide), weight.to(wide), None if logit_bias is None else logit_bias.to(wide))
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     ids = (scores if bias is None else scores + bias).topk(top_k, -1).indices
     weights = scores.gather(-1, ids)
@@ -95,7 +104,21 @@ def choose_experts(
     return ids.to(torch.int32), (weights * scale).float()
 
 
-def expert_swiglu(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
+def add_bias(y: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """y [T, N], rows sorted by expert, plus their expert's bias [E, N]; rows from ends[-1] on get any. Waits for no device."""
+    rows = torch.arange(len(y), device=y.device, dtype=ends.dtype)
+    expert = torch.bucketize(rows, ends, right=True).clamp_(max=len(ends) - 1)
+    return y + bias.index_select(0, expert)
+
+
+def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """SwiGLU, or with `limit` gpt-oss's clamped one: [T, 2 F] -> [T, F]."""
+    return swiglu(gate_up) if limit is None else clamped_swiglu(gate_up, limit, alpha)
+
+
+def expert_swiglu(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None, alpha: float
+) -> Tensor:  # fmt: skip
     """`hone.ops.expert_swiglu`: one expert after another, of which only those with tokens are widened; nobody makes zeros."""
     experts = gate_up.sizes[0]
     rows, ends, place = permute(x, ids.long(), experts + 1)
@@ -105,9 +128,11 @@ def expert_swiglu(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeight
         if expert == experts:
             made.append(torch.zeros_like(own))
         elif len(own):
-            first, second = (one.expert(expert).dequantize(x.dtype)[0] for one in (gate_up, down))
-            gate, up = F.linear(own, first).chunk(2, -1)
-            made.append(F.linear(F.silu(gate) * up, second))
+            first, second = (
+                (one.dequantize(x.dtype)[0], None if one.bias is None else one.bias[0].to(x.dtype))
+                for one in (gate_up.expert(expert), down.expert(expert))
+            )
+            made.append(F.linear(gated(F.linear(own, *first), limit, alpha), *second))
     return unpermute(torch.cat(made) if made else rows, place, weights)
 
 

@@ -16,9 +16,50 @@ from hone.ops.early import previous_kernel_done, start_next_kernel
 
 
 @triton.jit
+def e2m1(codes, dtype: tl.constexpr):
+    """4-bit floats as numbers of dtype: sign, exponent and fraction are moved to where dtype has them; 0 and 0.5 are subnormal."""
+    if dtype == tl.float32:
+        wide = codes.to(tl.int32)
+        bits = ((wide & 7) << 22) + (126 << 23)
+        bits = tl.where((wide & 7) == 1, 0x3F000000, bits)
+        bits = tl.where((wide & 7) == 0, 0, bits) | ((wide & 8) << 28)
+    elif dtype == tl.bfloat16:
+        wide = codes.to(tl.int16)
+        bits = ((wide & 7) << 6) + (126 << 7)
+        bits = tl.where((wide & 7) == 1, 0x3F00, bits)
+        bits = (tl.where((wide & 7) == 0, 0, bits) | ((wide & 8) << 12)).to(tl.int16)
+    else:
+        wide = codes.to(tl.int16)
+        bits = ((wide & 7) << 9) + (14 << 10)
+        bits = tl.where((wide & 7) == 1, 0x3800, bits)
+        bits = (tl.where((wide & 7) == 0, 0, bits) | ((wide & 8) << 12)).to(tl.int16)
+    return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
+def scale_of(stored, KIND: tl.constexpr):
+    """Stored scales in float32: mxfp4's are exponents + 127, of which 0 counts as 0."""
+    if KIND == "mxfp4":
+        return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def gated(gate, up, limit, alpha, LIMITED: tl.constexpr):
+    """silu(gate) * up, or LIMITED gpt-oss's clamped gate, in float32."""
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        return gate * (1.0 / (1.0 + tl.exp(-alpha * gate))) * up
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+
+
+@triton.jit
 def _widened(codes, KIND: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """Codes as exact numbers of dtype, 16 or 32 bits. int4: of the low or high halves of bytes."""
-    if KIND == "int4":
+    """Codes as exact numbers of dtype, 16 or 32 bits. int4 and mxfp4: of the low or high halves of bytes."""
+    if KIND == "mxfp4":
+        numbers = e2m1((codes >> 4) if HIGH else (codes & 15), dtype)
+    elif KIND == "int4":
         halves = (codes >> 4) if HIGH else (codes & 15)
         if dtype == tl.bfloat16:  # 128 + q and 1024 + q are numbers whose last bits are q
             numbers = (halves.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
@@ -44,7 +85,7 @@ def _add_block(
     rows, scales [N, 1] and inputs [1, TOKENS] are pointers to the first column, the group's scales, and the tokens' inputs.
     ONCE: nothing else reads the weights.
     """
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "mxfp4":
         HALF: tl.constexpr = BLOCK // 2
         at = tl.arange(0, HALF)
         low = tl.load(inputs + (begin + at)[:, None], mask=real, other=0.0)
@@ -67,7 +108,7 @@ def _add_block(
             return tl.dot(_widened(own, KIND, False, given.dtype), given, total)
         piece = tl.dot(_widened(own, KIND, False, given.dtype), given)
     if GROUPED:
-        piece *= tl.load(scales).to(tl.float32)
+        piece *= scale_of(tl.load(scales), KIND)
     return total + piece
 
 
@@ -108,20 +149,20 @@ def _visits(
 
 @triton.jit(do_not_specialize=["num_visits", "top_k"])
 def gate_up_swiglu(
-    x, weight, scales, ids, order, ends, out, x_stride, num_visits, num_experts, top_k, inner, num_in, groups,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
+    x, weight, scales, bias, ids, order, ends, out, x_stride, num_visits, num_experts, top_k, inner, num_in, groups, limit, alpha,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr, BIASED: tl.constexpr, LIMITED: tl.constexpr,
     LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [P, F] = silu(gate) * up of each visit, gate and up the halves of weight [E, 2 F, D] (int4: D / 2 bytes) times x [T, D].
 
-    One program per slot (`_visits`) and BLOCK_N of the F features; scales [E, G, 2 F].
+    One program per slot (`_visits`) and BLOCK_N of the F features; scales [E, G, 2 F], bias [E, 2 F].
     """
     tiles = tl.cdiv(inner, BLOCK_N)
     slot = tl.program_id(0) // tiles
     features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     mine = tl.minimum(features, inner - 1)
-    stored = num_in // 2 if KIND == "int4" else num_in
+    stored = num_in // 2 if KIND == "int4" or KIND == "mxfp4" else num_in
     width = num_in // groups
     previous_kernel_done(EARLY)
     expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS)
@@ -147,9 +188,13 @@ def gate_up_swiglu(
                 up, up_rows, here + inner, inputs, begin, num_in, real, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16
             )
         if KIND != "dense" and not GROUPED:
-            gate *= tl.load(own_scales).to(tl.float32)
-            up *= tl.load(own_scales + inner).to(tl.float32)
-        active = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
+            gate *= scale_of(tl.load(own_scales), KIND)
+            up *= scale_of(tl.load(own_scales + inner), KIND)
+        if BIASED:
+            own_bias = bias + expert.to(tl.int64) * 2 * inner + mine[:, None]
+            gate += tl.load(own_bias).to(tl.float32)
+            up += tl.load(own_bias + inner).to(tl.float32)
+        active = gated(gate, up, limit, alpha, LIMITED)
         places = out + visits.to(tl.int64)[None, :] * inner + features[:, None]
         tl.store(places, active.to(out.dtype.element_ty), mask=real & (features < inner)[:, None])
     start_next_kernel(EARLY)
@@ -157,17 +202,17 @@ def gate_up_swiglu(
 
 @triton.jit(do_not_specialize=["num_visits"])
 def down_visits(
-    h, weight, scales, ids, order, ends, out, num_visits, num_experts, num_out, num_in, groups,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
+    h, weight, scales, bias, ids, order, ends, out, num_visits, num_experts, num_out, num_in, groups,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr, BIASED: tl.constexpr,
     LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [P, D] = h [P, F] times weight [E, D, F] of each visit's expert; scales [E, G, D]."""
+    """out [P, D] = h [P, F] times weight [E, D, F] of each visit's expert; scales [E, G, D], bias [E, D]."""
     tiles = tl.cdiv(num_out, BLOCK_N)
     slot = tl.program_id(0) // tiles
     features = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     mine = tl.minimum(features, num_out - 1)
-    stored = num_in // 2 if KIND == "int4" else num_in
+    stored = num_in // 2 if KIND == "int4" or KIND == "mxfp4" else num_in
     width = num_in // groups
     previous_kernel_done(EARLY)
     expert, count, visits = _visits(ids, order, ends, slot, 0, num_visits, num_experts, LISTED, BY_VISIT, IDS, TOKENS)
@@ -185,7 +230,9 @@ def down_visits(
             here = own_scales + (begin // width) * num_out
             total = _add_block(total, rows, here, inputs, begin, num_in, real, KIND, BLOCK, EVEN, GROUPED, TOKENS <= 16)
         if KIND != "dense" and not GROUPED:
-            total *= tl.load(own_scales).to(tl.float32)
+            total *= scale_of(tl.load(own_scales), KIND)
+        if BIASED:
+            total += tl.load(bias + expert.to(tl.int64) * num_out + mine[:, None]).to(tl.float32)
         places = out + visits.to(tl.int64)[None, :] * num_out + features[:, None]
         tl.store(places, total.to(out.dtype.element_ty), mask=real & (features < num_out)[:, None])
     start_next_kernel(EARLY)

@@ -47,9 +47,9 @@ def router_logits(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def best_experts(
-    parts, bias, slots, copies, key, counts, counted, ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
+    parts, bias, logit_bias, slots, copies, key, counts, counted, ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    BIASED: tl.constexpr, LOGIT_BIAS: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ids int32 [T, k] and weights float32 [T, k] of logits float32 [S, T, E]; of equal scores the first expert is best.
 
@@ -68,6 +68,8 @@ def best_experts(
     for _ in range(num_parts):
         logits += tl.load(at, mask=real & known, other=0.0)
         at += num_tokens * num_experts
+    if LOGIT_BIAS:
+        logits += tl.load(logit_bias + experts, mask=experts < num_experts, other=0.0).to(tl.float32)[None, :]
     if SIGMOID:
         scores = tl.where(known, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     else:
@@ -128,7 +130,7 @@ def logits_shape(num_tokens: int, num_experts: int, width: int) -> tuple[int, in
 
 
 def launch_route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, local: LocalExperts | None, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None, ids: Tensor, weights: Tensor, local: LocalExperts | None, *,
     sigmoid: bool, normalize: bool, scale: float,
 ) -> None:  # fmt: skip
     """Fills ids [T, k] and weights [T, k] for x [T, D] and the router's weight [E, D]; ids are slots where `local` is given."""
@@ -145,8 +147,8 @@ def launch_route(
     padded = max(16, triton.next_power_of_2(num_experts))
     rows = max(1, min(4, 1024 // padded)) if num_tokens > 64 else 1
     best_experts[(triton.cdiv(num_tokens, rows),)](
-        parts, weights if bias is None else bias, *_placed(local, ids), ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
-        TOKENS=rows, EXPERTS=padded, TOP_K=triton.next_power_of_2(top_k), SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=bias is not None,
+        parts, weights if bias is None else bias, weights if logit_bias is None else logit_bias, *_placed(local, ids), ids, weights, num_tokens, num_experts, num_parts, top_k, scale,
+        TOKENS=rows, EXPERTS=padded, TOP_K=triton.next_power_of_2(top_k), SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=bias is not None, LOGIT_BIAS=logit_bias is not None,
         COPIES=0 if local is None else local.slots.shape[1], COUNTS=local is not None and local.counts is not None,
         PADDED=local is not None and local.real is not None, num_warps=1 if rows * padded <= 256 else 4, **early,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.base.errors import SpecError
+from hone.ops.rounding.numbers import decode
 
 FP8 = torch.float8_e4m3fn
 WIDEST = 128
@@ -19,14 +20,18 @@ WIDEST = 128
 
 class ExpertWeights(NamedTuple):
     """[E, N, K]: `values` of 16, 32 or 64 bits without scales; or int8, e4m3 or, two 4-bit codes a byte, uint8 [E, N, K / 2]
-    (`pack_pairs`) with `scales` float [E, G, N]."""
+    (`pack_pairs`) with `scales` float [E, G, N], or uint8 where codes are e2m1 and scales powers of two (MXFP4: exponents + 127).
+    `bias` float [E, N] is added to each expert's products."""
 
     values: Tensor
     scales: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def kind(self) -> str:
-        """'dense', 'int4', 'int8' or 'fp8'."""
+        """'dense', 'int4', 'mxfp4', 'int8' or 'fp8'."""
+        if self.scales is not None and self.scales.dtype == torch.uint8:
+            return "mxfp4"
         return {torch.uint8: "int4", torch.int8: "int8", FP8: "fp8"}.get(self.values.dtype, "dense")
 
     @property
@@ -43,16 +48,23 @@ class ExpertWeights(NamedTuple):
     def expert(self, index: int) -> ExpertWeights:
         """Those of one expert, [1, N, K]."""
         own = slice(index, index + 1)
-        return ExpertWeights(self.values[own], None if self.scales is None else self.scales[own])
+        return ExpertWeights(*(None if one is None else one[own] for one in self))  # type: ignore[arg-type]
+
+    def contiguous(self) -> ExpertWeights:
+        """The same with contiguous tensors."""
+        return ExpertWeights(*(None if one is None else one.contiguous() for one in self))  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weights [E, N, K] in `dtype`, code times scale rounded once."""
+        """The weights [E, N, K] in `dtype`, code times scale rounded once, without the bias."""
         if self.scales is None:
             return self.values.to(dtype)
         codes = unpack_pairs(self.values, self.block) if self.values.dtype == torch.uint8 else self.values
         wide = torch.promote_types(dtype, torch.float32)
-        grouped = codes.to(wide).unflatten(-1, (self.scales.shape[1], -1))
-        return (grouped * self.scales.to(wide).mT.unsqueeze(-1)).flatten(-2).to(dtype)
+        scales = self.scales
+        if self.kind == "mxfp4":
+            codes, scales = decode(codes, "e2m1", wide), scales.view(torch.float8_e8m0fnu)
+        grouped = codes.to(wide).unflatten(-1, (scales.shape[1], -1))
+        return (grouped * scales.to(wide).mT.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def block_of(columns: int, groups: int) -> int:
@@ -80,7 +92,7 @@ def unpack_pairs(pairs: Tensor, block: int) -> Tensor:
 
 def check_weights(name: str, weights: ExpertWeights) -> None:
     """Raises SpecError for tensors that are no weights of experts."""
-    values, scales = weights
+    values, scales, bias = weights
     if values.dim() != 3 or not len(values):
         raise SpecError(
             f"{name} has shape {tuple(values.shape)}, not [E, N, K] of at least one expert",
@@ -91,6 +103,11 @@ def check_weights(name: str, weights: ExpertWeights) -> None:
         raise SpecError(
             f"{name} is {values.dtype} with {given}",
             fix="give scales [E, G, N] with codes (uint8 pairs, int8, e4m3), and none with floats",
+        )
+    if bias is not None and bias.shape != values.shape[:2]:
+        raise SpecError(
+            f"{name} has weights of {values.shape[0]} x {values.shape[1]} features and biases {tuple(bias.shape)}",
+            fix="give one bias for each output feature of each expert, [E, N], or none",
         )
     if scales is not None:
         experts, rows, columns = weights.sizes

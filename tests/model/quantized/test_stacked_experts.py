@@ -24,6 +24,7 @@ SCHEMES = {
     "int8 rows": Scheme(8),
     "fp8 blocks": Scheme(8, layout="fp8", number="e4m3", block=(128, 128)),
     "fp8 rows": Scheme(8, layout="float-quantized", number="e4m3"),
+    "mxfp4": Scheme(4, 32, layout="mxfp4-pack-quantized", number="e2m1", scales="e8m0"),
 }
 
 
@@ -34,6 +35,7 @@ def experts_of(scheme: Scheme, rows: int, columns: int) -> tuple[ExpertLinears, 
     parts = []
     for _ in range(2 * EXPERTS):
         scales = torch.rand(scheme.grid(rows // 2, columns)) / (100 if scheme.bits == 8 else 6) + 0.001
+        scales = scales.to(torch.float8_e8m0fnu) if scheme.scales == "e8m0" else scales
         parts.append(layout_of(scheme).write(scheme.quantize(torch.randn(rows // 2, columns), scales)))
     linears = ExpertLinears(LINEARS[kind](columns, rows, False, scheme=scheme) for _ in range(EXPERTS))
     linears.load(parts)
@@ -60,7 +62,7 @@ def test_stacking_changes_nothing_but_where_codes_are(name: str) -> None:
         assert all(torch.equal(written[suffix].float(), tensor.float()) for suffix, tensor in read.items())
 
 
-@pytest.mark.parametrize("name", ["int4 groups of 32", "int8 rows", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["int4 groups of 32", "int8 rows", "fp8 blocks", "mxfp4"])
 def test_a_layer_of_stacked_experts_is_one_expert_after_another(name: str) -> None:
     gate_up, down = experts_of(SCHEMES[name], 512, 256)[0], experts_of(SCHEMES[name], 256, 256)[0]
     x, ids, weights = torch.randn(7, 256) / 16, torch.randint(0, EXPERTS, (7, 2)), torch.rand(7, 2)
@@ -72,6 +74,21 @@ def test_a_layer_of_stacked_experts_is_one_expert_after_another(name: str) -> No
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     again = unpermute(down(swiglu(gate_up(rows, ends)), ends), place, weights)  # experts still work by themselves
     torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8 rows", "fp8 rows", "mxfp4"])
+def test_biases_are_stacked(name: str) -> None:
+    scheme = SCHEMES[name]
+    parts = experts_of(scheme, 128, 32)[1]
+    down = ExpertLinears(
+        LINEARS["packed_int" if scheme.number == "int" else "dequantizing"](32, 64, True, scheme=scheme) for _ in parts
+    )
+    down.load([{**part, "bias": torch.randn(64)} for part in parts])
+    x, ids, weights = torch.randn(5, 64), torch.randint(0, len(parts), (5, 1)), torch.ones(5, 1)
+    wanted = torch.stack([down[int(one)](row) for one, row in zip(ids, gate(x))])
+    down.stack()
+    gate_up = ExpertWeights(torch.eye(64)[None].repeat(len(parts), 1, 1))  # the halves of x
+    torch.testing.assert_close(expert_swiglu(x, ids, weights, gate_up, down.at_once()), wanted, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_move_leaves_no_stale_stack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +124,7 @@ def test_experts_that_differ_are_not_stacked() -> None:
     linears, _ = experts_of(scheme, 256, 256)
     assert not linears.stacks_on(torch.device("cpu"))
     biased = LINEARS["packed_int"](256, 256, True, scheme=scheme)
-    assert linears[0].stacks and not biased.stacks
+    assert linears[0].stacks and biased.stacks
     assert not LINEARS["packed_int"](256, 256, False, scheme=Scheme(4, 16)).stacks  # narrower than a kernel's block
     assert not LINEARS["packed_int"](256, 256, False, scheme=Scheme(3)).stacks
 
