@@ -200,7 +200,8 @@ RULES: dict[str, list[Rule]] = {
     ],
     "compress": [
         (r"^seconds a layer(?: on (?P<ranks>\d) cuda)? " + GPTQ, _gptq),
-        (r"^peak memory(?: of one of (?P<ranks>\d) cuda)? " + GPTQ, _gptq),
+        (r"^peak memory of one of 2 cuda", "of rank 0, where the estimate is of the rank that needs most"),
+        (r"^peak memory(?: of one of (?P<ranks>1) cuda)? " + GPTQ, _gptq),
         (r"beside llm-compressor", "under its peer's settings, which are not in the row"),
         (r"^bits a weight", "a size, which the plan says to the byte"),
     ],

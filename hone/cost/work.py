@@ -27,6 +27,8 @@ class Work:
     num_ops: float = 0.0
     temporaries: float = 6.0
     """Float32 tensors of the size of what it works on that exist at once."""
+    squares: float = 0.0
+    """Float32 tensors [K, K] of a matrix with K columns that exist at once while it makes a factor of the sum of x x^T, beside that sum."""
     on_gpu: Work | None = None
     """The work on a GPU, where its bytes and operations differ: no cache holds what it moves, and kernels start less often."""
 

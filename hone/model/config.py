@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -21,6 +22,17 @@ from hone.model.mixers import MIXERS
 FamilyName = Literal[tuple(FAMILIES)]
 
 
+@lru_cache(maxsize=1024)
+def _linears(layer: LayerSpec, hidden_size: int) -> dict[str, LinearSpec]:
+    """See `LayerSpec.linears`: a plan asks for those of every layer of many models, most of them equal."""
+    found = {}
+    for name, block in {"mixer": layer.mixer, "feed_forward": layer.feed_forward}.items():
+        for one in block.linears(hidden_size):
+            bare = layer.norms == "post" and one.reads == Norm(f"{name}_norm")
+            found[f"{name}.{one.name}"] = replace(one, reads=Stream(name)) if bare else one
+    return found
+
+
 class LayerSpec(Spec):
     """One decoder layer: x + mixer(norm(x)), then x + feed_forward(norm(x)); `norms` says where norms stand."""
 
@@ -32,13 +44,7 @@ class LayerSpec(Spec):
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """Its linears by their path in the layer ('mixer.qkv'), the mixer's first."""
-        blocks = {"mixer": self.mixer, "feed_forward": self.feed_forward}
-        found = {}
-        for name, block in blocks.items():
-            for one in block.linears(hidden_size):
-                bare = self.norms == "post" and one.reads == Norm(f"{name}_norm")
-                found[f"{name}.{one.name}"] = replace(one, reads=Stream(name)) if bare else one
-        return found
+        return dict(_linears(self, hidden_size))
 
     def norm_names(self, block: str) -> list[str]:
         """The norms around a block, 'mixer' or 'feed_forward': of its input, of its output."""

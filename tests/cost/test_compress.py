@@ -100,6 +100,20 @@ def test_memory_is_one_layer_and_the_states() -> None:
     assert one - without > 8.5e9, "the hidden states are 8.6 GB"
 
 
+def test_memory_on_an_h200_is_what_was_measured() -> None:
+    """Growth in the ledger (compress.jsonl), by steps that solve nothing, that factor, and of the rank that has no widest matrix."""
+    two = h200().model_copy(update={"num_ranks": 2})
+    for kind, machine, rank, measured in (
+        ("rtn", h200(), None, 6356615168),
+        ("gptq", h200(), None, 8822981632),
+        ("gptq", two, 0, 5060453376),
+    ):
+        found = compress_bytes(machine, compression(kind, 128), rank)
+        assert found.value == pytest.approx(measured, rel=0.05), found.formula
+    other, whole = (compress_bytes(two, compression("gptq", 128), rank).value for rank in (1, None))
+    assert whole == other > 1.3 * 5060453376, "the rank with the widest matrix needs most"
+
+
 def test_cost_of_a_second_stream_of_states() -> None:
     one = compression("gptaq", 512)
     two = replace(one, paired=True)

@@ -53,7 +53,8 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     dtype = getattr(torch, plan.compute_dtype)
     warm_up(run.device)
     mesh.sum(torch.zeros(1, device=run.device))  # connects GPUs
-    with draft.measuring(Window(run.device, power_trace(run, draft))), shards.full_disk_said(draft.folder):
+    window = Window(run.device, power_trace(run, draft))
+    with draft.measuring(window), shards.full_disk_said(draft.folder):
         options = {"paired": paired(spec), "mesh": mesh}
         flow = None if samples is None else capture.Flow(samples, spec.batch_size, run.device, dtype, **options)
         given = checkpoint
@@ -84,19 +85,21 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         if samples is not None and samples.spare is not None and not spec.reshapes:
             check = checks.Check(samples.spare, spec.batch_size, run.device, dtype, mesh)
         rows = _written(job, flow if spec.calibrated_steps else None, check, draft, run)
-        if not mesh.leads:
-            return
-        hadamards = hadamards_of(spec, checkpoint.config, plan.targets)
-        more = (job.storage, plan.facts.dtype, hadamards, job.cache and job.cache.cache_scheme, plan.embedding)
-        quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
-        added = {key: value for step in spec.steps for key, value in step.config_values().items()}
-        result.describe(draft, checkpoint, quantization, added)
-        if spec.layer_steps:
-            write_jsonl(draft.folder / "layers.jsonl", rows)
-        if spec.reshapes and samples is not None and samples.spare is not None and checks.read(draft.state) is None:
-            whole = checks.Check(samples.spare, spec.batch_size, run.device, dtype)
-            whole.compare_models(given, hf.Checkpoint(draft.folder), draft.state)
-        checked = checks.read(draft.state)
+        if mesh.leads:
+            hadamards = hadamards_of(spec, checkpoint.config, plan.targets)
+            more = (job.storage, plan.facts.dtype, hadamards, job.cache and job.cache.cache_scheme, plan.embedding)
+            quantization = result.quantization_config(checkpoint.config, plan.targets, *more)
+            added = {key: value for step in spec.steps for key, value in step.config_values().items()}
+            result.describe(draft, checkpoint, quantization, added)
+            if spec.layer_steps:
+                write_jsonl(draft.folder / "layers.jsonl", rows)
+            if spec.reshapes and samples is not None and samples.spare is not None and checks.read(draft.state) is None:
+                whole = checks.Check(samples.spare, spec.batch_size, run.device, dtype)
+                whole.compare_models(given, hf.Checkpoint(draft.folder), draft.state)
+            checked = checks.read(draft.state)
+    peak = max(mesh.gather(window.memory_growth_bytes))
+    if not mesh.leads:
+        return
     result.techniques(draft, run, spec, samples, said, loss)
     result.record(draft, folder, checkpoint, rows)
     if spec.converts:
@@ -107,13 +110,20 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     result.record_check(draft, checked, spec.check_sequences, changed)
     card.write(draft.folder, folder, spec, draft.figures, quantization)
     if mesh.world_size > 1:
-        note = "time is of all, memory and energy are of rank 0's device"
-        draft.record("num_ranks", mesh.world_size, "processes", note=note)
+        _record_ranks(draft, window, peak, mesh.world_size)
     if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
         run.warn(
             f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
             f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
         )
+
+
+def _record_ranks(draft: Draft, window: Window, growth: int, num_ranks: int) -> None:
+    """Records the memory of the rank that needed most, as the plan estimates it, in place of rank 0's."""
+    for name, before in (("peak_memory_bytes", window.start_memory_bytes), ("memory_growth_bytes", 0)):
+        note = f"{draft.figures[name].note}; of the rank that needed most"
+        draft.record(name, before + growth, "B", note=note)
+    draft.record("num_ranks", num_ranks, "processes", note="time is of all, energy is of rank 0's device")
 
 
 def _keep(chosen: CompressSpec, state: Path) -> None:

@@ -103,6 +103,7 @@ class LowRank(Step):
                 num_bytes=80.0 * rows * columns,
                 num_ops=40.0 + ops * passes,
                 temporaries=12,
+                squares=4.0 if self.calibrated else 0.0,
             )
             for eigh, ops in ((EIGH, PASS_OPS), (GPU_EIGH, GPU_PASS_OPS))
         )

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from hone.compress.targets import Linear
 
 
+SQUARES = 10.0
+"""Float32 tensors [K, K] that exist at once in `hone.solvers.sweep.towards`, its arguments included."""
+
+
 class GPTAQ(GPTQ):
     """GPTQ towards the outputs of the model that is not compressed, inputs included. Li et al. 2025, arXiv:2504.02692."""
 
@@ -60,6 +64,5 @@ class GPTAQ(GPTQ):
         gptq = super().work(rows, columns)
         more = 8.0 * columns**3 + rows * columns**2
         assert gptq.on_gpu is not None
-        on_gpu = replace(gptq.on_gpu, flops=gptq.on_gpu.flops + more)
-        held = gptq.temporaries + 6 * columns / rows
-        return replace(gptq, flops=gptq.flops + more, temporaries=held, on_gpu=on_gpu)
+        on_gpu = replace(gptq.on_gpu, flops=gptq.on_gpu.flops + more, squares=SQUARES)
+        return replace(gptq, flops=gptq.flops + more, squares=SQUARES, on_gpu=on_gpu)

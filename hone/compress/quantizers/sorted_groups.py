@@ -102,5 +102,7 @@ class SortedGroups(GPTQ):
         """As GPTQ, with copies of the matrix and of H in sorted order."""
         gptq = super().work(rows, columns)
         copies = 16.0 * (rows * columns + columns**2)
-        on_gpu = gptq.on_gpu and replace(gptq.on_gpu, num_bytes=gptq.on_gpu.num_bytes + copies)
+        on_gpu = gptq.on_gpu and replace(
+            gptq.on_gpu, num_bytes=gptq.on_gpu.num_bytes + copies, temporaries=gptq.on_gpu.temporaries + 2
+        )
         return replace(gptq, num_bytes=gptq.num_bytes + copies, temporaries=gptq.temporaries + 2, on_gpu=on_gpu)

@@ -10,6 +10,10 @@ SWEEP_BYTES = 300.0
 """Bytes a weight of a sweep over columns (`hone.solvers.sweep`), at the rate of a large copy."""
 COLUMN_OPS, BLOCK_LAUNCHES = 17, 12
 """Its operation starts: of a column without a GPU, five operations and the slices between; of 64 columns on one."""
+FACTOR_SQUARES = 4.75
+"""The sum in another order, with its damping, and its Cholesky factor, which is looked through for values that are not finite."""
+SWEEP_TENSORS = 4.5
+"""Float32 tensors [N, K] of a GPU's sweep: the weight, its columns in order, their scales, two sets of codes."""
 BLOCK_MASK, GROUP_MASK, GPU_MASK = (800.0, 100), (100.0, 170), (100.0, 25)
 """Bytes a weight and operation starts of choosing masks: of 64 columns, of each column of a pattern's group (one Xeon core: 50
 and 44 ns a weight), and of 64 columns on a GPU, counted, not measured; there a pattern's are chosen in the sweep's kernel."""
@@ -26,6 +30,7 @@ def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: in
         replace(
             one,
             flops=columns**3 / 3 + sweeps * rows * columns**2,
+            squares=FACTOR_SQUARES,
             num_bytes=one.num_bytes + sweeps * (SWEEP_BYTES + chosen[0]) * rows * columns,
             num_ops=one.num_ops + sweeps * (ops + chosen[1] * count),
         )
@@ -34,4 +39,4 @@ def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: in
             (before.on_gpu, BLOCK_LAUNCHES * blocks, gpu_masks, blocks),
         )
     )
-    return replace(on_cpu, on_gpu=on_gpu)
+    return replace(on_cpu, on_gpu=replace(on_gpu, temporaries=SWEEP_TENSORS))

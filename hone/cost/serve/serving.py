@@ -173,11 +173,15 @@ class Serving:
         return step.decoding >= SHARING_SEQS and left_out >= step.decoding * step.context
 
     def _mixed(self, step: StepKind, captured: bool) -> Estimate:
-        """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once."""
+        """Seconds of a GPU where prompts' chunks and decoding sequences share one pass, which reads each weight once.
+
+        A captured pass computes the padded tokens of its graph.
+        """
+        tokens = padded_tokens(step.num_tokens) if captured else step.num_tokens
         whole = forward_seconds(
             self.dims,
             self.machine,
-            tokens=step.num_tokens,
+            tokens=tokens,
             seq_len=1,
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),

@@ -161,7 +161,7 @@ def break_even(
     prefill_s, begin = 0.0, 0
     while begin < prompt_tokens:
         count = min(prompt_tokens - begin, sizes.max_num_batched_tokens)
-        prefill_s += steps.step_s(StepKind(0, 0.0, ((begin, count),), 1, 1))
+        prefill_s += steps.step_s(StepKind(0, 0.0, ((begin, count),), 1, 1), again=True)
         begin += count
     length = prompt_tokens + output_tokens
     seqs = max(1, min(sizes.max_num_seqs, int(sizes.num_pages * sizes.block_size / length)))

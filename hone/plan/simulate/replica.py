@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hone.cost.serve.captured import padded_tokens
 from hone.cost.serve.schedule import StepKind
 from hone.plan.simulate.steps import StepTimes, kind_of
 from hone.serve.eviction.eviction import Eviction
@@ -137,6 +138,8 @@ class SimulatedReplica:
         self._served: dict[Seq, Served] = {}
         self._device_free_s = 0.0
         self._arrivals = 0
+        self._sizes: set[int] = set()
+        """Padded tokens of the steps with prompts so far: a size is captured when it comes a second time."""
 
     @property
     def outstanding(self) -> int:
@@ -190,7 +193,10 @@ class SimulatedReplica:
 
     def _launch(self, scheduled: list[ScheduledSeq], now: float) -> None:
         kind = kind_of(scheduled)
-        took = self._steps.step_s(kind)
+        size = padded_tokens(kind.num_tokens)
+        took = self._steps.step_s(kind, again=bool(kind.chunks) and size in self._sizes)
+        if kind.chunks:
+            self._sizes.add(size)
         begins = max(now, self._device_free_s)
         self._device_free_s = begins + took
         self._flying.append((scheduled, self._device_free_s))

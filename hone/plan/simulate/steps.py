@@ -14,8 +14,11 @@ from hone.serve.sequence import ScheduledSeq
 class StepTimes(Protocol):
     """Says how long a step takes."""
 
-    def step_s(self, kind: StepKind) -> float:
-        """Seconds from one step's start on the device to its end."""
+    def step_s(self, kind: StepKind, *, again: bool = False) -> float:
+        """Seconds from one step's start on the device to its end.
+
+        `again`: the replica has run a step with prompts of as many tokens (padded), so that a GPU replays its graph.
+        """
 
 
 class FixedSteps:
@@ -24,7 +27,7 @@ class FixedSteps:
     def __init__(self, draw: Callable[[], float]) -> None:
         self._draw = draw
 
-    def step_s(self, kind: StepKind) -> float:
+    def step_s(self, kind: StepKind, *, again: bool = False) -> float:
         return self._draw()
 
 
@@ -42,9 +45,9 @@ class PredictedSteps:
         self._host_s, self._factor = host_s, factor
         self._known: dict[tuple[int, int], float] = {}
 
-    def step_s(self, kind: StepKind) -> float:
+    def step_s(self, kind: StepKind, *, again: bool = False) -> float:
         if kind.chunks:
-            return self._priced(kind)
+            return self._priced(kind, again=again)
         place = 4 * math.log2(max(kind.context, 1.0))
         low = int(place)
         below, above = 2 ** (low / 4), 2 ** ((low + 1) / 4)
@@ -58,8 +61,8 @@ class PredictedSteps:
             self._known[decoding, place] = known
         return known
 
-    def _priced(self, kind: StepKind) -> float:
-        found = self.serving.step_seconds(kind)
+    def _priced(self, kind: StepKind, *, again: bool = False) -> float:
+        found = self.serving.step_seconds(kind, again=again)
         self.bound = self.bound or found.bound
         return found.value * self._factor + self._host_s
 
