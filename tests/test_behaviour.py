@@ -98,7 +98,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "low rank": ("compress/low_rank/test_low_rank.py",),
     "KV cache quantizer": ("compress/caches/test_kv_cache.py",),
     "structured pruner": tuple(f"compress/structured/test_{name}.py" for name in ("cuts", "experts", "expert_merging")),
-    "conversion": ("compress/conversions/test_gqa.py", "compress/conversions/test_transmla.py"),
+    "conversion": tuple(
+        f"compress/conversions/test_{name}.py" for name in ("gqa", "transmla", "linearize", "extend_context")
+    ),
     "export format": ("exports/gguf/test_export.py",),
     "drafter": ("serve/speculation/test_speculation.py", "serve/speculation/test_heads.py"),
     "eviction": ("serve/eviction/test_eviction.py",),

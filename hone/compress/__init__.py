@@ -83,6 +83,8 @@ CONVERSIONS = Table(
     {
         "gqa": "hone.compress.conversions.gqa:GQA",
         "transmla": "hone.compress.conversions.transmla:TransMLA",
+        "linearize": "hone.compress.conversions.linearize:Linearize",
+        "extend_context": "hone.compress.conversions.extend_context:ExtendContext",
     },
 )
 

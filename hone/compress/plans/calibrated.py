@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from hone.base.errors import SpecError
 from hone.compress.spec import CompressSpec
+from hone.compress.structured import chain
 from hone.feed import plain as texts
 from hone.feed.facts import DataFacts
 from hone.model.facts import CheckpointFacts
@@ -40,8 +41,8 @@ def calibrated_of(spec: CompressSpec, model: CheckpointFacts, data: DataFacts | 
             f"layer {borrowing[0]} uses the keys of another layer, and calibration runs one layer at a time",
             fix="compress without calibration: kind=rtn, no data and no calibration_text",
         )
-    longest = model.config.max_seq_len
-    seq_len = spec.seq_len or min(longest, DEFAULT_SEQ_LEN)
+    longest = chain.reshape(model.config, spec.model_steps).max_seq_len  # a conversion may have extended it
+    seq_len = spec.seq_len or min(model.config.max_seq_len, DEFAULT_SEQ_LEN)
     if seq_len > longest:
         raise SpecError(
             f"seq_len {seq_len} is longer than the model's context of {longest}", fix=f"use {longest} or less"

@@ -1,0 +1,122 @@
+"""Longer contexts: rotary positions are scaled, and the config says so; the weights stay."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hone.base.errors import SpecError
+from hone.compress.conversions.base import Conversion, with_layers
+
+if TYPE_CHECKING:
+    from hone.model.config import LayerSpec, ModelConfig
+
+_OF_SCALING = {
+    "attention_factor": ("yarn", "longrope"),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+}
+
+
+class ExtendContext(Conversion):
+    """Scales rotary positions for sequences `factor` times as long: YaRN, position interpolation, NTK-aware, LongRoPE. Peng et al. 2023, arXiv:2309.00071.
+
+    Perplexity at the new length falls at once, and a short training on long sequences brings more. `linear`: arXiv:2306.15595.
+    `longrope`: arXiv:2402.13753, with divisors that a search found.
+    """
+
+    paper: ClassVar[str] = "arXiv:2309.00071"
+    converts: ClassVar[bool] = False
+
+    scaling: Literal["yarn", "linear", "ntk", "dynamic", "llama3", "longrope"] = Field(
+        "yarn",
+        description="yarn: short wavelengths stay, long ones are divided by factor, a ramp between, scores are sharpened; linear: all are "
+        "divided; ntk: a larger base; dynamic: a base that grows with the sequence; llama3: as yarn, between wavelengths; longrope: "
+        "divisors of your own.",
+    )
+    factor: float = Field(4.0, gt=1, description="The new context over the old one.")
+    attention_factor: float | None = Field(
+        None,
+        gt=0,
+        description="yarn, longrope: rotated queries and keys are multiplied by it; empty: 0.1 ln(factor) + 1, of longrope "
+        "sqrt(1 + ln(factor) / ln(old context)).",
+    )
+    beta_fast: float = Field(32.0, gt=0, description="yarn: wavelengths with more turns in the old context stay.")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: wavelengths with fewer turns there are divided by factor.")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: wavelengths longer than old context / this are divided by factor."
+    )
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths shorter than old context / this stay.")
+    short_factor: tuple[float, ...] = Field(
+        (), description="longrope: a divisor of each frequency in sequences up to the old context; empty: 1."
+    )
+    long_factor: tuple[float, ...] = Field((), description="longrope: a divisor of each frequency in longer sequences.")
+
+    @model_validator(mode="after")
+    def _options_are_read(self) -> Self:
+        for name, scalings in _OF_SCALING.items():
+            if self.scaling not in scalings and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"scaling {self.scaling} does not read {name}: it is an option of {' and '.join(scalings)}"
+                )
+        if self.scaling == "longrope" and not self.long_factor:
+            raise ValueError("scaling longrope needs long_factor, a divisor of each frequency")
+        return self
+
+    def convert(self, index: int, layer: LayerSpec, config: ModelConfig) -> LayerSpec | None:
+        mixer = layer.mixer
+        rotated = [one.mixer for one in config.layers if getattr(one.mixer, "rope", None) is not None]
+        far = [one for one in rotated if getattr(one, "window", None) is None]
+        if getattr(mixer, "rope", None) is None or getattr(mixer, "rotary_dim", None) == 0:
+            return None
+        if far and getattr(mixer, "window", None) is not None:
+            return None  # it never sees positions further apart than its window
+        if mixer.rope.scaling != "none":
+            raise SpecError(
+                f"{self.kind}: the positions of layer {index} are scaled already ({mixer.rope.scaling}, factor {mixer.rope.factor:g})",
+                fix="give the model before it was extended",
+            )
+        latent = mixer.kind == "mla"
+        dim = mixer.rope_dim if latent else getattr(mixer, "rotary_dim", None) or mixer.head_dim
+        rope = self._rope(mixer.rope.theta, dim, config.max_seq_len)
+        more = {}
+        if (
+            latent and self.scaling == "yarn"
+        ):  # DeepSeek's classes sharpen all scores, not the rotated part of a key alone
+            more = {"mscale_all_dim": 10 * (rope["attention_factor"] - 1) / math.log(self.factor)}
+            rope["attention_factor"] = 1.0
+        values = layer.model_dump(mode="json")
+        return type(layer).read({**values, "mixer": {**values["mixer"], "rope": rope, **more}})
+
+    def _rope(self, theta: float, dim: int, length: int) -> dict[str, Any]:
+        """The fields of the scaled positions of `dim` channels."""
+        if self.scaling == "ntk":
+            return {"theta": theta * self.factor ** (dim / (dim - 2))}
+        found: dict[str, Any] = {"theta": theta, "scaling": self.scaling, "factor": self.factor}
+        if self.scaling == "linear":
+            return found
+        found["original_max_seq_len"] = length
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+            if self.scaling in _OF_SCALING[name]:
+                found[name] = getattr(self, name)
+        if self.scaling == "longrope":
+            found |= {"long_factor": self.long_factor, "short_factor": self.short_factor or (1.0,) * (dim // 2)}
+            usual = math.sqrt(1 + math.log(self.factor) / math.log(length))
+            found["attention_factor"] = self.attention_factor or usual
+        if self.scaling == "yarn":
+            found["attention_factor"] = self.attention_factor or 0.1 * math.log(self.factor) + 1
+        return found
+
+    def reshape(self, config: ModelConfig) -> ModelConfig:
+        # Of a dynamic scaling every config.json says the old context.
+        longer = config.max_seq_len if self.scaling == "dynamic" else round(self.factor * config.max_seq_len)
+        return with_layers(config, self.converted(config), max_seq_len=longer)
+
+    def recipe(self, index: int, made: Any, source: ModelConfig, config: ModelConfig) -> Any:
+        return None
