@@ -41,6 +41,9 @@ class ExtendContext(Conversion):
         "divisors of your own.",
     )
     factor: float = Field(4.0, gt=1, description="The new context over the old one.")
+    original_max_seq_len: int | None = Field(
+        None, gt=0, description="The old context, as the model was trained; empty: that in its config."
+    )
     attention_factor: float | None = Field(
         None,
         gt=0,
@@ -84,7 +87,7 @@ class ExtendContext(Conversion):
             )
         latent = mixer.kind == "mla"
         dim = mixer.rope_dim if latent else getattr(mixer, "rotary_dim", None) or mixer.head_dim
-        rope = self._rope(mixer.rope.theta, dim, config.max_seq_len)
+        rope = self._rope(mixer.rope.theta, dim, self.original_max_seq_len or config.max_seq_len)
         more = {}
         if (
             latent and self.scaling == "yarn"
@@ -115,7 +118,8 @@ class ExtendContext(Conversion):
 
     def reshape(self, config: ModelConfig) -> ModelConfig:
         # Of a dynamic scaling every config.json says the old context.
-        longer = config.max_seq_len if self.scaling == "dynamic" else round(self.factor * config.max_seq_len)
+        old = self.original_max_seq_len or config.max_seq_len
+        longer = old if self.scaling == "dynamic" else round(self.factor * old)
         return with_layers(config, self.converted(config), max_seq_len=longer)
 
     def recipe(self, index: int, made: Any, source: ModelConfig, config: ModelConfig) -> Any:

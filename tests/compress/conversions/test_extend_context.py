@@ -30,6 +30,7 @@ def logits(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         {"attention_factor": 1.3, "beta_fast": 16.0},
         {"scaling": "linear"},
         {"scaling": "ntk"},
+        {"scaling": "llama3", "original_max_seq_len": 64, "factor": 4.0},
         {"scaling": "dynamic"},
         {"scaling": "llama3", "high_freq_factor": 3.0},
         {"scaling": "longrope", "long_factor": [1.0, 1.0, 1.2, 1.6, 2.0, 2.0, 2.0, 2.1]},
