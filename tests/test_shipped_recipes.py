@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.model import hf
+from hone.model.decoder import build
 from hone.recipe import Planned, Recipe
 from hone.train.continuation.start import Start
 from hone.train.stage import TrainPlan
-from tests.train.conftest import write_data
+from tests.train.conftest import SHAPE, write_data
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -34,6 +38,31 @@ def test_every_round_of_a_lottery_ticket_and_its_control_read_the_same_data(tmp_
     write_data(tmp_path / "work/tiny/data-text")
     rows = Recipe.load(RECIPES / "lottery_ticket.yaml").plan("work", Run(quiet=True))
     begin_alike({row.name: row for row in rows}, 9)
+
+
+@pytest.mark.slow
+def test_draft_heads_are_trained_and_serve_as_the_recipe_says(tmp_path, monkeypatch):
+    """recipes/eagle3.yaml, made small: heads of both kinds beside a model, and serving without and with them."""
+    monkeypatch.chdir(tmp_path)
+    data = write_data(tmp_path / "work/tiny/data-text")
+    meta = json.loads((data / "tokens" / "meta.json").read_text())
+    shape = SHAPE.model_copy(update={"num_layers": 2})
+    config = shape.config(meta["vocab_size"], eos=meta["eos_token_id"])
+    hf.save(build(config, seed=3), tmp_path / "work/tiny/train-base", data)
+    short = {f"train-{name}.{field}": value for name in ("medusa", "eagle") for field, value in SHORT.items()}
+    few = {f"serve-{name}.{field}": value for name in ("plain", "medusa", "eagle") for field, value in FEW.items()}
+    Recipe.load(RECIPES / "eagle3.yaml").override(short | few).run("work", Run(quiet=True))
+    made = {
+        name: Artifact.read(tmp_path / "work/eagle3" / f"serve-{name}").figures for name in ("plain", "medusa", "eagle")
+    }
+    assert made["plain"]["tokens_per_verification"].value is None
+    for name in ("medusa", "eagle"):
+        assert 1 <= made[name]["tokens_per_verification"].value <= 4 and made[name]["tokens_per_verification"].n > 0
+        assert made[name]["kv_cache_bytes"].value >= made["plain"]["kv_cache_bytes"].value
+
+
+SHORT = {"steps": "3", "batch_size": "2", "seq_len": "16", "validation.sequences": "1"}
+FEW = {"num_requests": "2", "prompt_tokens": "[4, 8]", "output_tokens": "[8, 8]"}
 
 
 def begin_alike(planned: dict[str, Planned], count: int) -> None:
