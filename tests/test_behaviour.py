@@ -35,6 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "model/adapters/test_adapters.py",
         "model/adapters/test_techniques.py",
         "model/adapters/test_prompts.py",
+        "model/adapters/test_bottlenecks.py",
     ),
     "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),

@@ -174,6 +174,8 @@ class ModelConfig(Spec):
             for depth, (adapter, pieces) in enumerate(reversed(around)):
                 owner = f"{path}{'.inner' * depth}"
                 found |= {f"{owner}.{one.path}": one for one in adapter.parameters(linear, pieces)}
+        for adapter in self.adapters:
+            found |= {one.path: one for one in adapter.layer_parameters(self)}  # type: ignore[attr-defined]
         return found
 
     @property

@@ -45,6 +45,11 @@ class DecoderLayer(nn.Module):
         self.feed_forward = spec.feed_forward.build(Placement(width, index, f"{name}.feed_forward", eps, make, offset))
         self.norms, self.multiplier = spec.norms, config.residual_multiplier
         self.usual = self.norms == "pre" and self.multiplier == 1.0
+        self.mixer_adapter = self.feed_forward_adapter = None
+        for adapter in config.adapters:
+            for name, module in adapter.layer_modules(config).items():
+                setattr(self, name, module)
+                self.usual = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, rest = self.in_parts(x, None, context)
@@ -70,9 +75,11 @@ class DecoderLayer(nn.Module):
     def _general(self, x: Tensor, context: Context) -> Tensor:
         before, after = self.norms != "post", self.norms != "pre"
         mixed = self.mixer(self.mixer_norm(x) if before else x, context)
-        x = x + self._scaled(self.mixer_post_norm(mixed) if after else mixed)
+        mixed = self._scaled(self.mixer_post_norm(mixed) if after else mixed)
+        x = x + (mixed if self.mixer_adapter is None else self.mixer_adapter(mixed, x))
         fed = self.feed_forward(self.feed_forward_norm(x) if before else x, context)
-        return x + self._scaled(self.feed_forward_post_norm(fed) if after else fed)
+        fed = self._scaled(self.feed_forward_post_norm(fed) if after else fed)
+        return x + (fed if self.feed_forward_adapter is None else self.feed_forward_adapter(fed, x))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.multiplier == 1.0 else x * self.multiplier

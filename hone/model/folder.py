@@ -100,7 +100,9 @@ def base_of(folder: Path) -> Path:
             f"{folder} is the adapter of the model in {folder.parent}",
             fix=f"give {folder.parent}, which applies it",
         )
-    named = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    values = read_json(folder / ADAPTER_CONFIG)
+    key = "base_model_name_or_path" if "base_model_name_or_path" in values else "model_name"  # PEFT's, AdapterHub's
+    named = str(values.get(key) or "")
     if named.startswith(HUB):
         return fetched(named)
     for path in (Path(named), folder / named):

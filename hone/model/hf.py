@@ -42,7 +42,7 @@ class Checkpoint(ModelSource):
             )
         weights = shards_of(where, plain)
         if adapter is not None:
-            weights = peft.AdaptedShards(weights, Shards(adapter, peft.WEIGHTS), config)
+            weights = peft.AdaptedShards(weights, Shards(adapter, peft.weights_of(adapter)), config)
             folder = folder if (folder / "tokenizer.json").exists() else where
         super().__init__(folder, config, values, weights, quantization=values.get("quantization_config"))
 

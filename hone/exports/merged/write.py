@@ -17,6 +17,7 @@ from hone.base.run import Run
 from hone.exports.base import need_free
 from hone.exports.merged.spec import MergeSpec
 from hone.model.adapters import peft
+from hone.model.adapters.base import LinearAdapter
 from hone.model.adapters.wrap import Adapted
 from hone.model.config import ModelConfig
 from hone.model.decoder import DecoderLayer, unmade
@@ -59,11 +60,12 @@ def merge(model: Path | str, out: Path | str, spec: MergeSpec | None = None, run
     source = Checkpoint(model)
     if not source.config.adapters:
         raise SpecError(f"{model} has no adapter", fix="give the folder of one, or of a model with one")
-    if source.config.prompt is not None:
-        raise SpecError(
-            f"'{source.config.prompt.kind}' is a prompt before the tokens, which no weights can hold",
-            fix="use its folder as it is: hone opens it as its model with the prompt",
-        )
+    for one in source.config.adapters:
+        if not isinstance(one, LinearAdapter):
+            raise SpecError(
+                f"'{one.kind}' is not around linears, whose weights could hold it",
+                fix="use its folder as it is: hone opens it as its model with the adapter",
+            )
     base = _onto(source, Path(model), spec)
     dtype = getattr(torch, spec.dtype) if spec.dtype else base.dtype
     if not run.redo:
@@ -127,7 +129,7 @@ def _onto(source: Checkpoint, model: Path, spec: MergeSpec) -> ModelSource:
     assert opened.adapter is not None, "its config has an adapter"
     config = original.config.model_copy(update={"adapters": source.config.adapters})
     shards = peft.AdaptedShards(
-        shards_of(original.folder, original.config), Shards(opened.adapter, peft.WEIGHTS), config
+        shards_of(original.folder, original.config), Shards(opened.adapter, peft.weights_of(opened.adapter)), config
     )
     return ModelSource(original.folder, config, original.values, shards)
 

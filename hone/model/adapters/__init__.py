@@ -9,10 +9,13 @@ ADAPTERS = Table(
         "dora": "hone.model.adapters.dora:DoRA",
         "pissa": "hone.model.adapters.pissa:PiSSA",
         "ia3": "hone.model.adapters.ia3:IA3",
+        "houlsby": "hone.model.adapters.bottlenecks.houlsby:Houlsby",
+        "pfeiffer": "hone.model.adapters.bottlenecks.pfeiffer:Pfeiffer",
+        "parallel": "hone.model.adapters.bottlenecks.parallel:Parallel",
         "prefix": "hone.model.adapters.prompts.prefix:Prefix",
         "prompt_tuning": "hone.model.adapters.prompts.prompt_tuning:PromptTuning",
         "p_tuning": "hone.model.adapters.prompts.p_tuning:PTuning",
         "p_tuning_v2": "hone.model.adapters.prompts.prefix:PTuningV2",
     },
 )
-"""A spec that declares the weights it adds, around linears or as a prompt before the tokens."""
+"""A spec that declares the weights it adds, around linears, behind blocks or as a prompt before the tokens."""

@@ -26,6 +26,8 @@ own, or one piece of all rows where one module holds them."""
 class Adapter(Technique):
     """Base of every adapter's spec: what it adds to a model, and how a PEFT folder stores it."""
 
+    folder_format: ClassVar[str] = "peft"
+    """Whose folders hold it: PEFT's or AdapterHub's."""
     peft_type: ClassVar[str] = ""
     """Its peft_type in adapter_config.json; '': PEFT has no such adapter."""
 
@@ -35,6 +37,18 @@ class Adapter(Technique):
     def prompt_parameters(self, config: Any) -> tuple[ParameterSpec, ...]:
         """The parameters of the prompt that it puts before the tokens of the model of `config`; none: it has no prompt."""
         return ()
+
+    def layer_parameters(self, config: Any) -> tuple[ParameterSpec, ...]:
+        """The parameters of the modules that it adds to every layer of the model of `config`, by their path in the layer."""
+        return ()
+
+    def layer_modules(self, config: Any) -> dict[str, nn.Module]:
+        """These modules by their attribute of a layer: mixer_adapter, feed_forward_adapter."""
+        return {}
+
+    def keys(self, config: Any) -> dict[str, str]:
+        """The key in a folder of each tensor that is not around a linear, by its name in hone's checkpoints."""
+        return {}
 
     def lr_factor(self, name: str) -> float:
         """What the learning rate of its parameter `name` is multiplied with."""

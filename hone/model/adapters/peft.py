@@ -16,6 +16,8 @@ from hone.base.errors import ArtifactError, SpecError
 from hone.base.lazy import lazy
 from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import LinearAdapter
+from hone.model.adapters.bottlenecks import hub
+from hone.model.adapters.bottlenecks.base import Bottleneck
 from hone.model.families import FAMILIES
 from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, base_of, is_adapter, read_json
@@ -102,6 +104,8 @@ def adapted(config: ModelConfig, adapter: Adapter) -> ModelConfig:
 def read(folder: Path) -> Adapter:
     """The adapter of a PEFT folder, from its adapter_config.json. Raises ArtifactError for one that hone does not compute."""
     values = read_json(folder / CONFIG)
+    if hub.is_hub(values):
+        return hub.read(folder / CONFIG, values)
     types = {ADAPTERS[kind].peft_type: ADAPTERS[kind] for kind in ADAPTERS}
     wrong = {"peft_type": values.get("peft_type")} if values.get("peft_type") not in types else {}
     wrong |= {"bias": values["bias"]} if values.get("bias", "none") != "none" else {}
@@ -132,6 +136,11 @@ def read(folder: Path) -> Adapter:
     )
 
 
+def weights_of(folder: Path) -> str:
+    """The name of the file with an adapter's tensors: PEFT's, or AdapterHub's in a folder of it."""
+    return hub.WEIGHTS if hub.is_hub(read_json(folder / CONFIG)) else WEIGHTS
+
+
 def config_values(adapter: Adapter, base: str | None = None, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The adapter_config.json of `adapter`, which names its modules, with the keys that PEFT and vLLM read; `base` is its model's folder,
     `sizes` are those of it that a folder repeats."""
@@ -156,8 +165,11 @@ def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: st
     if isinstance(adapter, LinearAdapter):
         modules = target_modules(config, (module_of(key) for key in tensors))
         adapter = adapter.model_copy(update={"target_modules": modules})
-    shards.save_tensors(where / WEIGHTS, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-    shards.write_json(where / CONFIG, config_values(adapter, base, adapter.peft_sizes(config)))
+    name, values = WEIGHTS, {}
+    if isinstance(adapter, Bottleneck):
+        name, values = hub.WEIGHTS, hub.config_values(adapter, config, base)
+    shards.save_tensors(where / name, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    shards.write_json(where / CONFIG, values or config_values(adapter, base, adapter.peft_sizes(config)))
 
 
 def module_of(key: str) -> str:
@@ -189,7 +201,9 @@ def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ..
 
 def keys(config: ModelConfig) -> dict[str, str]:
     """The key in adapter_model.safetensors of each tensor of the adapter of `config`, by its name in hone's checkpoints."""
-    found = config.prompt.keys(config) if config.prompt else {}
+    found: dict[str, str] = {}
+    for one in config.adapters:
+        found |= one.keys(config)  # type: ignore[attr-defined]
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
             modules = list(config.modules(index, path))
@@ -211,9 +225,10 @@ def key(module: str, part: str) -> str:
 
 
 def alone(config: ModelConfig) -> Adapter | None:
-    """The adapter of `config` if a PEFT folder can hold it: one, that PEFT has too."""
+    """The adapter of `config` if a folder can hold it: one, that PEFT or AdapterHub has too."""
     adapter = config.adapters[0] if len(config.adapters) == 1 else None
-    return adapter if adapter is not None and adapter.peft_type else None  # type: ignore[attr-defined, return-value]
+    known = isinstance(adapter, Bottleneck) or (adapter is not None and adapter.peft_type)  # type: ignore[attr-defined]
+    return adapter if known else None  # type: ignore[return-value]
 
 
 class AdaptedShards:
@@ -257,4 +272,4 @@ class AdaptedShards:
     def _where(self, name: str) -> tuple[Shards, str]:
         if name in self._keys:
             return self.adapter, self._keys[name]
-        return (self.adapter, name) if name.startswith(PREFIX) else (self.model, name)
+        return (self.adapter, name) if name in self.adapter.names() else (self.model, name)

@@ -7,12 +7,13 @@ computed once a pass, and sequences do not grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
 from hone.model.adapters.base import Adapter
+from hone.model.adapters.initial import uniform
 from hone.model.linear_spec import ParameterSpec
 
 if TYPE_CHECKING:
@@ -94,18 +95,6 @@ class SoftPrompt(Adapter):
         if values.get("num_transformer_submodules") not in (None, 1):
             raise ValueError("num_transformer_submodules is not 1")
         return cls.model_validate({"num_virtual_tokens": values["num_virtual_tokens"]}).plain()
-
-
-def uniform(inputs: int) -> Callable[..., Any]:
-    """The initial distribution of torch's linears and LSTMs: uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs)."""
-
-    def drawn(shape: tuple[int, ...], generator: Any) -> Any:
-        import torch
-
-        bound = inputs**-0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-    return drawn
 
 
 def linear(name: str, inputs: int, outputs: int, *, zero: bool = False) -> tuple[ParameterSpec, ParameterSpec]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from hone.model.adapters.prompts.base import linear, uniform
+from hone.model.adapters.initial import uniform
+from hone.model.adapters.prompts.base import linear
 from hone.model.adapters.prompts.prompt_tuning import EmbeddedPrompt
 from hone.model.linear_spec import ParameterSpec
 

@@ -1,0 +1,1 @@
+"""Bottleneck adapters: two thin linears and a nonlinearity beside or behind a block, inside its residual connection."""
