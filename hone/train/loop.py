@@ -27,6 +27,7 @@ from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.live.rank_times import RankTimes
 from hone.train.noise.linears import linears_of
+from hone.train.objectives.at_start import AtStart
 from hone.train.objectives.base import Objective, Setting
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.measure import evaluated, validate
@@ -103,6 +104,9 @@ class Trainer:
             summing=self.ranks.summing,
             moves=self.ranks.moves,
         )
+        if self.teacher is None and self.objective.from_teacher:
+            assert self.objective.reference_at_start, "this objective needs a teacher"
+            self.teacher = AtStart(model)  # type: ignore[assignment]
         self.scaler = LossScaler(enabled=precision == "fp16")
         holds = gradient_accumulation_steps > 1 and "weights" not in self.ranks.sharded
         self.linears = linears_of(model, precision, self.objective, holds=holds)

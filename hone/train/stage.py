@@ -33,7 +33,7 @@ from hone.model.shape import Shape
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES, OPTIMIZERS, SCHEDULES
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.activation_checkpointing.sizes import fitted, reasons
-from hone.train.adapters.fits import with_adapter
+from hone.train.adapters.fits import needs_teacher, with_adapter
 from hone.train.adapters.saving import saved_facts, saver
 from hone.train.checkpoint import Checkpoints
 from hone.train.continuation.keep import Keeper
@@ -185,7 +185,7 @@ class Train(Prolonged):
             keep_every=kept_layers(self.init),
             growths=growths_of(self.init),
             objective=self.objective.kind,
-            wants_teacher=self.objective.from_teacher or kept_layers(self.init) is not None,
+            wants_teacher=needs_teacher(self, given) or kept_layers(self.init) is not None,
             seq_len=self.seq_len,
             adapted=self.adapter is not None or self.objective.trains_heads,
         )
@@ -198,7 +198,7 @@ class Train(Prolonged):
         steps = self.steps or steps_for(epoch, self.batch_size, self.tokens)
         if "mask" in given:
             check_mask(given["mask"], config)
-        teacher = given["teacher"].config if self.objective.from_teacher else None
+        teacher = given["teacher"].config if needs_teacher(self, given) else None
         if teacher is not None:
             same_vocabulary(config, given["teacher"], data[0], self.parallelism.tensor_parallel_degree)
         divided = self.parallelism.divided(machine.num_ranks)

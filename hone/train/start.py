@@ -67,7 +67,8 @@ def starting_models(
     trained; its weights are in the compute dtype.
 
     With init: teacher the model has every `init.keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
-    or a random one for the tokens of `data`. There is a teacher where the objective needs one. `in_parts`: the model is on the meta
+    or a random one for the tokens of `data`. There is a teacher where the objective needs one and
+    it is not the model itself as it was at the start. `in_parts`: the model is on the meta
     device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
     teacher is.
     """
@@ -80,6 +81,7 @@ def starting_models(
 
     computed = getattr(torch, TORCH_NAMES[spec.precision])
     kept, reads = kept_layers(spec.init), spec.objective.from_teacher
+    reads = reads and "teacher" in parents
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or kept is not None else None
     if "model" in parents:
         checkpoint = Checkpoint(parents["model"].folder)

@@ -336,7 +336,8 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         growth = growth.model_copy(update={"value": growth.value + copied, "formula": formula})
     if work.teacher is None:
         return growth
-    extra = BYTES[work.dtype] * (work.teacher.num_params + tokens * work.teacher.hidden_size)
+    weights = 0 if work.teaches_itself else work.teacher.num_params
+    extra = BYTES[work.dtype] * (weights + tokens * work.teacher.hidden_size)
     return growth.model_copy(
         update={"value": growth.value + extra, "formula": f"{growth.formula} + teacher {human_bytes(extra)}"}
     )

@@ -60,6 +60,8 @@ class Training:
     eval_sequences: int = 0
     """Sequences of all evaluations together."""
     teacher: ModelDims | None = None
+    teaches_itself: bool = False
+    """Whether the teacher is the trained model with other adapters, which takes a pass and no weights."""
     packed: bool = True
     """Whether sequences hold several documents, which requires attention masks."""
     saved_dtype: str = ""

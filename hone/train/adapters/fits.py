@@ -67,3 +67,10 @@ def _check(spec: Any, config: ModelConfig) -> None:
             raise SpecError(
                 f"{field} {value} does not train adapters, whose model is frozen and not divided", fix=f"take {way}"
             )
+
+
+def needs_teacher(spec: Any, given: Mapping[str, CheckpointFacts]) -> bool:
+    """Whether another model is the teacher of the objective of `spec`: that of an adapter, as it is at the start, may be its own reference."""
+    adapts = spec.adapter is not None or ("model" in given and bool(given["model"].config.adapters))
+    alone = adapts and spec.objective.reference_at_start
+    return spec.objective.from_teacher and ("teacher" in given or not alone)

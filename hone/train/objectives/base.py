@@ -42,6 +42,9 @@ class Objective(Technique):
     trains_heads: ClassVar[bool] = False
     """Whether it trains draft heads beside a frozen model (`draft_heads.base.DraftHeads`), and not the model."""
 
+    reference_at_start: ClassVar[bool] = False
+    """Whether, where an adapter is trained and no teacher is given, the model as it was at the start is the teacher."""
+
     prepares: ClassVar[bool] = False
     """Whether it has a `preparer`."""
     writes: ClassVar[bool] = False
@@ -75,7 +78,7 @@ class Objective(Technique):
         """The teacher of `model` in a training; `given` is the input 'teacher'."""
         from hone.train.teachers.base import Tutor
 
-        assert given is not None or not self.from_teacher, "this objective needs a teacher"
+        assert given is not None or not self.from_teacher or self.reference_at_start, "this objective needs a teacher"
         return Tutor(given)
 
     def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:

@@ -35,6 +35,7 @@ class GRPO(Objective):
     paper: ClassVar[str] = "arXiv:2402.03300"
     prepares: ClassVar[bool] = True
     writes: ClassVar[bool] = True
+    reference_at_start: ClassVar[bool] = True
     rewards: tuple[Annotated[Technique, Choice(REWARDS)], ...] = Field(
         (ExactMatch(kind="exact_match"),),
         min_length=1,
@@ -77,6 +78,11 @@ class GRPO(Objective):
     def from_teacher(self) -> bool:  # type: ignore[override]
         """Whether it requires a reference."""
         return self.beta > 0
+
+    @property
+    def reads_teacher(self) -> bool:
+        """False: the reference's log-probabilities are values of the written batch."""
+        return False
 
     def preparer(self, setting: Setting | None) -> Preparer | None:
         """What writes the answers; None without a tokenizer's folder."""

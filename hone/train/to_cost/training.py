@@ -42,7 +42,9 @@ def training_of(
     keep.check(sum(val))
     spec.early_stopping.check(sum(val))
     own = config if heads or spec.objective.reads_teacher else None
-    teacher = given["teacher"].config if spec.objective.from_teacher else own
+    # An adapter's own model takes a forward pass more, too.
+    given_teacher = given.get("teacher", given.get("model"))
+    teacher = given_teacher.config if spec.objective.from_teacher and given_teacher is not None else own
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
@@ -66,6 +68,7 @@ def training_of(
             first=2 * bool(growths_of(spec.init)),
         ),
         teacher=teacher and spec.parallelism.part_of(teacher),
+        teaches_itself=teacher is not None and "teacher" not in given,
         num_checkpoints=spec.checkpoint.kept(steps, spec.optimizer.rewind) + keep.num_states(steps),
         snapshot=spec.checkpoint.async_mode == "async",
         keeps_state=keep.optimizer,

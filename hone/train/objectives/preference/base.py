@@ -46,6 +46,7 @@ class Preference(Objective):
 
     reads: ClassVar[tuple[str, ...]] = ("pairs",)
     """The targets of data that it can be trained on (`DataFacts.targets`)."""
+    reference_at_start: ClassVar[bool] = True
 
     def losses(self, answers: Answers, reference: Answers | None) -> Tensor:
         """The loss of every pair [P], in nats; `reference` are the same answers under the teacher. Finite also where no pair is."""
@@ -102,23 +103,28 @@ class Preference(Objective):
     def _both(
         self, model: Decoder, x: Tensor, targets: Tensor, context: Context, teacher: Any, teacher_hidden: Tensor | None
     ) -> tuple[Answers, Answers | None]:
-        answers = answers_of(model, x, targets, context)
+        sums, lengths, owner = document_sums(model, x, targets, context)
+        answers = answers_in(sums, lengths)
         if not self.from_teacher:
             return answers, None
+        if not self.reads_teacher:
+            assert context.values is not None, f"{self.kind} without the cache of its reference"
+            known = context.values[targets != IGNORE][:, 0].to(sums.dtype)
+            return answers, answers_in(torch.zeros_like(sums).index_copy(0, owner, known), lengths)
         assert teacher is not None and teacher_hidden is not None, f"{self.kind} without its reference"
         with torch.no_grad():
-            return answers, answers_of(teacher, teacher_hidden, targets, context)
+            return answers, answers_in(document_sums(teacher, teacher_hidden, targets, context)[0], lengths)
 
 
-def answers_of(model: Decoder, x: Tensor, targets: Tensor, context: Context) -> Answers:
-    """Log-probabilities of all answers of a micro-batch, of which x [B, S, D] are the last hidden states and `targets` int64 [B, S]."""
-    sums, lengths, _ = document_sums(model, x, targets, context)
+def answers_in(sums: Tensor, lengths: Tensor) -> Answers:
+    """The answers of a micro-batch by the `document_sums` of all its documents."""
     pairs = lengths.view(-1, 2)
     return Answers(sums.view(-1, 2), pairs, (pairs > 0).all(1))
 
 
 def document_sums(model: Decoder, x: Tensor, targets: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability of the trained tokens of each document, their number, the document of each valid target in turn).
+    """(log-probability of the trained tokens of each document, their number, the document of each valid target in turn) of a micro-batch, of
+    which x [B, S, D] are the last hidden states and `targets` int64 [B, S].
 
     Float32 [B P], float32 [B P] and int64 [n]: each of B sequences of S positions has places for P documents, S or S + 1, an even
     number.

@@ -12,6 +12,10 @@ from hone.train.objectives.preference.base import Answers, Preference
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hone.train.objectives.base import Setting
+    from hone.train.passes import Preparer
+
+cached = lazy("hone.train.objectives.preference.cached")
 F = lazy("torch.nn.functional")
 
 
@@ -28,6 +32,23 @@ class DPO(Preference):
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="With sigmoid, the share of pairs whose labels may be wrong."
     )
+
+    precompute_ref_log_probs: bool = Field(
+        False,
+        description="Compute the reference's log-probabilities of a sequence once, when it is first read, and keep them.",
+    )
+
+    @property
+    def reads_teacher(self) -> bool:
+        return not self.precompute_ref_log_probs
+
+    @property
+    def prepares(self) -> bool:  # type: ignore[override]
+        return self.precompute_ref_log_probs
+
+    def preparer(self, setting: Setting | None) -> Preparer | None:
+        """The cache of the reference's log-probabilities, if there is to be one."""
+        return cached.ReferenceCache() if self.precompute_ref_log_probs else None
 
     @model_validator(mode="after")
     def _smooths_a_sigmoid(self) -> DPO:

@@ -74,7 +74,7 @@ def held_out(
             mine = mine if trainer.preparer is None else trainer.preparer.prepare(trainer, mine)  # type: ignore[assignment]
             tokens, targets, context = to_device(mine, trainer.device)
             x = run_layers(model, tokens, context, segments)
-            taught = teacher.hidden(tokens, context) if teacher is not None and objective.from_teacher else None
+            taught = teacher.hidden(tokens, context) if teacher is not None and objective.reads_teacher else None
             found.append(objective.measures(model, x, targets, context, teacher, taught).cpu())
             if num_sequences and seen >= num_sequences:
                 break
