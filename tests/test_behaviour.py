@@ -52,6 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "objective": (
         "train/objectives/test_objectives.py",
         "train/objectives/test_layers.py",
+        "train/objectives/test_heads.py",
         "train/objectives/preference/test_preference.py",
         "train/objectives/draft_heads/test_medusa.py",
         "train/objectives/draft_heads/test_eagle3.py",
@@ -62,7 +63,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "divergence": ("train/objectives/test_divergences.py",),
     "teacher": ("train/teachers/test_teachers.py", "train/cached_logits/test_cached_logits.py"),
     "text": ("train/texts/test_texts.py",),
-    "fake quantizer": ("train/quantization_aware/test_quantization_aware.py",),
+    "fake quantizer": (
+        "train/quantization_aware/test_quantization_aware.py",
+        "train/quantization_aware/test_lsq.py",
+        "train/quantization_aware/test_adapters.py",
+    ),
     "optimizer": (
         "train/optimizers/test_optimizers.py",
         "train/optimizers/test_optimizers_more.py",

@@ -196,7 +196,7 @@ class Context:
         """`positions` without leading axes along which they repeat."""
         return self.positions
 
-    def _keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, layer: int, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """k and v, or those that `layer` has shared."""
         if k is not None and v is not None:
             return k, v
@@ -225,7 +225,7 @@ class Causal(Context):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         window = None if window is None or window >= self.seq_len else window
         if softcap is not None or sinks is not None or has_fused(q, v):
             return fused(q, k, v, scale, window, softcap=softcap, sinks=sinks)
@@ -278,7 +278,7 @@ class Packed(Context):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         window = None if window is None or window >= self.seq_len else window
         if softcap is not None or sinks is not None:
             return fused(q, k, v, scale, mask=self._documents(window), softcap=softcap, sinks=sinks)

@@ -61,7 +61,7 @@ class Incremental(Context):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if k is None or v is None:
-            k, v = self._keys(layer, k, v)
+            k, v = self.keys_and_values(layer, k, v)
         else:
             k, v = self._join(layer, k, v, window)
         if softcap is not None or sinks is not None:

@@ -22,6 +22,8 @@ OBJECTIVES = Table(
         "grpo": "hone.train.objectives.grpo:GRPO",
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",
+        "minilm": "hone.train.objectives.minilm:MiniLM",
+        "attention_maps": "hone.train.objectives.attention_maps:AttentionMaps",
         "medusa": "hone.train.objectives.draft_heads.medusa:Medusa",
         "eagle3": "hone.train.objectives.draft_heads.eagle3:Eagle3",
     },

@@ -37,6 +37,7 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.optimizers.base import Optimizer
 from hone.train.passes import Counts, Early, Step, Sums, Told, cut, run_layers, shrink, to_device
 from hone.train.precision import TORCH_NAMES, LossScaler, Precision
+from hone.train.quantization_aware.steps import with_steps
 from hone.train.ranks import Ranks
 from hone.train.routing.loads import Routing
 from hone.train.schedules.base import Schedule
@@ -122,6 +123,7 @@ class Trainer:
         """Decides whether the training is complete before its last step."""
         self.device = next(model.parameters()).device
         self.times = RankTimes(self.ranks.mesh, self.device)
+        self.tutor = with_steps(self.tutor, self.linears)
         self.tutor.begin(self)
         if compile:
             keep_kernels_apart()

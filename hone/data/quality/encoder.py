@@ -68,7 +68,7 @@ class Whole(Context):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *, scale: float, window: int | None
     ) -> Tensor:
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         mask = None if self.there is None else self.there[:, None, None, :]
         return sdpa(q, k, v, mask, scale, causal=False)
 

@@ -64,7 +64,7 @@ def saver(
         return heads_saver(trainer, parents, tokenizer_from, dtype)
     if trainer.model.config.adapters:
         return partial(save_adapter, trainer, parents["model"].folder, tokenizer_from, dtype)
-    return partial(Parallelism.save, trainer, tokenizer_from, dtype)
+    return trainer.tutor.saving(partial(Parallelism.save, trainer, tokenizer_from, dtype))
 
 
 def saved_facts(config: ModelConfig, dtype: str, model: CheckpointFacts | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class AcrossRanks(Context):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         return self._attention(q, k, v, self.layout, self.axis, **options)
 

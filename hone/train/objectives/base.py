@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hone.feed.load import Batch
     from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.objectives.seen import Seen
     from hone.train.passes import Preparer
     from hone.train.teachers.base import Tutor
 
@@ -122,6 +123,14 @@ class Objective(Technique):
         """The model's layers, from 0, after which it reads hidden states, from `context.memo["taps"]`; none."""
         return ()
 
-    def tapped(self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Tensor) -> Tensor:
-        """What is added to `total` for the hidden states ([B, S, D], [B, S, D']) of each of `pairs`, summed over the valid targets."""
+    reads_heads: ClassVar[bool] = False
+    """Whether it compares queries, keys and values of the layers of `pairs`, too."""
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether it compares embeddings, too."""
+        return False
+
+    def tapped(self, pairs: Sequence[tuple[Seen, Seen]], targets: Tensor, context: Context) -> Tensor:
+        """What is added to `total` for what is seen of each of `pairs`, the student's layer first, summed over the valid targets."""
         raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,9 @@ class FakeQuantizer(Technique):
     Weights stay floats and are saved as they are: the quantizer `exported` then stores exactly what the last pass multiplied with.
     Rounding has slope one, the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).
     """
+
+    learns_steps: ClassVar[bool] = False
+    """Whether its scales are trained (`hone.train.quantization_aware.steps`)."""
 
     activations: Inputs = Field(
         "none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import SpecError
@@ -35,6 +36,22 @@ def check_rounding(spec: Any, config: ModelConfig) -> None:
             "checkpoint.export_dtype: null",
             saved != computed,
         ),
+        f"precision {spec.precision}, in which the points of learned grids are no numbers": (
+            "precision: fp32",
+            quantizer.learns_steps and spec.precision != "fp32",
+        ),
+        f"offload {spec.parallelism.offload.kind}, whose weights are elsewhere when the rounded ones are saved": (
+            "parallelism.offload: none",
+            quantizer.learns_steps and spec.parallelism.offload.kind != "none",
+        ),
+        f"data_parallel {spec.parallelism.data_parallel.kind}, whose ranks have parts of the weights and their steps": (
+            "parallelism.data_parallel: ddp",
+            quantizer.learns_steps and "weights" in spec.parallelism.data_parallel.sharded,
+        ),
+        "a pipeline, whose ranks have some of the layers and their steps": (
+            "parallelism.pipeline_parallel_degree: 1",
+            quantizer.learns_steps and spec.parallelism.pipeline_parallel_degree > 1,
+        ),
         "tensor parallelism, whose ranks would each find scales of their part": (
             "parallelism.tensor_parallel_degree: 1",
             spec.parallelism.tensor_parallel_degree > 1,
@@ -50,16 +67,34 @@ def check_rounding(spec: Any, config: ModelConfig) -> None:
                 raise SpecError(
                     f"{where} has {linear.experts} experts, which are not rounded", fix="give a model without experts"
                 )
-            if config.wrappers(index, path, linear):
-                raise SpecError(
-                    f"{where} has an adapter, which a merge would round anew",
-                    fix="merge the adapter into the model first",
-                )
+            adapters = [one for one, _ in config.wrappers(index, path, linear)]
+            if adapters:
+                _check_adapters(spec, adapters, where)
             said = None if linear.precise else quantizer.problem(linear.in_features, tuple(linear.parts.values()))
             if said is not None:
                 raise SpecError(
                     f"{where}: {said}", fix="take a group_size that divides it, or fp8 with strategy channel"
                 )
+
+
+def _check_adapters(spec: Any, adapters: Sequence[Any], where: str) -> None:
+    """Raises SpecError where the weight of a linear with `adapters` is not one sum that can be rounded, and merged as it was."""
+    adapter = adapters[0]
+    if len(adapters) > 1 or adapter.kind != "lora" or adapter.dropout:
+        raise SpecError(
+            f"{where} has an adapter whose sum with the weight is not rounded: {len(adapters)} adapters, {adapter.kind}",
+            fix="take one adapter of kind lora without dropout, or merge the adapter into the model first",
+        )
+    for what, given, fix in (
+        (
+            f"precision {spec.precision}, in which a merge would add other numbers",
+            spec.precision != "fp32",
+            "precision: fp32",
+        ),
+        ("learned steps", spec.objective.quantization_aware.learns_steps, "objective.quantization_aware.kind: integer"),
+    ):
+        if given:
+            raise SpecError(f"{where} with an adapter does not work with {what}", fix=f"set {fix}")
 
 
 def exported_note(objective: Objective) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hone.base.table import Technique
@@ -51,6 +52,10 @@ class Tutor:
 
     def stepped(self, trainer: Training, step: Step) -> None:
         """Called after the student's update, or where the step was skipped."""
+
+    def saving(self, save: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        """What writes the trained model into a folder, from what writes its weights as they are."""
+        return save
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps of it: names that begin with 'teacher.'."""

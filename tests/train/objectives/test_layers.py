@@ -23,7 +23,7 @@ from tests.train.data_parallel.test_data_parallel import on_ranks
 from tests.train.objectives.test_objectives import VOCAB, batch, model
 from tests.train.ranks import trained
 
-WIDE = SHAPE.model_copy(update={"hidden_size": 64, "num_layers": 6})
+WIDE = SHAPE.model_copy(update={"hidden_size": 64, "num_layers": 6, "num_heads": 8})
 
 
 def after(one: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -130,7 +130,12 @@ def test_layers_are_compared_at_equal_depth():
     [
         ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree 2"),
         ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree 2"),
-        ({"objective": {"kind": "hidden_states"}}, "the student has 48, the teacher 64"),
+        ({"objective": {"kind": "hidden_states", "teacher_layers": [1, 6]}}, "the teacher has layers 0 to 5"),
+        ({"objective": {"kind": "hidden_states", "teacher_layers": [1, 5]}}, "has 2 layers beside 4"),
+        ({"objective": {"kind": "minilm", "compares": "attention_values"}}, "the student has 4, the teacher 8"),
+        ({"objective": {"kind": "minilm", "relation_heads": 5}}, "relation_heads 5 does not divide"),
+        ({"objective": "attention_maps"}, "the student has 4 heads, the teacher 8"),
+        ({"objective": "minilm", "compile": True}, "compiled layers do not show"),
         ({"objective": {"kind": "relations", "layers": [4]}}, r"objective.layers \[4\]: the student has layers 0 to 3"),
     ],
 )
