@@ -1,6 +1,6 @@
 """Every form of distillation against plain training at equal tokens: loss, distance to the teacher, and of the student's own text.
 
-    python -m benchmarks.distillations BOOK.txt.gz ... [--steps 80] [--seeds 3]
+    python -m benchmarks.distillations BOOK.txt.gz ... [--steps 120] [--seeds 3]
 
 Bytes of the text are the tokens; the last book is for validation only. One teacher learns the text; students of a sixth of its weights
 then make the same number of steps on the same batches, each in another way. KL(teacher || student) is of validation text, KL(student ||
@@ -34,12 +34,12 @@ from hone.train.cached_logits.facts import LogitsFacts
 from hone.train.cached_logits.keep import drawn, most_likely
 from hone.train.cached_logits.shards import Cached
 from hone.train.loop import Trainer
-from hone.train.optimizers.adamw import AdamW
+from hone.train.optimizers.muon import Muon
 from hone.train.schedules.cosine import Cosine
 
 TEACHER = Shape(hidden_size=96, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=256, max_seq_len=SEQ_LEN)
 STUDENT = Shape(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, max_seq_len=SEQ_LEN)
-SEQUENCES, PROMPT, LR = 8, 16, 4e-3
+SEQUENCES, PROMPT, LR = 8, 16, 1e-2
 KEPT = 8
 """Ids a token of the cached arms."""
 PLAIN = "plain training"
@@ -98,10 +98,11 @@ class Comparison:
             self.fit(model, arguments.teacher_steps, 100, {"kind": "next_token"}, None)
             save(model, folder)
         self.teacher = load(folder).eval().requires_grad_(False)
+        print("the teacher", self.scores(self.teacher), flush=True)
 
     def fit(self, model: Decoder, steps: int, seed: int, objective: dict[str, Any], teacher: Any) -> None:
         """Trains on the batches of `seed`, the same for all arms."""
-        how = {"optimizer": AdamW(lr=LR), "objective": OBJECTIVES.read(objective), "teacher": teacher}
+        how = {"optimizer": Muon(kind="muon", lr=LR), "objective": OBJECTIVES.read(objective), "teacher": teacher}
         trainer = Trainer(model, steps=steps, schedule=Cosine(warmup=10), **how)
         for step in range(steps):
             draw = np.random.default_rng((seed, step))
@@ -126,9 +127,9 @@ class Comparison:
 
     @torch.no_grad()
     def scores(self, student: Decoder) -> dict[str, float]:
-        """Of 64 stretches of validation text, and of as many that the student continues."""
+        """Of 32 stretches of validation text, and of as many that the student continues."""
         found: dict[str, list[float]] = {"loss": [], "kl": [], "own_kl": []}
-        for part in np.split(np.linspace(0, len(self.val) - SEQ_LEN - 1, 64).astype(np.int64), 2):
+        for part in np.split(np.linspace(0, len(self.val) - SEQ_LEN - 1, 32).astype(np.int64), 1):
             batch = bytes_of(self.val, part)
             tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
             log_q, log_p = (one(tokens, Causal(tokens)).log_softmax(-1) for one in (student, self.teacher))
@@ -151,7 +152,7 @@ NAMES = {
 
 def rows_of(comparison: Comparison, seeds: range) -> list[dict[str, Any]]:
     """A row for each arm and figure, beside plain training (of the student's text also beside reverse KL on the data)."""
-    found = {arm: [comparison.run(arm, seed) for seed in seeds] for arm in ARMS}
+    found = {arm: [comparison.run(arm, seed) for seed in seeds] for arm in comparison.arguments.arms}
     rows = []
     for arm, runs in found.items():
         for name, said in NAMES.items():
@@ -177,12 +178,16 @@ def main() -> None:
     """Trains every arm of every seed, prints the rows, adds them to the ledger."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="+", help="books, the last one for validation")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--teacher-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--teacher-steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kept", type=Path, default=Path("distillations.json"), help="where done runs are kept")
+    parser.add_argument(
+        "--arms", nargs="*", default=[*ARMS], help="some of the forms; plain training and reverse KL come first"
+    )
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
+    arguments.arms = list(dict.fromkeys((PLAIN, "reverse KL", *arguments.arms)))
     torch.set_num_threads(1)
     rows = rows_of(Comparison(arguments), range(arguments.seeds))
     for row in rows:

@@ -9,6 +9,7 @@ import pytest
 
 from hone.base.artifact import Artifact
 from hone.base.run import Run
+from hone.feed.load import PackedTokens
 from hone.model import hf
 from hone.model.decoder import build
 from hone.recipe import Planned, Recipe
@@ -31,6 +32,17 @@ def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monk
         assert planned["train-raw-0"].state == "waits for data-raw" and planned["train-curated-0"].plan is not None
     if name == "verification":
         begin_alike(planned, 3)  # the controls: their candidates are not planned before there is a tokenizer
+
+
+@pytest.mark.parametrize("name", ["distill", "qat", "prune_distill_quantize"])
+def test_a_recipe_on_what_tiny_made_is_planned_from_that_alone(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write_data(tmp_path / "work/tiny/data-text")
+    shape = SHAPE.model_copy(update={"max_seq_len": 256})
+    hf.save(build(shape.config(PackedTokens(data).vocab_size)), tmp_path / "work/tiny/train-base", tokenizer_from=data)
+    rows = Recipe.load(RECIPES / f"{name}.yaml").plan("work", Run(quiet=True))
+    assert {row.name: row.problem.what for row in rows if row.problem is not None} == {}
+    assert all(row.plan is not None for row in rows)
 
 
 def test_every_round_of_a_lottery_ticket_and_its_control_read_the_same_data(tmp_path, monkeypatch):

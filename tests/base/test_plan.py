@@ -93,7 +93,10 @@ def test_facts_of_data_are_read_from_its_description(tmp_path):
 
 def test_a_folder_that_holds_neither_is_said_to(tmp_path):
     (tmp_path / "x").mkdir()
-    with pytest.raises(ArtifactError, match=r"has no config.json \(model\) and no tokens/meta.json \(data set\)"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"has no config.json \(model\) and no logits/meta.json \(cache of logits\) and no tokens/meta.json \(data set\)",
+    ):
         facts_of(Artifact.read(tmp_path / "x"))
 
 

@@ -133,3 +133,14 @@ def test_they_train_in_bf16():
 def test_what_does_not_fit_is_refused(fields, ranks, said):
     with pytest.raises(SpecError, match=said):
         check_teacher(Train.read(fields), SHAPE.config(VOCAB), ranks, [], {})
+
+
+def test_a_fixed_teacher_stays_as_it_is():
+    teacher = model(1)
+    before = copy.deepcopy(teacher.state_dict())
+    objective = OBJECTIVES.read({"kind": "distill", "alpha": 0.5, "teacher": "fixed"})
+    one = Trainer(model(0), steps=2, schedule=Cosine(warmup=0), objective=objective, teacher=teacher)
+    loss = expected(one.model, teacher)
+    assert one.step(given()).loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert one.teacher is teacher and not one.tutor.state()
+    assert all(torch.equal(weight, before[name]) for name, weight in teacher.state_dict().items())

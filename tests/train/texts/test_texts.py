@@ -76,3 +76,26 @@ def test_text_ends_where_a_document_does():
     assert ids.tolist() == [0, 0, 0, 0, -1]
     _, targets, ids = laid_out(np.array([2, 2, 7, 8]), 2, (2,))  # those of the prompt do not end it
     assert targets.tolist() == [IGNORE, 7, 8] and ids.tolist() == [0, 0, 0]
+
+
+def test_the_data_are_read_as_they_are():
+    given = rows()
+    assert TEXTS.read("data").batch_of(given, 3, 1, student=model(0), teacher=None) is given
+
+
+def test_with_alpha_0_the_teachers_text_is_sequence_level_distillation():
+    """Cross entropy of what the teacher wrote, and nothing of its distribution. Kim and Rush 2016, arXiv:1606.07947."""
+    from hone.train import OBJECTIVES
+    from hone.train.loop import Trainer
+    from hone.train.schedules.cosine import Cosine
+
+    text = {"kind": "teacher", "prompt_tokens": 5, "greedy_tokens": 20}
+    objective = OBJECTIVES.read({"kind": "distill", "alpha": 0.0, "text": text})
+    teacher, student, given = model(1), model(0), rows()
+    written = objective.text.batch_of(given, 0, 0, student=student, teacher=teacher)
+    tokens, targets = torch.from_numpy(written.tokens), torch.from_numpy(written.targets)
+    one = Trainer(student, steps=1, schedule=Cosine(warmup=0), objective=objective, teacher=teacher)
+    with torch.no_grad():
+        logits = student(tokens).flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(logits, targets.flatten())
+    assert one.step(given).loss == pytest.approx(float(wanted), rel=1e-5)
