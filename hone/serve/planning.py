@@ -12,6 +12,7 @@ from hone.base.figure import Estimate
 from hone.cost.cache import LayerCache, page_bytes
 from hone.cost.memory import BYTES
 from hone.cost.ranks import Split
+from hone.cost.serve.adapters import AdapterWork
 from hone.cost.serve.figures import HELD_24, READ_24, Measured, estimate, read_weights
 from hone.cost.serve.offload import ExpertCopies, Offload
 from hone.cost.serve.schedule import Batching, Traffic
@@ -29,6 +30,7 @@ from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import cpu_step
 from hone.ops.dispatch import Where, choose, triton_version
 from hone.parallel.place import Place
+from hone.serve.adapters.layout import SlotLayout
 from hone.serve.bench.workload import NUM_SAMPLES, SAMPLE_TOKENS
 from hone.serve.kv_policies.policy import check_bits
 from hone.serve.offload.budget import MemoryBudget, budget_of, check_cached, expert_bytes
@@ -73,6 +75,8 @@ def estimates(
     if copies is not None:
         weights -= sum(size * (count - copies.num_cached) for count, _, size in copies.layers)
     longest = spec.max_model_len or models[0].config.max_seq_len
+    adapters = adapter_work(spec, models[0], formats[0])
+    weights += 0.0 if adapters is None else adapters.held_bytes
     work = work_bytes(dims, spec, formats[0], machine.device)
     memory = DeviceMemory.of(machine)
     if not machine.device.startswith("cuda"):  # all ranks share it
@@ -85,6 +89,7 @@ def estimates(
     pages = cache_pages(sizes, one, memory, most * spec.block_size, weights=weights, work=work)
     _must_hold(traffic, longest if most <= pages else min(longest, pages * spec.block_size))
     serving = serving_of(spec, models[0], machine, copies if budget is None else budget.offload)
+    serving = replace(serving, adapters=adapters)
     measured = Measured(
         serving,
         traffic,
@@ -154,6 +159,15 @@ def expert_copies(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> Exper
     fed = [one.feed_forward for one in model.config.layers if one.feed_forward.sums_once]
     each = expert_bytes(model, dtype) / sum(one.num_experts for one in fed)
     return ExpertCopies(tuple((one.num_experts, one.router.visits(one.num_experts), each) for one in fed), num_cached)
+
+
+def adapter_work(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> AdapterWork | None:
+    """The slots of `spec.lora`, and the adapters of its `lora_modules` at the largest rank; None without slots."""
+    if spec.lora.max_loras is None:
+        return None
+    layout = SlotLayout.of(model.config, spec.lora.max_lora_rank)
+    distinct = min(len(spec.lora.lora_modules), spec.lora.max_loras)
+    return AdapterWork(distinct, BYTES[dtype] * float(layout.size), spec.lora.max_loras, len(layout.linears))
 
 
 def serving_of(

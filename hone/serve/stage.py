@@ -129,6 +129,8 @@ class Serve(Stage):
         ):
             if technique:
                 draft.did({"slot": slot, **technique.model_dump(mode="json")})
+        for adapter in engine.adapters.names().values() if engine.adapters is not None else ():
+            draft.did({"slot": "adapter", "kind": "lora", "name": adapter.name, "content": adapter.content})
         counted = {name: after[name] - before.get(name, 0) for name in after}
         record(draft, timings, counted, serving, model.folder, self.concurrency)
         draft.record("kv_cache_bytes", engine.cache_bytes, "B", note=engine.sizes)

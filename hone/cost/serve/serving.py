@@ -10,6 +10,7 @@ from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.ranks import Split
 from hone.cost.roofline import attention_seconds, copy_rate, linear_seconds, seconds
+from hone.cost.serve.adapters import AdapterWork
 from hone.cost.serve.captured import most_mixed, padded_tokens
 from hone.cost.serve.decode import decode_step_seconds, decode_step_starts
 from hone.cost.serve.offload import ExpertCopies, Offload
@@ -88,6 +89,8 @@ class Serving:
     """How a GPU multiplies weights of 8 bits by inputs of 8 bits, as `forward_seconds` takes it; "": it does not."""
     offload: Offload | ExpertCopies | None = None
     """Layers whose weights every step copies from host memory."""
+    adapters: AdapterWork | None = None
+    """LoRA adapters that the sequences have."""
 
     @property
     def cached_width(self) -> float:
@@ -111,16 +114,25 @@ class Serving:
             step = step._replace(decoding=-(-step.decoding // stages), samples=-(-step.samples // stages))
         if self.in_place:
             alone = self._on_gpu(step, again=again)
-        elif self.compiled and not step.chunks and step.decoding <= MOST_COMPILED:
+        elif self.compiled and not step.chunks and step.decoding <= MOST_COMPILED and not self._adapted:
             alone = self._compiled(step)
         else:
             alone = self._gathered(step)
+        if self.adapters is not None and self._adapted:
+            seqs = step.decoding + len(step.chunks)
+            added = self.adapters.step_seconds(self.machine, self.dtype, seqs, captured=self.in_place)
+            formula = f"{alone.formula} + {added.formula}"
+            alone = alone.model_copy(update={"value": alone.value + added.value, "formula": formula})
         if self.split.tensor * stages == 1:
             return alone
         more = self.split.step(self.dims, step.num_tokens, step.samples, self.vocab_size, self.dtype)
         times = stages if not step.chunks else 1
         formula = f"{times} x ({alone.formula} + {more.formula})" if times > 1 else f"{alone.formula} + {more.formula}"
         return Estimate(value=times * (alone.value + more.value), unit="s", formula=formula, bound=alone.bound)
+
+    @property
+    def _adapted(self) -> bool:
+        return self.adapters is not None and self.adapters.distinct > 0
 
     @property
     def launched_s(self) -> float:

@@ -57,8 +57,9 @@ class Timing:
 
 
 def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> list[Timing]:
-    """Keeps `concurrency` requests in flight until all are done. Raises RuntimeError when one fails."""
+    """Keeps `concurrency` requests in flight until all are done, with the engine's adapters in turn. Raises RuntimeError when one fails."""
     timings: list[Timing] = []
+    adapters = list(engine.adapters.names()) if engine.adapters is not None else []
     begun = time.perf_counter()
     in_flight = 0
     with run.progress("serving", sum(workload.output_tokens), "tokens") as bar:
@@ -67,7 +68,8 @@ def drive(engine: Engine, workload: Workload, concurrency: int, run: Run) -> lis
                 index = len(timings)
                 prompt = workload.prompts[index]
                 timings.append(Timing(index, len(prompt), time.perf_counter() - begun))
-                engine.add(Request(str(index), prompt, workload.params(index)))
+                adapter = adapters[index % len(adapters)] if adapters else ""
+                engine.add(Request(str(index), prompt, workload.params(index), adapter=adapter))
                 in_flight += 1
             outputs = engine.step()
             now = time.perf_counter() - begun
