@@ -27,6 +27,10 @@ class SlotLinear:
     """The checkpoint modules that hold its rows, each with their number: its pieces."""
     down: int
     up: int
+    row: int
+    """Its first row in the table of output features, where these are scaled (DoRA, (IA)3)."""
+    column: int
+    """Its first column in the table of input features."""
 
     @property
     def out_features(self) -> int:
@@ -46,13 +50,15 @@ class SlotLayout:
     linears: tuple[SlotLinear, ...]
     size: int
     """Numbers of a slot."""
+    num_rows: int
+    num_columns: int
 
     @classmethod
     def of(cls, config: ModelConfig, max_lora_rank: int) -> SlotLayout:
         """That of a model: of attention, and of feed-forwards without experts."""
         rank = -(-max_lora_rank // _ROUND) * _ROUND
         found: list[SlotLinear] = []
-        size = 0
+        size = row = column = 0
         for layer, spec in enumerate(config.layers):
             kinds = {"mixer": spec.mixer.kind in _MIXERS, "feed_forward": spec.feed_forward.kind in _FEED_FORWARDS}
             for path, linear in config.linears(layer).items():
@@ -61,8 +67,9 @@ class SlotLayout:
                 modules = config.modules(layer, path)
                 down, up = size, size + len(modules) * rank * linear.in_features
                 size = up + linear.out_features * rank
-                found.append(SlotLinear(layer, path, len(found), linear.in_features, modules, down, up))
-        return cls(rank, tuple(found), size)
+                found.append(SlotLinear(layer, path, len(found), linear.in_features, modules, down, up, row, column))
+                row, column = row + linear.out_features, column + linear.in_features
+        return cls(rank, tuple(found), size, row, column)
 
     @property
     def most_pieces(self) -> int:

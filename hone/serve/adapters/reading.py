@@ -13,8 +13,12 @@ from torch import Tensor
 
 from hone.base.errors import ArtifactError, FitError, HoneError, SpecError
 from hone.model.adapters import peft
+from hone.model.adapters.base import Adapter
+from hone.model.adapters.dora import DoRA
+from hone.model.adapters.ia3 import IA3
 from hone.model.adapters.lora import LoRA
 from hone.model.config import ModelConfig
+from hone.model.decoder import Decoder
 from hone.model.folder import ADAPTER_CONFIG
 from hone.serve.adapters.layout import SlotLayout, SlotLinear
 
@@ -35,6 +39,10 @@ class HostAdapter:
     """[layout.size] in the model's dtype; zero where the adapter has nothing."""
     ranks: Tensor
     """int32 [linears, most_pieces]."""
+    scales: Tensor | None = None
+    """float32 [num_rows, 2]: what each output feature of the base is multiplied by, and what is then added; None: 1 and 0."""
+    inputs: Tensor | None = None
+    """float32 [num_columns]: what each input feature is multiplied by; None: 1."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,9 +51,9 @@ class HostAdapter:
 
 
 def read_adapter(
-    name: str, path: str, config: ModelConfig, layout: SlotLayout, dtype: torch.dtype, *, max_lora_rank: int, pin: bool
+    name: str, path: str, base: Decoder, layout: SlotLayout, *, max_lora_rank: int, pin: bool
 ) -> HostAdapter:
-    """The adapter in folder `path` for the model of `config`; may run in any thread.
+    """The adapter in folder `path` for the model `base`; may run in any thread.
 
     Raises NoAdapterError where there is none, ArtifactError for one that does not fit the model or that hone does not serve, and
     FitError for a rank above `max_lora_rank`.
@@ -67,37 +75,29 @@ def read_adapter(
     del data
     adapter = peft.read(folder)
     try:
-        adapted = peft.adapted(config.model_copy(update={"adapters": ()}), adapter)
+        adapted = peft.adapted(base.config, adapter)
     except HoneError as error:
         raise ArtifactError(f"{folder}: {error.what}", fix="give an adapter of the model that is served") from None
-    numbers = torch.zeros(layout.size, dtype=dtype, pin_memory=pin)
-    ranks = torch.zeros(len(layout.linears), layout.most_pieces, dtype=torch.int32)
+    filling = _Filling(base, layout, tensors, weights, max_lora_rank, pin)
     for layer in range(adapted.num_layers):
         for where, linear in adapted.linears(layer).items():
             modules = list(adapted.modules(layer, where))
             for own, pieces in adapted.wrappers(layer, where, linear):
                 place = layout.find(layer, where)
                 names = dict(zip((one.name for one in linear.pieces), modules)) if len(modules) > 1 else {}
-                if place is None or type(own) is not LoRA:
-                    what = f"adapters of {modules[0]}" if place is None else f"'{own.kind}' beside other adapters"
+                if place is None:
                     raise ArtifactError(
-                        f"{folder}: {what} cannot be served", fix="hone merge it into its model, and serve that"
+                        f"{folder}: adapters of {modules[0]} cannot be served",
+                        fix="hone merge it into its model, and serve that",
                     )
                 for piece in pieces:
-                    module = names.get(piece.name, modules[0])
-                    lora = own.of_piece(piece.name)
-                    if lora.rank > max_lora_rank:
-                        raise FitError(
-                            f"{folder}: rank {lora.rank} of {module} is above engine.lora.max_lora_rank {max_lora_rank}",
-                            fix=f"start the engine with engine.lora.max_lora_rank={lora.rank}",
-                        )
-                    _fill(numbers, ranks, layout, place, module, lora, tensors, weights)
+                    filling.fill(place, names.get(piece.name, modules[0]), piece.name, own)
     if tensors:
         raise ArtifactError(
             f"{weights} holds {next(iter(tensors))}, which adapter_config.json does not lead to",
             fix="give the adapter as PEFT wrote it, without other weights in it",
         )
-    return HostAdapter(name, path, content, numbers, ranks)
+    return HostAdapter(name, path, content, filling.numbers, filling.ranks, filling.scales, filling.inputs)
 
 
 def _is_file(path: Path) -> bool:
@@ -107,34 +107,105 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _fill(
-    numbers: Tensor,
-    ranks: Tensor,
-    layout: SlotLayout,
-    place: SlotLinear,
-    module: str,
-    lora: LoRA,
-    tensors: dict[str, Tensor],
-    file: Path,
-) -> None:
-    """Moves the factors of a module out of `tensors` to their place, B times its scale."""
-    piece, begin = place.begin(module)
-    columns, rows, most = place.in_features, place.modules[module], layout.rank
-    found = []
-    for part, shape in (("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))):
-        key = peft.key(module, part)
-        tensor = tensors.pop(key, None)
+class _Filling:
+    """The tables of one adapter while its modules are moved into them, out of `tensors`."""
+
+    def __init__(
+        self, base: Decoder, layout: SlotLayout, tensors: dict[str, Tensor], file: Path, most: int, pin: bool
+    ) -> None:
+        self._base, self._layout, self._tensors, self._file, self._most, self._pin = (
+            base,
+            layout,
+            tensors,
+            file,
+            most,
+            pin,
+        )
+        self.numbers = torch.zeros(layout.size, dtype=base.dtype, pin_memory=pin)
+        self.ranks = torch.zeros(len(layout.linears), layout.most_pieces, dtype=torch.int32)
+        self.scales: Tensor | None = None
+        self.inputs: Tensor | None = None
+
+    def fill(self, place: SlotLinear, module: str, piece: str, adapter: Adapter) -> None:
+        """One module: LoRA, DoRA or (IA)3. Raises ArtifactError and FitError as `read_adapter`."""
+        if isinstance(adapter, IA3):
+            self._factors(place, module, of_inputs=piece in adapter.feedforward_modules)
+            return
+        if not isinstance(adapter, LoRA):
+            raise ArtifactError(
+                f"{self._file.parent}: adapter '{adapter.kind}' cannot be served beside others",
+                fix="hone merge it into its model, and serve that",
+            )
+        lora = adapter.of_piece(piece)
+        if lora.rank > self._most:
+            raise FitError(
+                f"{self._file.parent}: rank {lora.rank} of {module} is above engine.lora.max_lora_rank {self._most}",
+                fix=f"start the engine with engine.lora.max_lora_rank={lora.rank}",
+            )
+        down = self._taken(f"{module}.lora_A.weight", (lora.rank, place.in_features))
+        up = self._taken(f"{module}.lora_B.weight", (place.modules[module], lora.rank)) * lora.scale
+        if isinstance(lora, DoRA):
+            up = up * self._stretch(place, module, down, up)[:, None]
+        index, begin = place.begin(module)
+        most, columns, rows = self._layout.rank, place.in_features, place.modules[module]
+        start = place.down + index * most * columns
+        self.numbers[start : start + lora.rank * columns].view(lora.rank, columns).copy_(down)
+        start = place.up + begin * most
+        self.numbers[start : start + rows * most].view(rows, most)[:, : lora.rank].copy_(up)
+        self.ranks[place.index, index] = lora.rank
+
+    def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name, float32, taken out of those that are left."""
+        key = f"{peft.PREFIX}{name}"
+        tensor = self._tensors.pop(key, None)
         if tensor is None or tuple(tensor.shape) != shape:
             said = "is not there" if tensor is None else f"is {tuple(tensor.shape)}"
-            raise ArtifactError(f"{file}: {key} {said}, the model needs {shape}", fix="give an adapter of this model")
+            raise ArtifactError(
+                f"{self._file}: {key} {said}, the model needs {shape}", fix="give an adapter of this model"
+            )
         if not tensor.isfinite().all():
-            raise ArtifactError(f"{file}: {key} has values that are not finite", fix="train or download it again")
-        found.append(tensor.float())
-    start = place.down + piece * most * columns
-    numbers[start : start + lora.rank * columns].view(lora.rank, columns).copy_(found[0])
-    start = place.up + begin * most
-    numbers[start : start + rows * most].view(rows, most)[:, : lora.rank].copy_(found[1] * lora.scale)
-    ranks[place.index, piece] = lora.rank
+            raise ArtifactError(f"{self._file}: {key} has values that are not finite", fix="train or download it again")
+        return tensor.float()
+
+    def _rows(self, place: SlotLinear, module: str) -> Tensor:
+        """The scale and shift of a module's output features, [N, 2]."""
+        if self.scales is None:
+            self.scales = torch.tensor([1.0, 0.0]).repeat(self._layout.num_rows, 1)
+        begin = place.row + place.begin(module)[1]
+        return self.scales[begin : begin + place.modules[module]]
+
+    def _stretch(self, place: SlotLinear, module: str, down: Tensor, up: Tensor) -> Tensor:
+        """DoRA's m / |W + s B A| of each row [N], by which the base's output is multiplied, too, but for its bias."""
+        magnitude = self._taken(f"{module}.lora_magnitude_vector", (place.modules[module],))
+        linear = self._base.layers[place.layer].get_submodule(place.path)
+        begin = place.begin(module)[1]
+        rows = slice(begin, begin + place.modules[module])
+        with torch.inference_mode():
+            weight = linear.dequantize(self._base.dtype)[rows].float()
+            length = (weight + up.to(weight.device) @ down.to(weight.device)).norm(dim=1).cpu()
+        found = magnitude / length
+        scales = self._rows(place, module)
+        scales[:, 0] = found
+        if linear.bias is not None:
+            scales[:, 1] = (1 - found) * linear.bias[rows].detach().float().cpu()
+        return found
+
+    def _factors(self, place: SlotLinear, module: str, *, of_inputs: bool) -> None:
+        """(IA)3's factors of a module's inputs or outputs."""
+        if not of_inputs:
+            self._rows(place, module)[:, 0] = self._taken(f"{module}.ia3_l", (place.modules[module], 1))[:, 0]
+            return
+        if self.inputs is None:
+            self.inputs = torch.ones(self._layout.num_columns)
+        end = place.column + place.in_features
+        self.inputs[place.column : end] = self._taken(f"{module}.ia3_l", (1, place.in_features))[0]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
 
 
 def check_base(config: ModelConfig) -> None:

@@ -47,7 +47,7 @@ class Adapters:
     def __init__(self, model: Decoder, spec: LoRASpec, device: torch.device) -> None:
         assert spec.max_loras is not None, "the engine serves adapters"
         check_base(model.config)
-        self._config, self._dtype, self._pin = model.config, model.dtype, device.type == "cuda"
+        self._base, self._pin = model, device.type == "cuda"
         self._max_rank, self._max_cpu = spec.max_lora_rank, spec.max_cpu_loras
         self.layout = SlotLayout.of(model.config, spec.max_lora_rank)
         if not self.layout.linears:
@@ -72,9 +72,7 @@ class Adapters:
 
     def read(self, name: str, path: str) -> HostAdapter:
         """Reads and checks an adapter without a change to this object; in any thread. Errors as `read_adapter`."""
-        return read_adapter(
-            name, path, self._config, self.layout, self._dtype, max_lora_rank=self._max_rank, pin=self._pin
-        )
+        return read_adapter(name, path, self._base, self.layout, max_lora_rank=self._max_rank, pin=self._pin)
 
     def check_name(self, name: str, *, load_inplace: bool = False) -> None:
         """Raises SpecError for a name that is empty, or taken unless `load_inplace`."""

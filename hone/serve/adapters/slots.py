@@ -5,7 +5,7 @@ The decoder with adapters shares every weight with the one without: a step in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 
@@ -25,6 +25,12 @@ class AdapterSlots:
         self.layout, self.num_slots = layout, num_slots
         self.numbers = torch.zeros(num_slots, layout.size, dtype=dtype, device=device)
         self.ranks = torch.zeros(num_slots, len(layout.linears), layout.most_pieces, dtype=torch.int32, device=device)
+        self.scales: Tensor | None = None
+        """float32 [slots, num_rows, 2]; None until an adapter scales outputs or inputs."""
+        self.inputs: Tensor | None = None
+        """[slots, num_columns] in the model's dtype; made with `scales`."""
+        self.when_scaled: list[Callable[[], None]] = []
+        """Called before the first adapter that scales comes to a slot: captured passes do not."""
         self.rows: Tensor | None = None
         """int32 [T]: the slot of each token of the pass under way, -1 without an adapter."""
 
@@ -37,6 +43,18 @@ class AdapterSlots:
         """Brings an adapter to a slot, behind the steps that were launched. It waits for nothing where host memory is pinned."""
         self.numbers[slot].copy_(adapter.numbers, non_blocking=True)
         self.ranks[slot].copy_(adapter.ranks, non_blocking=True)
+        if self.scales is None and (adapter.scales is not None or adapter.inputs is not None):
+            device, layout = self.numbers.device, self.layout
+            for forget in self.when_scaled:
+                forget()
+            self.scales = torch.tensor([1.0, 0.0], device=device).repeat(self.num_slots, layout.num_rows, 1)
+            self.inputs = self.numbers.new_ones(self.num_slots, layout.num_columns)
+        if self.scales is not None and self.inputs is not None:
+            if adapter.scales is None:
+                self.scales[slot, :, 0], self.scales[slot, :, 1] = 1.0, 0.0
+            else:
+                self.scales[slot].copy_(adapter.scales)
+            self.inputs[slot].copy_(1.0 if adapter.inputs is None else adapter.inputs)  # type: ignore[arg-type]
 
     @contextmanager
     def of(self, rows: Tensor) -> Iterator[None]:
@@ -62,15 +80,20 @@ class SlottedLinear(nn.Module):
     def __init__(self, inner: nn.Module, slots: AdapterSlots, place: SlotLinear) -> None:
         super().__init__()
         self.inner = inner
-        self._slots, self._widths = slots, list(place.modules.values())
+        self._slots, self._place, self._widths = slots, place, list(place.modules.values())
         self._downs, self._ups, self._ranks = slots.factors(place)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype."""
         rows = self._slots.rows
         assert rows is not None, "a pass of the decoder with adapters has slots"
+        scales, place, factors = self._slots.scales, self._place, None
+        if scales is not None and self._slots.inputs is not None:
+            factors = scales[:, place.row : place.row + place.out_features]
+            inputs = self._slots.inputs[:, place.column : place.column + place.in_features]
+            x = torch.where((rows >= 0)[:, None], x * inputs[rows.clamp(min=0)], x)
         narrow = lora_shrink(x, self._downs, rows, self._ranks)
-        return lora_expand(narrow, self._ups, rows, self._ranks, self.inner(x), self._widths)
+        return lora_expand(narrow, self._ups, rows, self._ranks, self.inner(x), self._widths, factors=factors)
 
 
 def with_slots(decoder: Decoder, slots: AdapterSlots) -> Decoder:

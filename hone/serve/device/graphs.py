@@ -94,6 +94,8 @@ class StepGraphs:
         self._draws: Draws = "plain" if draws else ""
         self._model, self._cache, self._device = model, cache, torch.device(device)
         self._adapters = adapters
+        if adapters is not None:
+            adapters.slots.when_scaled.append(self._forget_adapted)
         self._table, self._last = table, last
         self._longest = cache.rope_len or model.config.max_seq_len
         if cache.kept == KeptTokens():  # else positions may be larger than the cache
@@ -200,6 +202,11 @@ class StepGraphs:
         step.buffers.fill(batch, sampling, self._shared(batch) if key.shared else NONE_SHARED)
         step.graph.replay()
         return step.tokens[: batch.num_seqs]
+
+    def _forget_adapted(self) -> None:
+        """Drops the graphs that add factors, which from now on do more; they are captured anew."""
+        torch.cuda.synchronize()
+        self._captured = {key: one for key, one in self._captured.items() if not key.adapted}
 
     def _capture(self, key: GraphKey) -> bool:
         buffers = PagedBuffers(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from hone.base.errors import ArtifactError, FitError, SpecError
+from hone.model.adapters.dora import DoRA
+from hone.model.adapters.ia3 import IA3
 from hone.serve.adapters.reading import NoAdapterError
 from hone.serve.engine import EngineSpec
 from tests.serve.adapters.folders import adapter_folder, merged
@@ -17,6 +20,8 @@ PROMPTS = [[(7 * i + 3 * j) % 61 for j in range(1, 6 + 5 * i)] for i in range(4)
 OPTIONS = {
     "all": {"rank": 4},
     "qv": {"rank": 16, "target_modules": ("q_proj", "v_proj"), "alpha": 8.0},
+    "dora": {"kind": DoRA, "rank": 4},
+    "ia3": {"kind": IA3},
     "varied": {"rank": 3, "rank_pattern": {"down_proj": 7}, "alpha_pattern": {"k_proj": 9.0}, "use_rslora": True},
 }
 
@@ -51,7 +56,7 @@ def test_mixed_requests_have_the_text_of_their_merged_models(
         assert completion.error is None and completion.tokens == expected[name][index], (name, index)
     assert len({tuple(tokens[2]) for tokens in expected.values()}) == len(expected)  # the adapters do change the text
     stats = one.stats()
-    assert stats["adapter_slots_running"] == 0 and stats["adapters"] == 3 and stats["adapter_fills"] >= 3
+    assert stats["adapter_slots_running"] == 0 and stats["adapters"] == 5 and stats["adapter_fills"] >= 3
     assert_all_free(one)
 
 
@@ -154,3 +159,15 @@ def test_what_cannot_be_served_is_refused_with_a_way_out(folders: dict[str, Path
             EngineSpec.read({"lora": {"max_loras": 1}, **wrong})
     with pytest.raises(SpecError, match="have no effect without"):
         EngineSpec.read({"lora": {"max_lora_rank": 8}})
+
+
+def test_dora_leaves_the_bias_of_the_base_as_it_is(tmp_path: Path) -> None:
+    model = decoder(family="qwen2")
+    for layer in model.layers:
+        layer.mixer.qkv.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+    one = engine(model, lora={"max_loras": 1})
+    folder = adapter_folder(tmp_path / "dora", model, 3, DoRA, rank=4)
+    one.adapters.load("dora", str(folder))
+    found = one.generate([PROMPTS[2], PROMPTS[2]], greedy(8), adapters=["dora", ""])
+    assert found[0].tokens == dense_greedy(merged(model, folder), PROMPTS[2], 8)
+    assert found[1].tokens == dense_greedy(model, PROMPTS[2], 8) != found[0].tokens
