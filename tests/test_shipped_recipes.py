@@ -38,7 +38,7 @@ def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monk
 def test_a_recipe_on_what_tiny_made_is_planned_from_that_alone(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_data(tmp_path / "work/tiny/data-text")
-    shape = SHAPE.model_copy(update={"max_seq_len": 256})
+    shape = SHAPE.model_copy(update={"hidden_size": 64, "max_seq_len": 256})
     hf.save(build(shape.config(PackedTokens(data).vocab_size)), tmp_path / "work/tiny/train-base", tokenizer_from=data)
     rows = Recipe.load(RECIPES / f"{name}.yaml").plan("work", Run(quiet=True))
     assert {row.name: row.problem.what for row in rows if row.problem is not None} == {}
