@@ -61,7 +61,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "reward": ("train/rollouts/test_rewards.py",),
     "divergence": ("train/objectives/test_divergences.py",),
-    "teacher": ("train/teachers/test_teachers.py", "train/cached_logits/test_cached_logits.py"),
+    "teacher": (
+        "train/teachers/test_teachers.py",
+        "train/teachers/test_theseus.py",
+        "train/cached_logits/test_cached_logits.py",
+    ),
     "text": ("train/texts/test_texts.py",),
     "fake quantizer": (
         "train/quantization_aware/test_quantization_aware.py",

@@ -28,6 +28,8 @@ class Training(Protocol):
     device: Any
     max_grad_norm: float
     gradient_accumulation_steps: int
+    done: int
+    steps: int
     scaler: Any
     ranks: Any
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
 from hone.feed.facts import DataFacts
+from hone.model.facts import CheckpointFacts
 from hone.train.cached_logits.facts import LogitsFacts
 from hone.train.cached_logits.stage import check_cache
 from hone.train.teachers.peer import Peer
+from hone.train.teachers.theseus import Theseus
 
 if TYPE_CHECKING:
     from hone.model.config import ModelConfig
@@ -29,6 +31,8 @@ def check_teacher(
         )
     if objective.reads_teacher and not objective.from_teacher:
         _check_own(spec, config, num_ranks)
+    if isinstance(getattr(objective, "teacher", None), Theseus):
+        _check_theseus(spec, config, facts)
     text = getattr(objective, "text", None)
     if text is None or not text.writer:
         return
@@ -78,6 +82,20 @@ def _check_cached(spec: Any, config: ModelConfig, data: list[DataFacts], facts: 
                 f"{where} is of whole sequences and the whole vocabulary, of which each rank of {name}_parallel_degree {degree} has a part",
                 fix=f"set parallelism.{name}_parallel_degree: 1; data-parallel ranks may share the work",
             )
+
+
+def _check_theseus(spec: Any, config: ModelConfig, facts: Mapping[str, Facts]) -> None:
+    """For a teacher whose layers stand in for the student's."""
+    for name in ("pipeline", "tensor", "expert"):
+        if getattr(spec.parallelism, f"{name}_parallel_degree") > 1:
+            raise SpecError(
+                f"objective.teacher theseus replaces whole layers, of which each rank of {name}_parallel_degree has a part",
+                fix=f"set parallelism.{name}_parallel_degree: 1, or objective.teacher: fixed",
+            )
+    for what, given in (("compile", spec.compile), ("an adapter", bool(config.adapters))):
+        if given:
+            raise SpecError(f"objective.teacher theseus does not work with {what}", fix="take objective.teacher: fixed")
+    spec.objective.teacher.check_models(config, need(facts, "teacher", CheckpointFacts).config)
 
 
 def _check_own(spec: Any, config: ModelConfig, num_ranks: int) -> None:
