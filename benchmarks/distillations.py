@@ -3,7 +3,7 @@
     python -m benchmarks.distillations BOOK.txt.gz ... [--steps 120] [--seeds 3]
 
 Bytes of the text are the tokens; the last book is for validation only. One teacher learns the text; students of a sixth of its weights
-then make the same number of steps on the same batches, each in another way. KL(teacher || student) is of validation text, KL(student ||
+then make the same number of steps on the same batches, each in another way, from the same students after some plain steps. KL(teacher || student) is of validation text, KL(student ||
 teacher) of text that the student itself continues from validation prompts. Runs that are done are kept in `--kept`, from which an
 interrupted comparison goes on.
 """
@@ -100,26 +100,37 @@ class Comparison:
         self.teacher = load(folder).eval().requires_grad_(False)
         print("the teacher", self.scores(self.teacher), flush=True)
 
-    def fit(self, model: Decoder, steps: int, seed: int, objective: dict[str, Any], teacher: Any) -> None:
-        """Trains on the batches of `seed`, the same for all arms."""
+    def begun(self, seed: int) -> Decoder:
+        """The student with which every arm of a seed begins: after some steps of plain training, so that it writes text at all."""
+        folder = self.arguments.kept.with_suffix(f".{seed}")
+        if not folder.exists():
+            model = build(STUDENT.config(VOCAB), seed=seed)
+            self.fit(model, self.arguments.start_steps, seed, {"kind": "next_token"}, None)
+            save(model, folder)
+        return load(folder)
+
+    def fit(
+        self, model: Decoder, steps: int, seed: int, objective: dict[str, Any], teacher: Any, first: int = 0
+    ) -> None:
+        """Trains on the batches of `seed` from number `first` on, the same for all arms."""
         how = {"optimizer": Muon(kind="muon", lr=LR), "objective": OBJECTIVES.read(objective), "teacher": teacher}
         trainer = Trainer(model, steps=steps, schedule=Cosine(warmup=10), **how)
-        for step in range(steps):
+        for step in range(first, first + steps):
             draw = np.random.default_rng((seed, step))
             trainer.step(bytes_of(self.train, draw.integers(0, len(self.train) - SEQ_LEN - 1, SEQUENCES)))
 
     def run(self, arm: str, seed: int) -> dict[str, float]:
         """Validation loss and both distances of one student."""
-        key = f"{arm} {seed} {self.arguments.steps}"
+        key = f"{arm} {seed} {self.arguments.start_steps} {self.arguments.steps}"
         if key not in self.done:
-            student, objective = build(STUDENT.config(VOCAB), seed=seed), dict(ARMS[arm])
+            student, objective = self.begun(seed), dict(ARMS[arm])
             given: Any = self.teacher
             if arm.startswith("cached"):
                 given = Live(self.teacher, sampled="drawn" in arm)
             for name in ("teacher", "text"):
                 if isinstance(objective.get(name), dict) and objective[name]["kind"] in ("student", "teacher", "peer"):
                     objective[name] = {**objective[name], "seed": 1000 + seed}
-            self.fit(student, self.arguments.steps, seed, objective, given)
+            self.fit(student, self.arguments.steps, seed, objective, given, first=self.arguments.start_steps)
             self.done[key] = self.scores(student.eval())
             self.arguments.kept.write_text(json.dumps(self.done))
             print(key, self.done[key], flush=True)
@@ -162,7 +173,7 @@ def rows_of(comparison: Comparison, seeds: range) -> list[dict[str, Any]]:
             row = {"figure": f"{arm}, {said}", "value": statistics.fmean(values), "unit": "nats/byte", "n": len(values)}
             row |= {
                 "interval": half_width(values),
-                "note": f"{comparison.arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes",
+                "note": f"{comparison.arguments.steps} steps of {SEQUENCES} x {SEQ_LEN} bytes after {comparison.arguments.start_steps} plain ones",
             }
             if not peers:
                 rows.append(row)
@@ -179,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="+", help="books, the last one for validation")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--start-steps", type=int, default=60, help="plain steps that every student makes first")
     parser.add_argument("--teacher-steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kept", type=Path, default=Path("distillations.json"), help="where done runs are kept")
