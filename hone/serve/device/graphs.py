@@ -177,6 +177,13 @@ class StepGraphs:
                 return self._capture(size)
         return False
 
+    def close(self) -> None:
+        """Frees all graphs; steps run without them then. A communicator of NCCL does not end while graphs have its collectives."""
+        self._broken = True
+        for one in self._captured.values():
+            one.graph.reset()
+        self._captured.clear()
+
     @torch.inference_mode()
     def capture_seen(self) -> int:
         """Captures every size that has come and has no graph, so that the same load runs again without a capture; how many."""

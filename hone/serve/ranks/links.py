@@ -136,22 +136,32 @@ class Links:
             raise RankError("a rank closed its socket and still runs", fix=RESTART)
         return self.lost
 
-    def close(self) -> None:
-        """Ends all workers and waits for them. Idempotent."""
+    def close(self, finish_s: float = 0.0) -> None:
+        """Ends all workers and waits for them. Idempotent.
+
+        For up to `finish_s` they first do what they were sent: kernels of this rank would else wait for sums that never come.
+        """
         self._closing.set()
         for worker in self._workers:
-            worker.steps.close()
+            with suppress(OSError):
+                worker.steps.socket.shutdown(socket.SHUT_WR)
+        self._wait_ended(finish_s)
+        for worker in self._workers:
             with suppress(OSError):
                 worker.pings.socket.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 5
-        for worker in self._workers:
-            while worker.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+        self._wait_ended(5.0)
         self._kill()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         for worker in self._workers:
+            worker.steps.close()
             worker.pings.close()
+
+    def _wait_ended(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for worker in self._workers:
+            while worker.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def _raise_lost(self) -> None:
         if self.lost is not None:

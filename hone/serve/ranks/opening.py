@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hone.ops.dispatch import say_once
 from hone.parallel.group import Group, Pipe
 from hone.parallel.one_shot import OneShot
 from hone.parallel.place import Place
+from hone.serve.device.graphs import StepGraphs
 from hone.serve.experts.placing import ExpertPlacing, slots_of
 from hone.serve.paging.cache import KVCache, cache_tensors
 from hone.serve.ranks.frames import MessageKind
@@ -165,7 +167,7 @@ def open_lead(
     runner.links, runner.step_interval = links, spec.eplb_config.step_interval
     if own.type == "cuda":
         links.on_lost = _abort
-    runner.end = weakref.finalize(runner, _end, links, bound)
+    runner.end = weakref.finalize(runner, _end, links, bound, runner.graphs)
     return rank, runner, num_pages
 
 
@@ -193,6 +195,10 @@ STARTS: list[Spawn] = [spawn]
 """How workers are started; tests fork them instead."""
 INTERVAL_S = [1.0]
 """Seconds between pings."""
+_ABORT_S = 10.0
+"""Seconds that a closing engine waits for NCCL to end."""
+_FINISH_S = 10.0
+"""Seconds in which the other ranks end the steps that they were sent, when an engine is closed."""
 
 
 def device_of(device: str, place: Place) -> torch.device:
@@ -269,18 +275,29 @@ def _abort() -> None:
         dist.distributed_c10d._abort_process_group()
 
 
+def _abort_soon() -> None:
+    """The same, but its caller waits a limited time: NCCL may wait for what never comes, and the process is about to end."""
+    thread = threading.Thread(target=_abort, name="hone-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
+    if thread.is_alive():
+        say_once(f"NCCL's communicators have not ended within {_ABORT_S:.0f} s; nothing waits for them any more")
+
+
 def _leave() -> None:
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":  # an orderly end would wait for ranks that are gone
-        _abort()
+        _abort_soon()
     else:
         with suppress(RuntimeError):  # its peers may be gone
             dist.destroy_process_group()
 
 
-def _end(links: Links, bound: Bound) -> None:
-    links.close()
+def _end(links: Links, bound: Bound, graphs: StepGraphs | None) -> None:
+    links.close(_FINISH_S)
+    if graphs is not None:
+        graphs.close()
     _leave()
     bound.undo()
 

@@ -37,6 +37,7 @@ class Worker:
         try:
             self._run()
         except EOFError:
+            self._finish()
             os._exit(0)
         except BaseException as error:
             traceback.print_exc()
@@ -45,6 +46,13 @@ class Worker:
             with self._said:
                 self._pings.send(MessageKind.FAILED, f"{type(error).__name__}: {text}")
             os._exit(1)
+
+    @staticmethod
+    def _finish() -> None:
+        """Waits for the kernels of the last steps: those of other ranks may wait for their sums. Rank 0 kills this process if it takes long."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def _answer(self) -> None:
         """Replies to pings while steps run; ends the process with rank 0, also in the middle of a step."""

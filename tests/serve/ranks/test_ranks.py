@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+import select
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hone.base.errors import SpecError
+from hone.measure.topology.pin import Bound
 from hone.model import hf
 from hone.parallel.place import Place
 from hone.serve.engine import Engine
+from hone.serve.ranks import opening
+from hone.serve.ranks.frames import FrameSocket, MessageKind
 from hone.serve.ranks.links import Links, _Worker
 from hone.serve.spec import EngineSpec
 from tests.forking import Ended, forking
@@ -165,6 +172,62 @@ def test_of_a_step_that_hangs_a_rank_that_is_silent_is_the_cause() -> None:
     links.waits(False)
     worker.heard_at = time.monotonic()
     assert links._hanging() is None
+
+
+class SlowWorker:
+    """A worker in a thread that takes its time over its first step; it is a `hone.serve.ranks.links.Process`, too."""
+
+    pid = 0
+
+    def __init__(self, steps: socket.socket, pings: socket.socket) -> None:
+        self.done: list[MessageKind] = []
+        self.killed = self.cut_off = False
+        self._steps, self._pings = FrameSocket(steps.dup()), pings.dup()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                kind, _ = self._steps.receive()
+                ready, _, _ = select.select([self._pings], [], [], 0.3)
+                self.cut_off |= bool(ready) and not self._pings.recv(100)  # a process would end here
+                self.done.append(kind)
+        except EOFError:
+            self._pings.close()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_workers_end_the_steps_that_they_were_sent() -> None:
+    """Kernels of rank 0 wait for their sums: it would hang with a worker that ends in the middle."""
+    made: list[SlowWorker] = []
+    start = lambda _, steps, pings, __: made.append(SlowWorker(steps, pings)) or made[-1]  # noqa: E731
+    links = Links([Place.of(1, 2, 1)], 60.0, start=start, interval_s=60.0)
+    links.send(MessageKind.PREPARE, b"")
+    links.send(MessageKind.STEP, b"")
+    links.close(30.0)
+    assert made[0].done == [MessageKind.PREPARE, MessageKind.STEP]
+    assert not made[0].killed and not made[0].cut_off
+
+
+def test_graphs_end_before_the_collectives_that_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicators wait for the graphs that captured them, and an end that waits for NCCL has an end itself."""
+    order: list[str] = []
+    never = threading.Event()
+    monkeypatch.setattr(opening, "_abort", lambda: order.append("abort") or never.wait(60))
+    monkeypatch.setattr(opening.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(opening.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(opening, "_ABORT_S", 0.05)
+    monkeypatch.setattr(opening, "say_once", order.append)
+    parts = [SimpleNamespace(close=lambda *_, name=name: order.append(name)) for name in ("links", "graphs")]
+    opening._end(parts[0], Bound(""), parts[1])  # type: ignore[arg-type]
+    never.set()
+    assert order[:3] == ["links", "graphs", "abort"] and "have not ended" in order[3]
 
 
 @pytest.mark.parametrize(
