@@ -3,7 +3,7 @@
 Each engine has a process of its own, the same folder of a config.json, random weights in bfloat16, at most 512 sequences and the
 same part of the GPU's memory (61 GB of it are weights). Loads are those of `benchmarks.serve_load`: 512 requests of 100..1024
 tokens in and out, one request, 64 prompts of 4096. `--form int4` (int8, fp8-block) quantizes the experts and attention, not the
-router. `--profile` says first where hone's decode steps of 1 and 64 sequences go: the part of the time in which some kernel runs, and
+router; `--shape gpt-oss-20b --form mxfp4` is the experts of gpt-oss as they ship. `--profile` says first where hone's decode steps of 1 and 64 sequences go: the part of the time in which some kernel runs, and
 the longest kernels. Rows as those of `benchmarks.serve_peer`, in ledger/serve.jsonl; what must hold is printed beside them.
 """
 

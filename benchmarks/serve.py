@@ -93,6 +93,31 @@ SHAPES = {
         ),
         151936,
     ),
+    "gpt-oss-20b": (
+        Shape(
+            family="gpt_oss",
+            hidden_size=2880,
+            num_layers=24,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            intermediate_size=2880,
+            max_seq_len=8192,
+            rope_theta=150000.0,
+            tie_embeddings=False,
+            window=128,
+            mixers=("sliding_window", "attention"),
+            feed_forward={  # type: ignore[arg-type]
+                "kind": "moe",
+                "num_experts": 32,
+                "intermediate_size": 2880,
+                "biases": True,
+                "swiglu_limit": 7.0,
+                "router": {"kind": "softmax", "top_k": 4},
+            },
+        ),
+        201088,
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.serve_peer import compare, folder_of, parser_of
 from hone.model.quantized.config import to_json
+from hone.model.quantized.methods.mxfp4 import SCHEME as MXFP4
 from hone.model.quantized.scheme import Quantization, Scheme
 from hone.ops.rounding.inputs import ACTIVATIONS
 
@@ -25,8 +26,9 @@ FORMS: dict[str, Scheme | None] = {
     "fp8-block": Scheme(
         8, layout="float-quantized", number="e4m3", block=(128, 128), activations=ACTIVATIONS["fp8_group"]
     ),
+    "mxfp4": MXFP4,
 }
-"""W4A16 in groups of 128; W8A8 with a scale a row and a token; blocks of 128."""
+"""W4A16 in groups of 128; W8A8 with a scale a row and a token; blocks of 128; experts alone in MXFP4."""
 
 
 def write_form(shape: str, form: str, under: Path) -> Path:
@@ -34,7 +36,9 @@ def write_form(shape: str, form: str, under: Path) -> Path:
     scheme = None if form.startswith("kv-") else FORMS[form]
     with tempfile.TemporaryDirectory() as plain:
         values = json.loads((folder_of(shape, Path(plain)) / "config.json").read_text(encoding="utf8"))
-    if scheme is not None:
+    if scheme is MXFP4:
+        values["quantization_config"] = {"quant_method": "mxfp4"}
+    elif scheme is not None:
         values["quantization_config"] = to_json(
             Quantization(((("Linear",), scheme),), ("lm_head", "re:.*mlp\\.gate$"))  # and no router of experts
         )

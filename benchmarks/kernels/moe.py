@@ -13,6 +13,7 @@ from benchmarks.kernels.timing import Ceilings, interleaved, row
 from hone.ops import choose_experts, expert_swiglu, grouped_linear, permute, unpermute
 from hone.ops.moe.gluon_grouped import by_rows
 from hone.ops.moe.gluon_grouped_sums import by_weights
+from hone.ops.moe.local import LocalExperts
 from hone.ops.moe.weights import FP8, ExpertWeights
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -28,28 +29,36 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
     found += training_rows(64, 2816, 2048, 512, even=False)
     for kind in ("bf16", "int4", "fp8"):
         found += layer_rows(limit, kind, (1, 8, 64, 256), (128, 8, 2048, 768))
+    for kind in ("bf16", "int4"):
+        found += layer_rows(limit, kind, (1, 8, 64, 256), (128, 8, 2048, 768), ranks=2)
+    found += layer_rows(limit, "mxfp4", (1, 8, 64, 256), (32, 4, 2880, 2880))
     return found + permute_rows(limit, 8192, 8, 128, 2048)
 
 
 def layer_rows(
-    limit: Ceilings, kind: str, batches: tuple[int, ...], sizes: tuple[int, int, int, int]
+    limit: Ceilings, kind: str, batches: tuple[int, ...], sizes: tuple[int, int, int, int], *, ranks: int = 1
 ) -> list[dict[str, Any]]:
     """A layer of experts in decode steps, the router's choice included, of reading the weights of those that are visited.
 
     `sizes`: experts, of which a token visits, width, inner width. Two layers alternate. The peer is torch's grouped product with its
-    topk, sort and gathers, of dense weights.
+    topk, sort and gathers, of dense weights. `ranks`: the layer is the part of one of so many that divide experts whole.
     """
     experts, top_k, width, inner = sizes
-    layers = [(_coded(kind, experts, 2 * inner, width), _coded(kind, experts, width, inner)) for _ in range(2)]
+    own = experts // ranks
+    layers = [(_coded(kind, own, 2 * inner, width), _coded(kind, own, width, inner)) for _ in range(2)]
+    slots = torch.arange(experts, device="cuda", dtype=torch.int32).clamp(max=own)[:, None]
+    local = LocalExperts(slots, torch.ones_like(slots[:, 0]), own) if ranks > 1 else None
+    limited = 7.0 if kind == "mxfp4" else None
     routers = [torch.randn(experts, width, **BF16) / 30 for _ in layers]
-    size = sum(one.values.nbytes + (0 if one.scales is None else one.scales.nbytes) for one in layers[0]) / experts
+    size = sum(one.values.nbytes + (0 if one.scales is None else one.scales.nbytes) for one in layers[0]) / own
     found = []
     for batch in batches:
         xs = [torch.randn(batch, width, **BF16) for _ in layers]
 
         def ours(xs: list[torch.Tensor] = xs) -> None:
             for x, router, (gate_up, down) in zip(xs, routers, layers):
-                expert_swiglu(x, *choose_experts(x, router, top_k), gate_up, down)
+                ids, shares = choose_experts(x, router, top_k, local=local)
+                expert_swiglu(x, ids, shares, gate_up, down, limit=limited, local_share=1 / ranks)
 
         def theirs(xs: list[torch.Tensor] = xs) -> None:
             for x, router, (gate_up, down) in zip(xs, routers, layers):
@@ -61,10 +70,13 @@ def layer_rows(
                 made = made * (weights / weights.sum(-1, keepdim=True)).flatten()[order, None].bfloat16()
                 torch.zeros_like(x).index_add_(0, order // top_k, made)
 
-        visited = sum(len(choose_experts(x, router, top_k)[0].unique()) for x, router in zip(xs, routers)) / len(layers)
-        taken = interleaved([ours, theirs] if kind == "bf16" else [ours], calls=len(layers))
-        peer = {"peer": "torch grouped_mm", "peer_seconds": taken[1]} if kind == "bf16" else {}
+        chosen = [choose_experts(x, router, top_k)[0].unique() for x, router in zip(xs, routers)]
+        visited = sum(int((one < own).sum()) for one in chosen) / len(layers)
+        beside = kind == "bf16" and ranks == 1
+        taken = interleaved([ours, theirs] if beside else [ours], calls=len(layers))
+        peer = {"peer": "torch grouped_mm", "peer_seconds": taken[1]} if beside else {}
         name = f"layer of {experts} experts of {inner} x {width}, {top_k} a token, {kind}, batch {batch}"
+        name += f", the part of one of {ranks} ranks" if ranks > 1 else ""
         found.append(row(name, taken[0], amount=visited * size, unit="TB/s", ceiling=limit.read, **peer))
     return found
 
@@ -74,6 +86,10 @@ def _coded(kind: str, experts: int, rows: int, columns: int) -> ExpertWeights:
     shape = (experts, rows, columns)
     if kind == "bf16":
         return ExpertWeights(torch.randn(shape, **BF16) / columns**0.5)
+    if kind == "mxfp4":
+        pairs = torch.randint(0, 256, (experts, rows, columns // 2), device="cuda", dtype=torch.uint8)
+        exponents = torch.randint(116, 120, (experts, columns // 32, rows), device="cuda", dtype=torch.uint8)
+        return ExpertWeights(pairs, exponents, torch.randn(experts, rows, **BF16))
     scales = torch.rand(experts, columns // 128, rows, device="cuda") * 1e-3
     if kind == "fp8":
         return ExpertWeights(torch.randint(0, 120, shape, device="cuda", dtype=torch.uint8).view(FP8), scales)

@@ -101,13 +101,13 @@ class PlacedMoELayer(MoELayer):
 
     def local(self, context: Context) -> LocalExperts:
         """Which slot computes a visit, as this rank sees it."""
-        key = None
-        if self._here.shape[1] > 1:
-            if "copies" not in context.memo:  # the same in every layer
+        key = real = None
+        if self._here.shape[1] > 1 or self.counts is not None:
+            if "local experts" not in context.memo:  # the same in every layer
                 key = context.positions if context.tokens is None else context.positions + context.tokens
-                context.memo["copies"] = key.reshape(-1)
-            key = context.memo["copies"]
-        real = None if self.counts is None or context.real is None else context.real.reshape(-1)
+                real = context.real
+                context.memo["local experts"] = key.reshape(-1), None if real is None else real.reshape(-1)
+            key, real = context.memo["local experts"]
         return LocalExperts(self._here, self._copies, self.spec.num_slots, key, self.counts, real)
 
     def _routes(self, tokens: Tensor, x: Tensor, context: Context) -> Routes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from math import log2
 from pathlib import Path
+from statistics import fmean
 from typing import Self
 
 import torch
@@ -17,6 +19,7 @@ from hone.model.quantized.scheme import Scheme
 from hone.model.weights.model import ModelSource
 from hone.model.weights.values import stated_dtype
 from hone.ops.rounding.inputs import tensors_of
+from hone.ops.rounding.numbers import NUMBERS, Values
 
 _STD = 0.02
 
@@ -86,7 +89,7 @@ class RandomCheckpoint(ModelSource):
         scheme = getattr(linear, "scheme", None)
         if not isinstance(scheme, Scheme):
             super().load_linear(linear, names, device, dtype)
-        elif scheme.permuted or scheme.scales != "float":
+        elif scheme.permuted or scheme.scales not in ("float", "e8m0"):
             raise SpecError(
                 f"no random weights of {scheme.described}",
                 fix=f"use a folder with weights, or another quantization_config in {self.folder / CONFIG}",
@@ -102,6 +105,8 @@ class RandomCheckpoint(ModelSource):
         for name, (kind, shape) in layout_of(scheme).tensors(scheme, rows, linear.in_features, dtype).items():
             if name.endswith("shape"):
                 part[name] = torch.tensor((rows, linear.in_features), dtype=kind)
+            elif "scale" in name and scheme.scales == "e8m0":  # a power of two, stored as its exponent + 127
+                part[name] = torch.full(shape, 127 + round(log2(_STD / _spread(scheme))), dtype=kind, device=device)
             elif "scale" in name:
                 part[name] = torch.full(shape, _STD / _spread(scheme), dtype=kind, device=device)
             elif "zero" in name:
@@ -136,4 +141,7 @@ def _codes(shape: tuple[int, ...], kind: torch.dtype, device: torch.device | str
 
 def _spread(scheme: Scheme) -> float:
     """The standard deviation of random codes."""
+    found = NUMBERS[scheme.number]
+    if isinstance(found, Values):
+        return fmean(one * one for one in found.values) ** 0.5
     return 1.0 if scheme.number != "int" else 2**scheme.bits / 12**0.5

@@ -240,6 +240,7 @@ class PagedBuffers(Paged):
     def forget(self) -> None:
         """Drops what a pass has derived from the buffers, so that the next one derives it again."""
         self._rotary.clear()
+        self.memo.clear()
 
     def fill(
         self, batch: ForwardBatch, sampling: SamplingMetadata | None = None, shared: SharedPages = NONE_SHARED
