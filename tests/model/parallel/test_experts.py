@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.model import hf
-from hone.model.context import Causal
+from hone.model.context import Causal, Context
 from hone.model.feed_forwards import moe_fused
 from hone.model.feed_forwards.moe import MoELayer
 from hone.model.linear import ExpertLinears
@@ -17,6 +17,7 @@ from hone.model.parallel.experts import HeldRoutes, PlacedMoELayer, even_slots
 from hone.model.parallel.reading import LocalCheckpoint
 from hone.parallel.group import Group
 from hone.parallel.place import Place
+from hone.serve.paging.paged import PagedBuffers
 from tests.model.parallel.quantized_folder import write_quantized
 from tests.model.parallel.test_reading import SCHEMES
 from tests.model.test_moe import fused_on_a_cpu
@@ -78,6 +79,22 @@ def test_ranks_sum_to_the_layer(tmp_path: Path, monkeypatch, name: str, way: str
     assert (
         counts[0] == counts[1] == counts[2] and sum(counts[0]) == 40 * model.config.layers[0].feed_forward.router.top_k
     )
+
+
+def test_a_captured_pass_derives_the_key_of_copies_anew(tmp_path: Path) -> None:
+    """A graph must compute it of the buffers that its replays fill, not read what the pass before the capture left."""
+    model = decoder(num_layers=1, feed_forward=(FED,))
+    hf.save(model, tmp_path)
+    place, slots = Place(0, 2, 0, 1), even_slots(model.config, 2, 2)
+    layer = LocalCheckpoint(tmp_path, place, Group(place), slots=slots).build().layers[0].feed_forward
+    buffers = PagedBuffers.__new__(PagedBuffers)  # the buffers themselves need a GPU
+    Context.__init__(buffers)
+    buffers.tokens, buffers.positions, buffers._pages = torch.arange(12).view(3, 4)
+    first = layer.local(buffers).key
+    assert layer.local(buffers).key is first, "all layers of a pass share it"
+    buffers.forget()
+    again = layer.local(buffers).key
+    assert again is not first and torch.equal(again, buffers.positions + buffers.tokens)
 
 
 @pytest.mark.parametrize("name", ["int4 in groups", "fp8 blocks"])
