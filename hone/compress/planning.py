@@ -117,7 +117,8 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
         "given_params": whole.config.num_params,
         "vocab_size": model.config.vocab_size,
     }
-    estimates = estimate(work, machine, **sizes, budget=None if budget is None else budget.model_bytes)
+    limited = spec.allocation is not None and spec.allocation.max_kl is not None
+    estimates = estimate(work, machine, **sizes, budget=None if budget is None else budget.model_bytes, limited=limited)
     for step in spec.layer_steps if spec.quantizer is None else ():
         estimates.update(step.figures())
     if spec.converts:

@@ -23,13 +23,19 @@ class CompressSpec(Stage):
     steps: tuple[Annotated[Step, Choice(STEPS)], ...] = Field(
         (),
         description="Steps in order: conversions and structured pruners, transforms, pruners, at most one quantizer, at most one low-rank step; "
-        "kv_cache anywhere; empty with fit or target_latency, which choose them.",
+        "kv_cache anywhere; empty with fit, target_latency or max_kl, which choose them.",
     )
     fit: str | None = Field(
         None, description="Bytes that the weights may take, as 6GB or 5.5GiB: chooses the best steps that fit."
     )
     target_latency: str | None = Field(
         None, description="Time for one token of one sequence, as 8ms: chooses the best steps that are fast enough."
+    )
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Divergence from the given model in nats a token that is predicted at most: chooses the fewest bytes within it; with "
+        "fit, no more than these.",
     )
     allocation: Annotated[Allocation, Choice(ALLOCATIONS)] | None = Field(
         None, description="Gives each matrix bits of its own, within a budget; empty: the quantizer's bits for all."
@@ -77,16 +83,18 @@ class CompressSpec(Stage):
     @model_validator(mode="after")
     def _steps_follow(self) -> Self:
         # Checks the order of the steps; `plan` checks whether there is calibration data.
-        wanted = self.fit is not None or self.target_latency is not None
+        wanted = self.fit is not None or self.target_latency is not None or self.max_kl is not None
         if wanted == bool(self.steps):
-            raise ValueError("give steps, or fit or target_latency, which choose them: one of the two")
+            raise ValueError("give steps, or fit, target_latency or max_kl, which choose them: one of the two")
         for text, read in ((self.fit, read_bytes), (self.target_latency, read_seconds)):
             if text is not None:
                 read(text)
         if wanted and self.allocation is not None:
-            raise ValueError("fit and target_latency choose the allocation of bits as well: leave it out")
+            raise ValueError("fit, target_latency and max_kl choose the allocation of bits as well: leave it out")
         if wanted and self.engine == "llama.cpp":
-            raise ValueError("fit and target_latency are of the folder, not of a GGUF file: give steps for llama.cpp")
+            raise ValueError(
+                "fit, target_latency and max_kl are of the folder, not of a GGUF file: give steps for llama.cpp"
+            )
         check_phases(self.steps)
         if self.gradient_sequences and any(step.phase in ("model", "layer") for step in self.steps):
             raise ValueError(

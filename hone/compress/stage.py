@@ -30,7 +30,7 @@ class Compress(CompressSpec):
 
     @property
     def has_goal(self) -> bool:
-        """Whether `fit` or `target_latency` is given in place of steps."""
+        """Whether `fit`, `target_latency` or `max_kl` is given in place of steps."""
         return not self.steps
 
     def remedies(self) -> Iterable[Sequence[tuple[str, str]]]:

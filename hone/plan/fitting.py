@@ -1,4 +1,4 @@
-"""What fits: the compression with the best quality within a budget of bytes, a time per token, or both."""
+"""What fits: the compression with the best quality within bytes or a time a token, or the fewest bytes that lose no more than asked."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Option(NamedTuple):
     steps: tuple[dict[str, Any], ...]
     allocated: tuple[int, ...] = ()
     """Bits that an allocation chooses from to use up the budget; empty: the same bits for all."""
+    losses: str = "kl"
+    """The allocation that chooses."""
     method: str = ""
     """The same method in the ledger, for its divergence from the reference model; "" where the allocation predicts that of this
     model."""
@@ -65,6 +67,19 @@ def options(calibrated: bool) -> tuple[Option, ...]:
         Option("int2 to int4 gptq, by sensitivity", (four,), (2, 3, 4)),
         *low,  # where memory does not hold the whole model, which a measurement of sensitivities takes
     )
+
+
+def lean_options(calibrated: bool) -> tuple[Option, ...]:
+    """Candidates for a limit of the divergence: bits of each matrix by what it loses, then the same bits for all, the fewest first.
+
+    What the first two lose is predicted from this model's own inputs, what the others lose is quoted of another model.
+    """
+    plain = tuple(one for one in reversed(options(calibrated)) if not one.allocated)
+    if not calibrated:
+        return plain
+    four = {"kind": "gptq", "bits": 4, "group_size": 128, "uneven": "nearest"}
+    each = Option("2 to 8 bits gptq, by divergence", (four,), (2, 3, 4, 8))
+    return (each, each._replace(name="2 to 8 bits gptq, by output errors", losses="hessian"), *plain)
 
 
 class Tried(NamedTuple):
@@ -103,9 +118,9 @@ def quoted_kl(method: str, known: Mapping[str, Any]) -> Estimate | None:
 
 
 def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> Plan:
-    """The plan of the first option within `spec.fit` and `spec.target_latency`, with the spec of its steps as `chosen`, and why as notes.
+    """The plan of the first option within `spec.fit`, `spec.target_latency` and `spec.max_kl`, with the spec of its steps as `chosen`, and why as notes.
 
-    Raises SpecError when the model fits as it is, FitError when no option does.
+    Options come in the order of quality, with `max_kl` in that of bytes. Raises SpecError when the model fits as it is, FitError when no option does.
     """
     model = need(facts, "model", CheckpointFacts)
     data = need(facts, "data", DataFacts) if "data" in facts else None
@@ -114,7 +129,7 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
     most = read_bytes(spec.fit) if spec.fit is not None else float("inf")
     longest = read_seconds(spec.target_latency) if spec.target_latency is not None else float("inf")
     dense = _tried("as it is", model, model.weights_bytes, machine, most, longest)
-    if not dense.wrong:
+    if not dense.wrong and spec.max_kl is None:
         wanted = " and ".join(text for text in (spec.fit, spec.target_latency) if text is not None)
         raise SpecError(
             f"{model.where} takes {human_bytes(dense.model_bytes)} and {1e3 * dense.latency_s:.2f} ms a token as it is, within "
@@ -122,8 +137,8 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
             fix="use it as it is, or give a smaller budget",
         )
     tried, found, known = [dense], None, quoted()
-    for option in options(calibrated):
-        if option.allocated and spec.fit is None:
+    for option in options(calibrated) if spec.max_kl is None else lean_options(calibrated):
+        if option.allocated and spec.fit is None and spec.max_kl is None:
             continue
         candidate = _candidate(spec, model, option)
         try:
@@ -138,6 +153,8 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
         one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(
             kl=quoted_kl(option.method, known)
         )
+        if spec.max_kl is not None and not option.allocated and not one.wrong:
+            one = one._replace(wrong=_loses(one.kl, spec.max_kl))
         memory = planned.estimates[MEMORY].value
         if option.allocated and memory > machine.free_memory_bytes:
             one = one._replace(wrong=f"takes {human_bytes(memory)} of memory: it measures the whole model")
@@ -145,15 +162,18 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
         if not one.wrong and found is None:
             found = (candidate, planned, len(tried) - 1)
     if found is None:
+        asked = f"{spec.fit or 'any size'} and {spec.target_latency or 'any latency'}"
+        asked += "" if spec.max_kl is None else f" and {spec.max_kl:g} nats a token"
         lines = "; ".join(" ".join(one.line(chosen=False).split()) for one in tried)
         raise FitError(
-            f"no compression of {model.where} is within {spec.fit or 'any size'} and {spec.target_latency or 'any latency'}: {lines}",
+            f"no compression of {model.where} is within {asked}: {lines}",
             fix="raise the budget"
             + ("" if calibrated else ", or give calibration inputs (data or calibration_text) for fewer bits"),
         )
     candidate, planned, place = found
     told = sorted({one.kl.formula for one in tried if one.kl is not None})
-    said = f"* for the order alone, {'; '.join(told)} ({known['ledger']}). {model.where} may lose more or less; "
+    order = "for the order alone" if spec.max_kl is None or candidate.allocation is not None else "of another model"
+    said = f"* {order}, {'; '.join(told)} ({known['ledger']}). {model.where} may lose more or less; "
     said += (
         "its own divergence is measured at the end (kl_to_dense)"
         if calibrated
@@ -165,12 +185,20 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
 
 def _candidate(spec: CompressSpec, model: CheckpointFacts, option: Option) -> CompressSpec:
     """`spec` with the steps of `option` in place of what it asks for."""
-    fields: dict[str, Any] = {"fit": None, "target_latency": None, "steps": list(option.steps)}
+    fields: dict[str, Any] = {"fit": None, "target_latency": None, "max_kl": None, "steps": list(option.steps)}
     if model.dtype == "float32" and spec.rest_dtype == "keep":
         fields["rest_dtype"] = "bfloat16"
     if option.allocated:
-        fields["allocation"] = {"kind": "kl", "bits": option.allocated, "probe_bits": 4, "model_bytes": spec.fit}
+        fields["allocation"] = {"kind": option.losses, "bits": option.allocated, "model_bytes": spec.fit}
+        fields["allocation"] |= {"max_kl": spec.max_kl} | ({"probe_bits": 4} if option.losses == "kl" else {})
     return type(spec).read(spec.model_dump(mode="json") | fields)
+
+
+def _loses(kl: Estimate | None, most: float) -> str:
+    """What is wrong with an option whose divergence is `kl`, quoted; "" where it is within `most`."""
+    if kl is None:
+        return "no divergence is known of it"
+    return "" if kl.value <= most else f"loses more than {most:g} nats a token"
 
 
 def _tried(name: str, facts: Any, size: float, machine: Machine, most: float, longest: float) -> Tried:

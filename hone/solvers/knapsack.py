@@ -1,9 +1,10 @@
-"""The multiple-choice knapsack: one option for every item, the least total loss within a budget of bytes."""
+"""The multiple-choice knapsack: one option for every item, the least total loss within a budget of bytes, or the fewest bytes within a loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -45,3 +46,40 @@ def choose(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
         chosen.append(option)
         left -= -(-extra[item][option] // unit)
     return chosen[::-1]
+
+
+def smallest(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most: float) -> list[int] | None:
+    """The option of each item with the least sum of sizes while the sum of losses[item][option] is at most `most`.
+
+    An integer program, solved by HiGHS without a gap (scipy). None when nothing fits.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    least = sum(map(min, losses))
+    if least > most:
+        return None
+    if not sizes:
+        return []
+    counts = [len(options) for options in sizes]
+    starts = np.cumsum([0, *counts])
+    one_each = np.zeros((len(sizes), starts[-1]))
+    for item, (begin, end) in enumerate(pairwise(starts)):
+        one_each[item, begin:end] = 1.0
+    flat = np.array([loss - min(options) for options in losses for loss in options])
+    # What is above each item's least loss, of what may be: a solver's tolerance is then of the room, not of a nat.
+    room = most - least
+    scaled = np.minimum(flat / room, 2.0) if room > 0 else np.where(flat > 0, 2.0, 0.0)
+    weights = np.array([size for options in sizes for size in options], float)
+    for within in (1.0, 1 - 2e-6, 1 - 1e-4):  # less where the solver's tolerance let more through
+        found = milp(
+            weights / max(weights.max(), 1.0),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(scaled[None], ub=within)],
+            integrality=np.ones(len(flat)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 0.0},
+        )
+        assert found.x is not None, "the options of least loss are within it"
+        picked = [int(np.argmax(found.x[begin:end])) for begin, end in pairwise(starts)]
+        if sum(options[option] for options, option in zip(losses, picked, strict=True)) <= most:
+            return picked
+    return [int(np.argmin(options)) for options in losses]

@@ -52,6 +52,32 @@ def test_each_budget_takes_the_best_option_that_fits(roomy: Path, compress, cali
     assert bits <= {2, 3, 4} and len(bits) > 1
 
 
+def test_the_fewest_bytes_within_a_divergence(roomy: Path, compress, calibration_text: Path) -> None:
+    """More may be lost, fewer bytes; what is predicted stays within the limit, and a size beside it is kept."""
+    sizes, fields = [], {"calibration_text": str(calibration_text), "seq_len": 32}
+    for most in (0.002, 0.05):
+        made = compress(roomy, max_kl=most, name=f"kl-{most}", **fields)
+        predicted = made.figures["kl_to_dense"].estimate.value
+        assert 0 < predicted <= most and [one["kind"] for one in made.techniques] == ["gptq", "kl"]
+        assert weights_bytes(made.folder) <= made.figures["model_bytes"].estimate.value
+        sizes.append(weights_bytes(made.folder))
+    assert sizes[1] < sizes[0] < weights_bytes(roomy)
+    with pytest.raises(FitError, match="more than the"):
+        compress(roomy, max_kl=2e-5, fit=budget(roomy, 0.24), name="both", **fields)
+    with pytest.raises(FitError, match=r"predicted to lose at most 1e-09 nats a token: the most bits lose up to"):
+        compress(roomy, max_kl=1e-9, name="none", **fields)
+
+
+def test_a_divergence_without_calibration_is_quoted(roomy: Path) -> None:
+    facts = {"model": CheckpointFacts.of(roomy)}
+    for most, bits in ((0.05, 4), (0.001, 8)):
+        plan = Compress.read({"max_kl": most}).priced(facts, describe())
+        assert plan.chosen.steps[0].bits == bits and plan.chosen.max_kl is None, plan.notes
+        assert "loses more than" in "".join(plan.notes) and plan.notes[-1].startswith("* of another model, quoted from")
+    with pytest.raises(FitError, match="1e-06 nats a token"):
+        Compress.read({"max_kl": 1e-6}).priced(facts, describe())
+
+
 def test_the_plan_says_why(roomy: Path, calibration_text: Path) -> None:
     fields = {"fit": budget(roomy, 0.45), "calibration_text": str(calibration_text), "seq_len": 32}
     plan = Compress.read(fields).priced({"model": CheckpointFacts.of(roomy)}, describe())
@@ -121,6 +147,7 @@ def test_a_run_that_resumes_takes_the_steps_it_had_chosen(roomy: Path, tmp_path:
         ({"target_latency": "fast"}, SpecError, "is no time"),
         ({"fit": "1GB", "steps": [{"kind": "rtn"}]}, SpecError, "one of the two"),
         ({}, SpecError, "give steps, or fit"),
+        ({"max_kl": 0.1, "steps": [{"kind": "rtn"}]}, SpecError, "one of the two"),
         ({"fit": "1GB", "allocation": {"kind": "kl", "bits_per_weight": 4}}, SpecError, "leave it out"),
         ({"fit": "1GB"}, SpecError, "as it is, within 1GB"),
         ({"fit": "10KB"}, FitError, "no compression of"),

@@ -19,7 +19,7 @@ from hone.base.errors import FitError, SpecError
 from hone.base.figure import Estimate, human_bytes
 from hone.base.table import Technique
 from hone.cost.work import Work
-from hone.solvers.knapsack import choose
+from hone.solvers.knapsack import choose, smallest
 from hone.solvers.pairwise.problem import Pairwise
 
 if TYPE_CHECKING:
@@ -100,7 +100,15 @@ class Allocation(Technique):
     model_bytes: str | None = Field(
         None, description="Budget: bytes of all weights of the folder, as in 6GB or 5.5GiB; or give bits_per_weight."
     )
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Divergence in nats a token that is predicted at most: the fewest bytes within it, in place of all of a budget.",
+    )
     num_sequences: int = Field(32, gt=0, description="Calibration sequences that the losses are measured on.")
+
+    most_share: ClassVar[float | None] = None
+    """Largest divergence that was measured, over the sum of losses; None: the losses predict no divergence."""
 
     @field_validator("bits")
     @classmethod
@@ -125,8 +133,15 @@ class Allocation(Technique):
                 f"allocation {self.kind} chooses the bits of every matrix that is quantized, and rules of {quantizer.kind} give them",
                 fix="use one of the two: rules, or the allocation, with the matrices of other bits left out by ignore",
             )
-        if self.bits_per_weight is None and self.model_bytes is None:
-            raise SpecError(f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5 or model_bytes=6GB")
+        if self.max_kl is not None and self.most_share is None:
+            raise SpecError(
+                f"allocation {self.kind} predicts no divergence, which max_kl={self.max_kl} limits",
+                fix="use the allocation kl or hessian, or give bits_per_weight or model_bytes alone",
+            )
+        if self.bits_per_weight is None and self.model_bytes is None and self.max_kl is None:
+            raise SpecError(
+                f"allocation {self.kind} has no budget", fix="set bits_per_weight=3.5, model_bytes=6GB or max_kl=0.05"
+            )
 
     def probes(self, num_matrices: int) -> int:
         """Sequences that the whole model, held in memory, computes to measure so many matrices; 0: none."""
@@ -159,6 +174,8 @@ class Allocation(Technique):
         outside = lowest_bytes - least + HEADER_BYTES * len({one.name.split(".")[1] for one in matrices})
         if self.bits_per_weight is not None:
             most, name = int(self.bits_per_weight * weights / 8), "bits_per_weight"
+        elif self.model_bytes is None:
+            most, name = sum(max(one.sizes) for one in matrices), "max_kl"
         else:
             most, name = read_bytes(str(self.model_bytes)) - outside, "model_bytes"
         if least > most:
@@ -187,6 +204,27 @@ class Allocation(Technique):
         """The place of an option for each matrix, within the budget; None where nothing fits."""
         return choose(problem.sizes, problem.losses, problem.budget)
 
+    def _smallest(self, problem: Pairwise) -> list[int]:
+        """The fewest bytes of which no more than `max_kl` is predicted. Raises FitError where that is more than the budget."""
+        assert self.max_kl is not None and self.most_share is not None, "checked by the spec"
+        most = self.max_kl / self.most_share
+        picked = smallest(problem.sizes, problem.losses, most)
+        if picked is None:
+            least = self.most_share * sum(map(min, problem.losses))
+            raise FitError(
+                f"no choice of {', '.join(map(str, self.bits))} bits is predicted to lose at most {self.max_kl:g} nats a token: "
+                f"the most bits lose up to {least:.3g}",
+                fix="raise max_kl, allow more bits, smaller groups, or leave sensitive matrices out by ignore",
+            )
+        size = problem.size(picked)
+        if size > problem.budget:
+            raise FitError(
+                f"matrices that lose at most {self.max_kl:g} nats a token take {human_bytes(size)}, more than the "
+                f"{human_bytes(problem.budget)} that the budget leaves them",
+                fix="raise max_kl or the budget",
+            )
+        return picked
+
     def _choose(
         self, budget: Budget, losses: dict[str, dict[int, float]], pairs: PairLosses, path: Path, run: Run
     ) -> Allocated:
@@ -195,7 +233,7 @@ class Allocation(Technique):
         places = {one.name: place for place, one in enumerate(budget.matrices)}
         both = {(places[one], places[other]): np.array(values) for (one, other), values in pairs.items()}
         problem = Pairwise([one.sizes for one in budget.matrices], table, both, budget.most)
-        picked = self.picked(problem, run)
+        picked = self.picked(problem, run) if self.max_kl is None else self._smallest(problem)
         assert picked is not None, "a budget below the smallest size is refused by the plan"
         found = {one.name: self.bits[option] for one, option in zip(budget.matrices, picked, strict=True)}
         allocated = Allocated(found, problem.loss(picked))

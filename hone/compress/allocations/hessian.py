@@ -21,6 +21,7 @@ class HessianAllocation(Allocation):
     """Bits by tr(D H D^T) / tr(W H W^T), D the change of W, times the block's share of the hidden states. Dong et al. 2019, arXiv:1911.03852."""
 
     paper: ClassVar[str] = "arXiv:1911.03852"
+    most_share: ClassVar[float | None] = 0.98
 
     def predicted(self, loss: float) -> Estimate:
         formula = (

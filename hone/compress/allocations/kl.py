@@ -5,7 +5,7 @@ The probes are made in `hone.compress.allocations.probing`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,8 @@ sequences (reference-29m, gptq). The losses are of rounding to nearest, of which
 
 class KLAllocation(Allocation):
     """Bits by the divergence of the predictions that one rounded matrix causes at `probe_bits`, scaled to other bits by its output error."""
+
+    most_share: ClassVar[float | None] = SHARES[1]
 
     probe_bits: int = Field(3, ge=2, le=8, description="Bits at which each matrix's divergence is measured.")
     probe_sequences: int = Field(4, gt=0, description="Calibration sequences that the divergence is measured on.")

@@ -32,6 +32,8 @@ class PairAllocation(KLAllocation):
     )
     solver_evaluations: int = Field(100_000, gt=0, description="Losses that annealing computes.")
 
+    most_share: ClassVar[float | None] = None
+
     def probes(self, num_matrices: int) -> int:
         return self.probe_sequences * num_matrices * (num_matrices + 1) // 2
 

@@ -111,10 +111,22 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
     card.write(draft.folder, folder, spec, draft.figures, quantization)
     if mesh.world_size > 1:
         _record_ranks(draft, window, peak, mesh.world_size)
-    if checked is not None and checked.dense_perplexity > checkpoint.config.vocab_size / result.CHANCE:
+    if checked is not None:
+        _judged(spec, checked, checkpoint.config.vocab_size, run)
+
+
+def _judged(spec: CompressSpec, checked: checks.Checked, vocab_size: int, run: Run) -> None:
+    """Says where a measured divergence is above the limit that it was chosen for, and where the text is one that the model cannot predict."""
+    most = None if spec.allocation is None else spec.allocation.max_kl
+    if most is not None and checked.kl > most:
+        run.warn(
+            f"the model lost {checked.kl:.3g} nats a token, more than max_kl={most:g}: bits are chosen by what each matrix loses "
+            "alone, and losses add up otherwise here: lower max_kl"
+        )
+    if checked.dense_perplexity > vocab_size / result.CHANCE:
         run.warn(
             f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
-            f"{checkpoint.config.vocab_size} tokens: is it text in a language the model does not know?"
+            f"{vocab_size} tokens: is it text in a language the model does not know?"
         )
 
 

@@ -21,11 +21,12 @@ def estimate(
     given_params: int,
     vocab_size: int,
     budget: int | None = None,
+    limited: bool = False,
 ) -> dict[str, Estimate]:
     """Estimates of the compression's figures.
 
     `num_params`: parameters of the compressed model, which had `given_params` before; `budget`: bytes of its files, where bits are
-    chosen within them.
+    chosen within them, `limited`: as few as a divergence allows.
     """
     size = float(sum(work.shard_bytes) + work.adapter_bytes)
     beside = beside_bytes(vocab_size)
@@ -33,6 +34,8 @@ def estimate(
     if budget is not None:
         size = float(budget)
         options = {"formula": "the budget, of which a choice of bits leaves little unused", "tolerance": 0.05}
+        if limited:
+            options = {"formula": "at most: the fewest bytes are chosen when losses are measured", "bound": True}
     adapter = ", an adapter twice" if work.adapter_bytes else ""
     found = {
         "model_bytes": Estimate(value=size, unit="B", **options),

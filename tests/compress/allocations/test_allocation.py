@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -55,6 +55,29 @@ def test_the_knapsack_is_the_best_of_all_choices(items: list, budget: int, unit:
         return
     assert sum(sizes[item][option] for item, option in enumerate(chosen)) <= budget * unit
     assert sum(losses[item][option] for item, option in enumerate(chosen)) == pytest.approx(min(possible))
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 40), st.floats(0, 10)), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.floats(0, 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_fewest_bytes_within_a_loss_are_those_of_all_choices(items: list, most: float) -> None:
+    sizes, losses = ([[one[place] for one in options] for options in items] for place in (0, 1))
+    found = knapsack.smallest(sizes, losses, most)
+    every = itertools.product(*(range(len(options)) for options in items))
+    total = lambda table, choice: sum(row[one] for row, one in zip(table, choice, strict=True))  # noqa: E731
+    fits = [total(sizes, choice) for choice in every if total(losses, choice) <= most]
+    assert (found is None) == (not fits)
+    if found is not None:
+        assert total(losses, found) <= most
+        # Choices that use the whole loss to a millionth may be given up for the solver's tolerance.
+        sure = [
+            total(sizes, choice)
+            for choice in itertools.product(*(range(len(options)) for options in items))
+            if total(losses, choice) <= most - 1e-4 * (most - sum(map(min, losses)))
+        ]
+        assert total(sizes, found) <= min(sure, default=math.inf) and total(sizes, found) >= min(fits)
 
 
 def test_coarse_units_never_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

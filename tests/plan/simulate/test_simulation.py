@@ -42,7 +42,7 @@ class Steps:
     def __init__(self):
         self.kinds = []
 
-    def step_s(self, kind):
+    def step_s(self, kind, *, again=False):
         self.kinds.append(kind)
         return 1.0
 
@@ -120,7 +120,7 @@ def test_goodput_counts_both_goals_together():
     arrivals = tuple(Arrival(100.0 * place, 200 if place % 2 else 1, 1 if place % 2 else 30) for place in range(40))
 
     class Steps:
-        def step_s(self, kind):
+        def step_s(self, kind, *, again=False):
             return 5.0 if kind.chunks and kind.num_tokens > 100 else 1.0
 
     sizes = EngineSizes(64, 16, 1, 256, 512)
