@@ -36,6 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "model/adapters/test_techniques.py",
         "model/adapters/test_prompts.py",
         "model/adapters/test_bottlenecks.py",
+        "model/adapters/test_own_weights.py",
     ),
     "extractor": ("readers/test_extractors.py",),
     "identifier": ("data/test_identifiers.py",),

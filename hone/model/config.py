@@ -14,6 +14,7 @@ from hone.base.table import Choice, Technique
 from hone.cost.dims import LayerDims, ModelDims, Routed
 from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import Wrappers, wrappers
+from hone.model.adapters.own_weights import OwnWeight
 from hone.model.families import FAMILIES
 from hone.model.feed_forwards import FEED_FORWARDS
 from hone.model.linear_spec import LinearSpec, Norm, NormSpec, Parameter, ParameterSpec, Piece, Stream, Tokens
@@ -187,6 +188,14 @@ class ModelConfig(Spec):
         """The parameters of the soft prompt by the path of their tensor in the decoder's `prompt`; none without one."""
         return {one.path: one for one in self.prompt.prompt_parameters(self)} if self.prompt else {}
 
+    def token_rows(self) -> tuple[int, ...]:
+        """The tokens whose rows of the embedding an adapter trains."""
+        return tuple(token for one in self.adapters for token in one.token_rows(self))  # type: ignore[attr-defined]
+
+    def own_weights(self) -> list[OwnWeight]:
+        """The weights of the model itself that its adapters train."""
+        return [weight for one in self.adapters for weight in one.own_weights(self)]  # type: ignore[attr-defined]
+
     def untrained(self, index: int) -> list[str]:
         """The parameters of layer `index` that no gradient changes, such as a router's bias, by the path of their tensor."""
         found = self.parameters(index).items()
@@ -231,7 +240,7 @@ class ModelConfig(Spec):
             for part in (*self.linears(index).values(), *self.parameters(index).values())
         )
         outer = (*self.ends().values(), *self.prompt_parameters().values())
-        return inner + sum(part.num_params for part in outer) + self.hidden_size
+        return inner + sum(part.num_params for part in outer) + self.hidden_size * (1 + len(self.token_rows()))
 
     @property
     def trained_params(self) -> int:
@@ -240,7 +249,8 @@ class ModelConfig(Spec):
             return self.num_params
         own = [one for at in range(self.num_layers) for one in self.adapter_parameters(at).values()]
         own += self.prompt_parameters().values()
-        return sum(one.num_params for one in own if one.trained)
+        beside = sum(one.num_params for one in self.own_weights()) + self.hidden_size * len(self.token_rows())
+        return beside + sum(one.num_params for one in own if one.trained)
 
     @property
     def active_params(self) -> int:

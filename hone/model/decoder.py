@@ -101,6 +101,10 @@ class Decoder(nn.Module):
         self.quantization: dict[str, Any] | None = None  # config.json's quantization_config, kept for saving
         ends = config.ends()
         self.embed_tokens = make("embed_tokens", ends["embed_tokens"])
+        if ids := config.token_rows():
+            from hone.model.adapters.token_rows import TokenRows
+
+            self.embed_tokens = TokenRows(self.embed_tokens, ids, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, config, index, make) for index, spec in enumerate(config.layers))
         self.norm = rms_norm_of(config.hidden_size, config.norm_eps, config.norm_offset)
         self.lm_head = make("lm_head", ends["lm_head"]) if "lm_head" in ends else None
@@ -258,7 +262,10 @@ def _pieces(config: ModelConfig, part: nn.Module, path: str, seed: int) -> Itera
         for name, parameter in config.prompt_parameters().items():
             yield part.get_parameter(name).detach(), f"{seed}/{path}.{name}", parameter.initial
     elif not path.startswith("layers."):
-        yield part.weight.detach(), f"{seed}/{'embedding' if path == 'embed_tokens' else path}", plain
+        table = part.inner if hasattr(part, "rows") else part
+        yield table.weight.detach(), f"{seed}/{'embedding' if path == 'embed_tokens' else path}", plain
+        if table is not part:
+            yield part.rows.detach(), f"{seed}/token_rows", plain
     else:
         index = int(path.removeprefix("layers."))
         for name, linear in config.linears(index).items():

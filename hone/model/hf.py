@@ -95,14 +95,17 @@ def save(
     )
     adapter, config, added, factors = peft.alone(decoder.config), decoder.config, {}, dict[str, Tensor]()
     if adapter is not None:
-        added, config = peft.keys(config), config.model_copy(update={"adapters": ()})
+        whole = config.model_copy(
+            update={"adapters": (peft.beside(adapter),)}
+        )  # what it trains of the model lies there
+        added, config = peft.keys(whole), config.model_copy(update={"adapters": ()})
     values = write_config(config, folder, stored, decoder.quantization, adapted=adapter is not None)
     named = peft.without(cast, added, factors)
     if values["model_type"] != OWN and FAMILIES[config.family].stacked:
         named = stack_experts(named, FAMILIES[config.family].stacked)
     write_tensors(named, folder, max_shard_bytes)
     if adapter is not None:
-        peft.write(folder / ADAPTER, decoder.config, factors)
+        peft.write(folder / ADAPTER, whole, factors)
     if tokenizer_from is not None:
         copy_tokenizer(Path(tokenizer_from), folder)
 
@@ -155,6 +158,8 @@ def part_state(part: nn.Module, config: ModelConfig, path: str) -> Iterator[tupl
         yield from layer_state(part, config, int(path.removeprefix("layers.")))
     elif path in TABLES:
         yield from ((f"{TABLES[path]}.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
+        if path == "embed_tokens" and config.token_rows():
+            yield "token_rows", part.rows.detach()
     elif path == "prompt":
         yield from ((f"{path}.{name}", part.get_parameter(name).detach()) for name in config.prompt_parameters())
     else:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from hone.base.errors import SpecError
 from hone.base.table import Technique
+from hone.model.adapters.own_weights import OwnWeight
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ class Adapter(Technique):
     def layer_modules(self, config: Any) -> dict[str, nn.Module]:
         """These modules by their attribute of a layer: mixer_adapter, feed_forward_adapter."""
         return {}
+
+    def own_weights(self, config: Any) -> list[OwnWeight]:
+        """The weights of the model itself that are trained with it."""
+        return []
+
+    def token_rows(self, config: Any) -> tuple[int, ...]:
+        """The tokens whose rows of the embedding are trained."""
+        return ()
 
     def keys(self, config: Any) -> dict[str, str]:
         """The key in a folder of each tensor that is not around a linear, by its name in hone's checkpoints."""

@@ -63,12 +63,24 @@ class IA3(LinearAdapter):
         return False
 
     def peft_values(self) -> dict[str, Any]:
-        inputs = [
-            name
-            for name in self.target_modules
-            if any(f".{name}".endswith(f".{end}") or f".{end}".endswith(f".{name}") for end in self.feedforward_modules)
-        ]
-        return {"feedforward_modules": sorted(inputs)}
+        return {}
+
+    def peft_sizes(self, config: Any) -> dict[str, Any]:
+        """feedforward_modules by whole names where an end that they share is multiplied in some layers alone."""
+        inputs, outputs = set[str](), set[str]()
+        for index in range(config.num_layers):
+            for path, linear in config.linears(index).items():
+                modules = list(config.modules(index, path))
+                for adapter, pieces in config.wrappers(index, path, linear):
+                    named = dict(zip((one.name for one in linear.pieces), modules)) if len(modules) > 1 else {}
+                    for piece in pieces:
+                        where = inputs if piece.name in adapter.feedforward_modules else outputs
+                        where.add(named.get(piece.name, modules[0]))
+        ends = {name.rpartition(".")[2] for name in inputs}
+        shared = ends & {name.rpartition(".")[2] for name in outputs}
+        if shared:  # PEFT wants feedforward_modules among target_modules
+            return {"feedforward_modules": sorted(inputs), "target_modules": sorted(inputs | outputs)}
+        return {"feedforward_modules": sorted(ends)}
 
     @classmethod
     def of_peft(cls, values: Mapping[str, Any]) -> IA3 | None:

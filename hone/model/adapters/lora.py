@@ -6,16 +6,22 @@ Shapes: K input features, N output rows of a checkpoint module, r rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from hone.model.adapters.base import LinearAdapter
+from hone.model.adapters.own_weights import PREFIX, OwnWeight, own_weights
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+ROWS = "token_rows"
+"""The name of trained rows in hone's checkpoints, and their key in a PEFT folder."""
+TOKEN_ROWS = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
 
 
 class LoRA(LinearAdapter):
@@ -37,6 +43,20 @@ class LoRA(LinearAdapter):
     )
     alpha_pattern: dict[str, float] = Field(default_factory=dict, description="Other alphas, by the same.")
 
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description="Biases of the model that are trained, too: of all linears, or of those that are wrapped."
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (), description="Embedding, head or norms that are trained whole, by the end of their names."
+    )
+    trainable_token_indices: tuple[int, ...] = Field(
+        (), description="Tokens whose rows of the embedding are trained, such as new ones; of a tied head, too."
+    )
+    ensure_weight_tying: bool = Field(
+        True,
+        description="Whether the head of a tied model stays its embedding where modules_to_save name one of them; false, as in PEFT: apart.",
+    )
+
     stored: ClassVar[dict[str, str]] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
     peft_type: ClassVar[str] = "LORA"
 
@@ -52,10 +72,42 @@ class LoRA(LinearAdapter):
                 raise ValueError(f"{name!r} is no regular expression: {error}") from None
         return pattern
 
+    @field_validator("trainable_token_indices")
+    @classmethod
+    def _tokens_are_named_once(cls, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if len({*ids}) < len(ids):
+            raise ValueError("a token is named twice")
+        return ids
+
+    def check(self, config: Any) -> None:
+        """As `LinearAdapter.check`, and where modules to save, biases or tokens are not there."""
+        super().check(config)
+        self.own_weights(config)
+        if wrong := [token for token in self.trainable_token_indices if not 0 <= token < config.vocab_size]:
+            raise ValueError(f"trainable_token_indices {wrong} are outside the vocabulary of {config.vocab_size}")
+        if self.trainable_token_indices and any(one.part == "embed_tokens" for one in self.own_weights(config)):
+            raise ValueError("trainable_token_indices are rows of a matrix that modules_to_save train whole")
+
+    def own_weights(self, config: Any) -> list[OwnWeight]:
+        return own_weights(self, config)
+
+    def token_rows(self, config: Any) -> tuple[int, ...]:
+        return self.trainable_token_indices
+
+    def keys(self, config: Any) -> dict[str, str]:
+        own = self.own_weights(config)
+        found = {name: key for one in own for name, (key, _) in one.tensors.items()}
+        return found | ({ROWS: TOKEN_ROWS} if self.trainable_token_indices else {})
+
     @property
     def scale(self) -> float:
         """What B A is multiplied by."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def unmatched(self, modules: Iterable[str]) -> list[str]:
+        """The keys of its patterns that match none of the wrapped checkpoint `modules`."""
+        keys, modules = {**self.rank_pattern, **self.alpha_pattern}, list(modules)
+        return [key for key in keys if not any(by_pattern({key: True}, name, False) for name in modules)]
 
     @property
     def varies(self) -> bool:
@@ -92,6 +144,10 @@ class LoRA(LinearAdapter):
             "use_dora": False,
             "lora_dropout": self.dropout,
             **patterns,
+            "bias": self.bias,
+            "modules_to_save": list(self.modules_to_save) or None,
+            "trainable_token_indices": list(self.trainable_token_indices) or None,
+            "ensure_weight_tying": bool(self.modules_to_save) and self.ensure_weight_tying,
         }
 
     @classmethod
@@ -104,7 +160,15 @@ class LoRA(LinearAdapter):
         """The options in adapter_config.json: the dropout of a finished training is none."""
         options = {"rank": values["r"], "alpha": values["lora_alpha"], "use_rslora": bool(values.get("use_rslora"))}
         patterns = {name: values.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-        return {**options, **patterns}
+        tokens = values.get("trainable_token_indices") or ()
+        if isinstance(tokens, Mapping):
+            if set(tokens) != {"embed_tokens"}:
+                raise ValueError(f"trainable_token_indices are of {', '.join(tokens)}, not of embed_tokens alone")
+            tokens = tokens["embed_tokens"]
+        own = {"bias": values.get("bias") or "none", "modules_to_save": tuple(values.get("modules_to_save") or ())}
+        own |= {"trainable_token_indices": tuple(tokens)}
+        own |= {"ensure_weight_tying": bool(values.get("ensure_weight_tying"))} if own["modules_to_save"] else {}
+        return {**options, **patterns, **own}
 
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
         from hone.model.adapters.lora_linear import uniform

@@ -18,6 +18,7 @@ from hone.model.adapters import ADAPTERS
 from hone.model.adapters.base import LinearAdapter
 from hone.model.adapters.bottlenecks import hub
 from hone.model.adapters.bottlenecks.base import Bottleneck
+from hone.model.adapters.own_weights import PREFIX
 from hone.model.families import FAMILIES
 from hone.model.families.stored import read_config
 from hone.model.folder import ADAPTER, base_of, is_adapter, read_json
@@ -36,13 +37,12 @@ shards = lazy("hone.model.shards")
 KEY = "peft_adapter"
 """The key of config.json that names the adapter's folder."""
 WEIGHTS = "adapter_model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 
-PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules."""
 _REFUSED = (
-    "lora_bias", "fan_in_fan_out", "modules_to_save",
+    "lora_bias", "fan_in_fan_out",
     "layers_to_transform", "layers_pattern", "layer_replication", "target_parameters", "exclude_modules",
-    "trainable_token_indices", "alora_invocation_tokens", "megatron_config",
+    "alora_invocation_tokens", "megatron_config",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "lora_ga_config", "monteclora_config",
 )  # fmt: skip
 """Keys of adapter_config.json that change what an adapter computes, and that are empty or false in the ones hone runs."""
@@ -94,10 +94,13 @@ def adapted(config: ModelConfig, adapter: Adapter) -> ModelConfig:
     Raises SpecError when it names no linear.
     """
     values = config.model_dump(mode="json")
+    apart = {"lm_head", "embed_tokens", "model.embed_tokens"} & {*getattr(adapter, "modules_to_save", ())}
+    if apart and config.tie_embeddings and not adapter.ensure_weight_tying:  # type: ignore[attr-defined]
+        values["tie_embeddings"] = False
     found = type(config).read({**values, "adapters": [adapter.model_dump(mode="json")]})
     if not isinstance(adapter, LinearAdapter):
         return found
-    names = target_modules(found, (module_of(key) for key in keys(found).values()))
+    names = target_modules(found, wrapped_modules(found))
     return type(config).read({**values, "adapters": [adapter.model_dump(mode="json") | {"target_modules": names}]})
 
 
@@ -108,7 +111,9 @@ def read(folder: Path) -> Adapter:
         return hub.read(folder / CONFIG, values)
     types = {ADAPTERS[kind].peft_type: ADAPTERS[kind] for kind in ADAPTERS}
     wrong = {"peft_type": values.get("peft_type")} if values.get("peft_type") not in types else {}
-    wrong |= {"bias": values["bias"]} if values.get("bias", "none") != "none" else {}
+    if values.get("peft_type") != "LORA":
+        own = ("bias", "modules_to_save", "trainable_token_indices")
+        wrong |= {name: values[name] for name in own if values.get(name) not in (None, "none", [])}
     wrong |= {name: values[name] for name in _REFUSED if values.get(name)}
     if (first := values.get("init_lora_weights")) not in _BESIDE_THE_MODEL:
         wrong["init_lora_weights"] = first
@@ -150,8 +155,9 @@ def config_values(adapter: Adapter, base: str | None = None, sizes: Mapping[str,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **adapter.peft_values(),
+        **({"bias": "none"} if named and "bias" not in adapter.peft_values() else {}),
+        **({"target_modules": sorted(adapter.target_modules)} if named else {}),
         **(sizes or {}),
-        **({"target_modules": sorted(adapter.target_modules), "bias": "none"} if named else {}),
         "inference_mode": True,
     }
 
@@ -163,7 +169,13 @@ def write(where: Path, config: ModelConfig, tensors: dict[str, Tensor], base: st
     adapter = alone(config)
     assert adapter is not None, "no PEFT folder holds these adapters"
     if isinstance(adapter, LinearAdapter):
-        modules = target_modules(config, (module_of(key) for key in tensors))
+        own = set(adapter.keys(config).values())
+        modules = target_modules(config, (module_of(key) for key in tensors if key not in own))
+        if config.tie_embeddings and (PREFIX + EMBEDDING) in tensors:  # PEFT trains and stores both
+            tensors = {**tensors, f"{PREFIX}lm_head.weight": tensors[PREFIX + EMBEDDING].clone()}
+            names = {one for one in adapter.modules_to_save if not EMBEDDING.endswith(f"{one}.weight")}
+            saved = tuple(sorted((names - {"lm_head"}) | {"embed_tokens", "lm_head"}))
+            adapter = adapter.model_copy(update={"modules_to_save": saved})
         adapter = adapter.model_copy(update={"target_modules": modules})
     name, values = WEIGHTS, {}
     if isinstance(adapter, Bottleneck):
@@ -188,6 +200,12 @@ def without(
             factors[names[name]] = tensor
         else:
             yield name, tensor
+
+
+def wrapped_modules(config: ModelConfig) -> set[str]:
+    """The checkpoint modules that the adapters of `config` wrap."""
+    own = {key for one in config.adapters for key in one.keys(config).values()}  # type: ignore[attr-defined]
+    return {module_of(key) for key in keys(config).values() if key not in own}
 
 
 def target_modules(config: ModelConfig, modules: Iterable[str]) -> tuple[str, ...]:
@@ -224,6 +242,12 @@ def key(module: str, part: str) -> str:
     return f"{PREFIX}{module}.{part}.weight"
 
 
+def beside(adapter: Adapter) -> Adapter:
+    """`adapter` without what it trains of the model itself."""
+    own = {"bias": "none", "modules_to_save": ()} if hasattr(adapter, "modules_to_save") else {}
+    return adapter.model_copy(update=own)
+
+
 def alone(config: ModelConfig) -> Adapter | None:
     """The adapter of `config` if a folder can hold it: one, that PEFT or AdapterHub has too."""
     adapter = config.adapters[0] if len(config.adapters) == 1 else None
@@ -237,11 +261,15 @@ class AdaptedShards:
     def __init__(self, model: Shards, adapter: Shards, config: ModelConfig) -> None:
         self.model, self.adapter = model, adapter
         self._keys = keys(config)
+        tied = config.tie_embeddings and EMBEDDING in self._keys
+        self._twice = {f"{PREFIX}lm_head.weight"} if tied else set[str]()
+        """What a PEFT folder stores beside the embedding of a tied model, and is the same."""
 
     def names(self) -> list[str]:
         """Every tensor's name; a tensor of the adapter that belongs to no module keeps its key."""
         back = {key: name for name, key in self._keys.items()}
-        return [*self.model.names(), *(back.get(key, key) for key in self.adapter.names())]
+        own = [back.get(key, key) for key in self.adapter.names() if key not in self._twice]
+        return list(dict.fromkeys([*self.model.names(), *own]))
 
     def file(self, name: str) -> Path:
         """The file that holds tensor `name`."""
@@ -272,4 +300,10 @@ class AdaptedShards:
     def _where(self, name: str) -> tuple[Shards, str]:
         if name in self._keys:
             return self.adapter, self._keys[name]
-        return (self.adapter, name) if name in self.adapter.names() else (self.model, name)
+        if name in self.adapter.names():
+            return self.adapter, name
+        if (
+            name == "lm_head.weight" and name not in self.model.names()
+        ):  # a head that an adapter parted from the embedding
+            return self.model, EMBEDDING
+        return self.model, name

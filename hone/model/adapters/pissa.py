@@ -84,6 +84,9 @@ class PiSSA(LoRA):
         for key, value in tensors.items():
             if "lora_first_" in key:
                 continue
+            if ".lora_" not in key:  # a weight of the model itself
+                found[key] = value
+                continue
             first = tensors[key.replace(".lora_", ".lora_first_")]
             found[key] = torch.cat([value, first]) if ".lora_A." in key else torch.cat([value, -first], 1)
         return LoRA.model_validate(

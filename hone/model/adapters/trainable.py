@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hone.base.errors import SpecError
 from hone.model.adapters.base import Adapter
-from hone.model.adapters.peft import adapted
+from hone.model.adapters.lora import ROWS
+from hone.model.adapters.peft import EMBEDDING, adapted
 from hone.model.adapters.prompts.first_values import FirstValues
 from hone.model.adapters.wrap import Adapted
 from hone.model.config import ModelConfig
@@ -32,6 +34,9 @@ class Trainable(ModelSource):
         super().__init__(source.folder, config, source.values, source.weights, **how)
         self._drawn_from = None if adapter is None else seed
         self._names = adapter_names(config)
+        self._own = {name: one for one in config.own_weights() for name in one.tensors}
+        if self.quantization is not None and any(path.endswith(".bias") for path in self._trained_paths):
+            raise SpecError("the biases of a quantized model are not trained", fix="set adapter.bias: none")
 
     def check(self, decoder: Decoder) -> None:
         """As `ModelSource.check`, of the tensors that are not drawn."""
@@ -52,7 +57,9 @@ class Trainable(ModelSource):
                 module.spec.start(module)
         own = self.config.adapter_parameters(index)
         for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(name in own and own[name].trained)
+            parameter.requires_grad_(
+                (name in own and own[name].trained) or f"layers.{index}.{name}" in self._trained_paths
+            )
 
     def load_part(self, part: Any, path: str, device: torch.device | str, dtype: torch.dtype) -> None:
         """As `ModelSource.load_part`; what is outside the layers is frozen."""
@@ -63,7 +70,19 @@ class Trainable(ModelSource):
             bare = ModelSource(self.folder, plain, self.values, self.weights, **how)
             self.config.prompt.start(part, FirstValues(bare, self._drawn_from))
         if not path.startswith("layers."):
-            part.requires_grad_(path == "prompt")
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(path == "prompt" or name == "rows" or f"{path}.{name}" in self._trained_paths)
+
+    @property
+    def _trained_paths(self) -> set[str]:
+        """The paths of the model's own weights that are trained."""
+        return {one.path for one in self._own.values()}
+
+    def take(
+        self, name: str, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype, integers: bool = False
+    ) -> Tensor:
+        """As `ModelSource.take`, in float32 what is trained."""
+        return super().take(name, shape, device, torch.float32 if name in self._own else dtype, integers)
 
     def _set(
         self, module: nn.Module, attribute: str, name: str, device: torch.device | str, dtype: torch.dtype
@@ -74,6 +93,10 @@ class Trainable(ModelSource):
             super()._set(module, attribute, name, device, torch.float32)
         else:
             path, spec = self._names[name]
+            if name == ROWS:
+                rows = self.tensor(EMBEDDING)[list(self.config.token_rows())]
+                setattr(module, attribute, nn.Parameter(rows.float().to(device)))
+                return
             drawn = torch.empty(spec.shape)
             draw_initial(drawn, f"{self._drawn_from}/{path}", spec.initial)
             setattr(module, attribute, nn.Parameter(drawn.to(device)))
@@ -86,5 +109,7 @@ def adapter_names(config: ModelConfig) -> dict[str, tuple[str, ParameterSpec]]:
         names = config.singles(index)
         for path, spec in config.adapter_parameters(index).items():
             found[names[path]] = (f"layers.{index}.{path}", spec)
+    if rows := config.token_rows():
+        found[ROWS] = ("embed_tokens.rows", ParameterSpec("rows", (len(rows), config.hidden_size)))
     own = config.prompt_parameters()
     return found | {f"prompt.{path}": (f"prompt.{path}", spec) for path, spec in own.items()}

@@ -225,7 +225,9 @@ class ModelSource:
                 self._set(part.get_submodule(owner), attribute, f"{path}.{name}", device, dtype)
         elif path in TABLES:
             self.load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
-            if hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
+            if hasattr(part, "rows"):
+                self._set(part, "rows", "token_rows", device, dtype)
+            elif hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
                 part.like = torch.empty(0, device=device, dtype=dtype)
         else:
             self._set(part, "weight", f"model.{path}.weight", device, dtype)
@@ -304,6 +306,8 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     for names, linear in linears:
         for name, parts in zip(names, linear.part_shapes(list(names.values())), strict=True):
             shapes.update({f"{name}.{suffix}": tuple(shape) for suffix, shape in parts.items()})
+    if rows := config.token_rows():
+        shapes["token_rows"] = (len(rows), config.hidden_size)
     shapes.update({f"prompt.{name}": parameter.shape for name, parameter in config.prompt_parameters().items()})
     shapes["model.norm.weight"] = tuple(decoder.norm.weight.shape)
     return shapes

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.base.errors import SpecError
-from hone.model.adapters.peft import adapted, alone
+from hone.model.adapters.lora import LoRA
+from hone.model.adapters.peft import adapted, alone, wrapped_modules
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.train.precision import FP8_RECIPES
@@ -31,7 +32,13 @@ def _added(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts])
         )
     if spec.init != "random":
         raise SpecError("adapter leaves the model as it is, and init makes another one", fix="leave one of them out")
-    return adapted(config, spec.adapter)
+    found = adapted(config, spec.adapter)
+    if isinstance(spec.adapter, LoRA) and (unmatched := spec.adapter.unmatched(wrapped_modules(found))):
+        raise SpecError(
+            f"{', '.join(map(repr, unmatched))} in adapter.rank_pattern or alpha_pattern names no wrapped module",
+            fix="name modules of target_modules, such as down_proj or layers.3.self_attn.q_proj",
+        )
+    return found
 
 
 def _check(spec: Any, config: ModelConfig) -> None:

@@ -11,6 +11,7 @@ from hone.base.artifact import Artifact
 from hone.base.lazy import lazy
 from hone.cost.memory import BYTES
 from hone.model.adapters import peft
+from hone.model.adapters.lora import ROWS
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.model.folder import base_of, copy_tokenizer, is_adapter
@@ -33,6 +34,14 @@ def save_adapter(trainer: Trainer, model: Path, tokenizer_from: Path, dtype: str
                 for path in config.adapter_parameters(index):
                     one = layer.get_parameter(path).detach()
                     factors[keys[names[path]]] = one.to("cpu", stored, copy=True)
+        for own in config.own_weights():
+            with torch.no_grad(), weights.whole(own.part, wide=True):
+                whole = trainer.model.get_parameter(own.path).detach().to("cpu", stored, copy=True)
+            pieces = whole.split([rows for _, rows in own.tensors.values()])
+            factors |= {key: one for (key, _), one in zip(own.tensors.values(), pieces, strict=True)}
+        if config.token_rows():
+            with torch.no_grad(), weights.whole("embed_tokens", wide=True):
+                factors[keys[ROWS]] = trainer.model.embed_tokens.rows.detach().to("cpu", stored, copy=True)
         if config.prompt:
             with torch.no_grad(), weights.whole("prompt", wide=True):
                 for path in config.prompt_parameters():

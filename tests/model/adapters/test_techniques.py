@@ -36,6 +36,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "pissa": {"kind": "pissa", "rank": 4},
     "ia3": {"kind": "ia3"},
     "ia3 of a longer name": {"kind": "ia3", "feedforward_modules": ["mlp.down_proj"]},
+    "ia3 of one layer": {"kind": "ia3", "feedforward_modules": ["layers.1.mlp.down_proj"]},
 }
 PEFT: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},

@@ -159,6 +159,8 @@ def _made(spec: dict[str, Any], data: str, out: str, model: str) -> str:
         ({"precision": "fp8"}, "precision fp8 does not train adapters"),
         ({"init": "teacher"}, "init makes another one|a 'model' parent both give"),
         ({"adapter": {"kind": "lora", "target_modules": ["query"]}}, "name no linear"),
+        ({"adapter": {"kind": "lora", "rank_pattern": {"down": 4}}}, "'down' in adapter.rank_pattern"),
+        ({"adapter": {"kind": "lora", "target_modules": ["q_proj"], "alpha_pattern": {"k_proj": 4}}}, "'k_proj' in"),
     ],
 )
 def test_what_does_not_fit_is_one_error(changes: dict[str, Any], said: str, base: Path, data_folder: Path) -> None:
@@ -168,6 +170,21 @@ def test_what_does_not_fit_is_one_error(changes: dict[str, Any], said: str, base
             parents["teacher"] = parents["model"]
         Train.read({**SPEC, **changes}).make(base.parent / "wrong", parents, QUIET)
     assert caught.value.fix
+
+
+def test_rows_and_norms_train_beside_the_factors(base: Path, data_folder: Path) -> None:
+    """The folder has both, and the embedding stays as it was."""
+    own = {"trainable_token_indices": [5, 6], "modules_to_save": ["model.norm"]}
+    made = train(base, data_folder, "own", adapter={"kind": "lora", "rank": 2, **own}, steps=2)
+    tensors = load_file(made.folder / "adapter_model.safetensors")
+    plain = hf.load(base)
+    rows = tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    assert rows.shape == (2, 48) and not torch.equal(rows, plain.embedding[[5, 6]])
+    assert not torch.equal(tensors["base_model.model.model.norm.weight"], plain.norm.weight)
+    again = hf.load(made.folder)
+    assert torch.equal(again.embed_tokens.inner.weight, plain.embedding)
+    count = again.config.trained_params
+    assert made.figures["trained_params"].value == count == sum(one.numel() for one in tensors.values())
 
 
 def test_an_adapter_needs_its_model(trained: Artifact, base: Path, data_folder: Path, tmp_path: Path) -> None:
