@@ -11,6 +11,7 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.compress.stage import Compress
 from hone.model import hf
 from hone.model.decoder import build
 from hone.model.quantized.nf4 import NF4
@@ -45,3 +46,27 @@ def test_an_adapter_is_trained_beside_the_codes(data_folder: Path, tmp_path: Pat
         assert torch.equal(trained.get_submodule(f"{name}.inner").codes, one.codes)
     with torch.no_grad():
         assert not torch.equal(trained(TOKENS), base(TOKENS))
+
+
+def test_loftq_begins_nearer_to_the_dense_weights_and_is_trained_on(data_folder: Path, tmp_path: Path) -> None:
+    """The compress stage's adapter has scale 1, and a training without `adapter` goes on with it, beside the same codes."""
+    meta = json.loads((data_folder / "tokens" / "meta.json").read_text())
+    config = SHAPE.model_copy(update=SIZES).config(meta["vocab_size"], eos=meta["eos_token_id"])
+    hf.save(build(config, seed=3), tmp_path / "dense", data_folder)
+    dense = {"model": Artifact.read(tmp_path / "dense")}
+    steps = [{"kind": "nf4", "double_quant": True}, {"kind": "loftq", "rank": 8}]
+    begun = Compress.read({"steps": steps}).make(tmp_path / "loftq", dense, Run(quiet=True))
+    model, whole = hf.load(begun.folder), hf.load(tmp_path / "dense")
+    assert model.config.adapters[0].scale == 1.0
+    qkv, wanted = model.layers[0].mixer.qkv, whole.layers[0].mixer.qkv.weight.detach()
+    lost, left = (float((one.dequantize(torch.float32).detach() - wanted).norm()) for one in (qkv.inner, qkv))
+    assert left < 0.95 * lost
+    spec = {"steps": 3, "batch_size": 8, "seq_len": 32, "optimizer": {"kind": "adamw", "lr": 1e-2}}
+    parents = {"data": Artifact.read(data_folder), "model": begun}
+    made = Train.read(spec).make(tmp_path / "tuned", parents, Run(quiet=True))
+    again = hf.load(made.folder)
+    assert torch.equal(again.layers[0].mixer.qkv.inner.codes, qkv.inner.codes)
+    factor = again.layers[0].mixer.qkv.lora_A_q.detach()
+    assert factor.shape == (8, 64) and not torch.equal(factor, qkv.lora_A_q.detach())
+    losses = [json.loads(line).get("loss") for line in (made.folder / "steps.jsonl").read_text().splitlines()]
+    assert losses[0] is not None and losses[2] < losses[0]

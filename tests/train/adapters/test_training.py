@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hone.model import hf
 from hone.model.decoder import build
 from hone.train.loop import Trainer
 from hone.train.stage import Train
+from tests.forking import begin
 from tests.ranked import together
 from tests.train.conftest import SHAPE
 from tests.train.ranks import made
@@ -170,6 +173,35 @@ def test_what_does_not_fit_is_one_error(changes: dict[str, Any], said: str, base
             parents["teacher"] = parents["model"]
         Train.read({**SPEC, **changes}).make(base.parent / "wrong", parents, QUIET)
     assert caught.value.fix
+
+
+@pytest.mark.slow
+def test_a_process_killed_in_the_middle_is_gone_on_with(base: Path, data_folder: Path, tmp_path: Path) -> None:
+    """By a signal that no process can catch: the next one ends with the bytes of a training that was not killed."""
+    own = {"modules_to_save": ["norm"], "trainable_token_indices": [5]}
+    spec = {**SPEC, "adapter": {"kind": "lora", "rank": 2, "dropout": 0.1, **own}, "steps": 5}
+    ended = [
+        begin(_made_or_killed, (spec, str(data_folder), str(tmp_path / out), str(base), at))() for out, at in KILLS
+    ]
+    assert [one.returncode for one in ended] == [0, -signal.SIGKILL, 0]
+    assert ended[2].result == ended[0].result
+
+
+KILLS = (("whole", 0), ("killed", 4), ("killed", 0))
+"""Trainings in turn: the folder, and the step after which the process is killed; 0: it is not."""
+
+
+def _made_or_killed(spec: dict[str, Any], data: str, out: str, model: str, kill_at: int) -> str:
+    step = Trainer.step
+
+    def dying(self: Trainer, batch: Any) -> Any:
+        if self.done == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, batch)
+
+    if kill_at:
+        Trainer.step = dying  # type: ignore[method-assign]
+    return made(spec, data, out, model=model)
 
 
 def test_rows_and_norms_train_beside_the_factors(base: Path, data_folder: Path) -> None:
