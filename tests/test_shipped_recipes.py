@@ -21,10 +21,11 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @pytest.mark.parametrize(
-    "name", ["case_study", "curation", "sft", "tiny", "verification"]
+    "name", ["case_study", "curation", "dpo", "grpo", "sft", "tiny", "verification"]
 )  # the others begin with what tiny made
 def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(RECIPES)
     planned = {row.name: row for row in Recipe.load(RECIPES / f"{name}.yaml").plan("elsewhere", Run(quiet=True))}
     assert {row.name: row.problem.what for row in planned.values() if row.problem is not None} == {}
     if name == "curation":  # one arm takes the tokenizer of the other, which no plan has made yet

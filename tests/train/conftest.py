@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,29 +78,35 @@ from hone.base.artifact import Artifact
 from hone.base.run import Run
 from hone.train.loop import Trainer
 from hone.train.stage import Train
-spec, data, out, last = sys.argv[1:]
+spec, data, out, last, parents = sys.argv[1:]
 step = Trainer.step
 def until_killed(self, batch):
     while self.done == int(last):
         time.sleep(1)
     return step(self, batch)
 Trainer.step = until_killed
-print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data)}, Run(quiet=True)).content)
+print(Train.read(json.loads(spec)).make(out, {"data": Artifact.read(data), **{role: Artifact.read(one) for role, one in json.loads(parents).items()}}, Run(quiet=True)).content)
 """
 
 
 def content_after_kills(
-    spec: dict[str, Any], data: Path, out: Path, targets: Iterable[int], pause: Callable[[], float] = lambda: 0.0
+    spec: dict[str, Any],
+    data: Path,
+    out: Path,
+    targets: Iterable[int],
+    pause: Callable[[], float] = lambda: 0.0,
+    parents: Mapping[str, Path] | None = None,
 ) -> str:
     """The content of `out` as a training of `spec` makes it that is killed `pause()` seconds after steps.jsonl has each of
     `targets` rows, and is then left to finish. It stands still a few steps later, so that each kill comes before its end even
-    where this process gets no processor for a while."""
+    where this process gets no processor for a while. `parents` are inputs beside the data, by role."""
+    more = json.dumps({role: str(folder) for role, folder in (parents or {}).items()})
     command = [sys.executable, "-c", _CHILD, json.dumps(spec), str(data), str(out)]
     path = out.with_name(f"{out.name}.partial") / "steps.jsonl"
     for target in targets:
         last = min(target + 8, spec["steps"] - 1)
         assert last >= target, "steps.jsonl has at least a row for each step that is done"
-        child = subprocess.Popen([*command, str(last)], stdout=subprocess.DEVNULL)
+        child = subprocess.Popen([*command, str(last), more], stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 300
             while not path.exists() or path.read_text().count("\n") < target:
@@ -111,7 +117,7 @@ def content_after_kills(
             child.kill()
             child.wait()
         assert child.returncode == -signal.SIGKILL
-    finished = subprocess.run([*command, "-1"], capture_output=True, text=True, check=True, timeout=300)
+    finished = subprocess.run([*command, "-1", more], capture_output=True, text=True, check=True, timeout=300)
     return finished.stdout.strip()
 
 

@@ -78,17 +78,21 @@ class Rollouts:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """The batch that later steps are trained on, and its micro-batches; empty without one."""
+        """The batch that later steps are trained on, its micro-batches and what is said of it; empty without one."""
         if self._kept is None or self.parts is None:
             return {}
         named = {name: torch.from_numpy(array) for name, array in self._kept._asdict().items()}
-        return {**named, "parts": torch.tensor(self.parts)}
+        said = {f"row.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.row.items()}
+        return {**named, **said, "parts": torch.tensor(self.parts)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restores `state`."""
         if state:
             self._kept = Prepared(*(state[name].numpy() for name in Prepared._fields))
             self.parts = int(state["parts"])
+            self.row = {
+                name.removeprefix("row."): value.item() for name, value in state.items() if name.startswith("row.")
+            }
 
     def _prepared(self, trained: Trained, batch: Batch) -> Prepared:
         settings, length = self.settings, batch.tokens.shape[1]
