@@ -129,7 +129,7 @@ class Bench:
         for times in (2, 4):
             unscaled = self.loss(self.arguments.model, times * old)
             yield self.row("extend_context", f"held-out loss of {times * old} tokens, given model", unscaled, "")
-            for scaling in ("yarn", "linear", "ntk", "llama3"):
+            for scaling in ("yarn", "linear", "ntk", "llama3", "longrope"):
                 step = {"kind": "extend_context", "scaling": scaling, "factor": times, "original_max_seq_len": old}
                 how = [TEXT] if times == 4 and scaling in ("yarn", "linear", "ntk") else []
                 name = f"{scaling} x {times}, {times * old} tokens"
@@ -147,7 +147,7 @@ class Bench:
         if self.late(name):
             return
         out = self.folder / "compress-arm"
-        made = self.convert(step, out)
+        made = self.convert(step, out, length)
         cost = self.loss(out, length)
         kept = made.figures.get("kv_bytes_per_token")
         note = f"{made.figures['time_s'].value:.3g} s" + (f"; {kept.value:g} B a token in the cache" if kept else "")
@@ -199,11 +199,11 @@ class Bench:
             "note": f"{self.config.num_params / 1e6:.3g} M parameters; {note}{spread}",
         }
 
-    def convert(self, step: dict[str, Any], out: Path) -> Artifact:
+    def convert(self, step: dict[str, Any], out: Path, length: int | None) -> Artifact:
+        """The converted model, calibrated where it is measured on sequences of `length` tokens, else of up to 256."""
         arguments = self.arguments
-        spec = Compress.read(
-            {"steps": [step], "num_sequences": 128, "seq_len": min(256, arguments.seq_len), "check_sequences": 0}
-        )
+        sizes = {"num_sequences": 8, "seq_len": length} if length else {"num_sequences": 128, "seq_len": 256}
+        spec = Compress.read({"steps": [step], **sizes, "check_sequences": 0})
         parents = {"model": Artifact.read(arguments.model), "data": Artifact.read(self.folder / "data")}
         machine = describe(arguments.device).model_dump(mode="json")
         return spec.make(out, parents, Run(device=arguments.device, quiet=True, machine=machine))

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
+from hone.base.lazy import lazy
+from hone.base.run import Run
 from hone.compress.conversions.base import Conversion, with_layers
+from hone.compress.step import Targets
+from hone.cost.compress.compression import Passes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hone.compress.capture import Flow
     from hone.model.config import LayerSpec, ModelConfig
+    from hone.model.weights.model import ModelSource
+
+divisors = lazy("hone.compress.conversions.divisors")
 
 _OF_SCALING = {
     "attention_factor": ("yarn", "longrope"),
     "short_factor": ("longrope",),
     "long_factor": ("longrope",),
+    "population": ("longrope",),
+    "rounds": ("longrope",),
+    "seed": ("longrope",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
     "low_freq_factor": ("llama3",),
@@ -59,7 +74,14 @@ class ExtendContext(Conversion):
     short_factor: tuple[float, ...] = Field(
         (), description="longrope: a divisor of each frequency in sequences up to the old context; empty: 1."
     )
-    long_factor: tuple[float, ...] = Field((), description="longrope: a divisor of each frequency in longer sequences.")
+    long_factor: tuple[float, ...] = Field(
+        (),
+        description="longrope: a divisor of each frequency in longer sequences; empty: a search on the calibration sequences, whose "
+        "seq_len should be the new context.",
+    )
+    population: int = Field(16, ge=4, description="longrope: divisors that the search keeps and makes in each round.")
+    rounds: int = Field(10, ge=0, description="longrope: rounds of the search.")
+    seed: int = Field(0, ge=0, description="longrope: seed of the search.")
 
     @model_validator(mode="after")
     def _options_are_read(self) -> Self:
@@ -68,9 +90,12 @@ class ExtendContext(Conversion):
                 raise ValueError(
                     f"scaling {self.scaling} does not read {name}: it is an option of {' and '.join(scalings)}"
                 )
-        if self.scaling == "longrope" and not self.long_factor:
-            raise ValueError("scaling longrope needs long_factor, a divisor of each frequency")
         return self
+
+    @property
+    def searches(self) -> bool:
+        """Whether divisors are searched for."""
+        return self.scaling == "longrope" and not self.long_factor
 
     def convert(self, index: int, layer: LayerSpec, config: ModelConfig) -> LayerSpec | None:
         mixer = layer.mixer
@@ -109,7 +134,8 @@ class ExtendContext(Conversion):
             if self.scaling in _OF_SCALING[name]:
                 found[name] = getattr(self, name)
         if self.scaling == "longrope":
-            found |= {"long_factor": self.long_factor, "short_factor": self.short_factor or (1.0,) * (dim // 2)}
+            long = self.long_factor or (self.factor,) * (dim // 2)  # to be searched for
+            found |= {"long_factor": long, "short_factor": self.short_factor or (1.0,) * (dim // 2)}
             usual = math.sqrt(1 + math.log(self.factor) / math.log(length))
             found["attention_factor"] = self.attention_factor or usual
         if self.scaling == "yarn":
@@ -121,6 +147,52 @@ class ExtendContext(Conversion):
         old = self.original_max_seq_len or config.max_seq_len
         longer = old if self.scaling == "dynamic" else round(self.factor * old)
         return with_layers(config, self.converted(config), max_seq_len=longer)
+
+    def rewrite(
+        self, checkpoint: ModelSource, flow: Flow | None, targets: Targets, state: Path, run: Run
+    ) -> tuple[ModelSource, dict[str, Any]]:
+        if not self.searches:
+            return super().rewrite(checkpoint, flow, targets, state, run)
+        entry = run.mesh.from_leader(lambda: json.loads(state.read_text(encoding="utf8")) if state.exists() else None)
+        if entry is None:
+            assert flow is not None, "a search needs calibration inputs"
+            entry = self._found(checkpoint, flow, run)
+            if run.mesh.leads:
+                write_atomic(state, json.dumps(entry).encode())
+        chosen = self.model_copy(update={"long_factor": tuple(entry["long_factor"])})
+        return chosen.rewrite(checkpoint, flow, targets, state, run)[0], entry
+
+    def _found(self, checkpoint: ModelSource, flow: Flow, run: Run) -> dict[str, Any]:
+        """The divisors that the search finds, and its losses."""
+        config = checkpoint.config
+        layers = self.converted(config)
+        ropes = [layer.mixer.rope for layer in layers.values()]
+        if any(rope != ropes[0] for rope in ropes):
+            raise SpecError(
+                f"{self.kind}: layers have other rotary positions than each other, for which there is no common search",
+                fix="give long_factor, or take another scaling",
+            )
+
+        def of(values: tuple[float, ...]) -> dict[int, Any]:
+            made = self.model_copy(update={"long_factor": values}).converted(config)
+            return {index: layer.mixer.rope for index, layer in made.items()}
+
+        old = self.original_max_seq_len or config.max_seq_len
+        given = config.layers[next(iter(layers))].mixer.rope.model_copy(update={"original_max_seq_len": old})
+        first = divisors.usual(self.factor, 2 * len(ropes[0].long_factor), given)
+        options = (self.factor, self.population, self.rounds, self.seed)
+        found, loss, begun = divisors.search(checkpoint, flow, run, of, first, *options)
+        run.say(
+            f"longrope: loss {loss:.4f} on {flow.calibration.tokens.shape[1]} tokens; with the divisors of linear {begun[0]:.4f}, "
+            f"of a larger base {begun[1]:.4f}, of yarn {begun[2]:.4f}"
+        )
+        return {"long_factor": list(found), "loss": loss, "begun": begun}
+
+    def passes(self, config: ModelConfig) -> Passes | None:
+        if not self.searches:
+            return None
+        tried = self.population + self.rounds * self.population // 2
+        return Passes(tried + 1.0, logits=tried)
 
     def recipe(self, index: int, made: Any, source: ModelConfig, config: ModelConfig) -> Any:
         return None

@@ -54,7 +54,7 @@ def added_losses(checkpoint: ModelSource, flow: Flow, run: Run) -> list[float]:
         skipped.states = flow.states.clone()
         without.append(skipped)
         flow.through(layer)
-    whole, *others = [_loss(checkpoint, one) for one in (flow, *without)]
+    whole, *others = [next_token_loss(checkpoint, one) for one in (flow, *without)]
     return _finite([other - whole for other in others], flow)
 
 
@@ -211,7 +211,7 @@ def each_layer(checkpoint: ModelSource, flow: Flow, run: Run) -> Iterator[tuple[
             bar.advance()
 
 
-def _loss(checkpoint: ModelSource, flow: Flow) -> float:
+def next_token_loss(checkpoint: ModelSource, flow: Flow) -> float:
     """Mean next-token loss of the last hidden states, in nats; a document's last token has no target."""
     ends = checkpoint.build_ends(flow.device, flow.dtype)
     tokens, owners = torch.from_numpy(flow.own.tokens), flow.own.document_ids

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from hone.base.errors import SpecError
+from hone.compress.conversions.divisors import evolve, usual
 from hone.model.hf import load
+from hone.model.rope import Rope
 
 TOKENS = torch.arange(2 * 200).reshape(2, 200) * 7 % 250
 """Longer than the 128 of the given models."""
@@ -75,11 +78,33 @@ def test_it_is_measured_on_sequences_of_the_new_length(family_folder, compress, 
     assert made.figures["kl_to_dense"].n == 2 * 255 and "kv_bytes_per_token" not in made.figures
 
 
+def test_evolution_finds_what_none_of_the_usual_divisors_is() -> None:
+    wanted = np.array([1.0, 1.0, 1.5, 3.0, 3.5, 4.0])
+    first = usual(4.0, 12, Rope(original_max_seq_len=64))
+    assert [len(one) for one in first] == [6, 6, 6] and first[1][0] == 1.0 and first[1][-1] == pytest.approx(4.0)
+    found, loss, begun = evolve(first, 4.0, 16, 25, 0, lambda one: float(np.square(np.log(one / wanted)).sum()))
+    assert loss < 0.3 * min(begun) and list(found) == sorted(found)
+    assert evolve(first, 4.0, 16, 0, 0, lambda one: one[0])[1] == 1.0, "the best of the first ones"
+
+
+def test_longrope_is_searched_on_calibration_sequences(family_folder, compress, calibration_text) -> None:
+    options = {"calibration_text": str(calibration_text), "num_sequences": 2, "check_sequences": 0, "seq_len": 200}
+    step = {"kind": "extend_context", "scaling": "longrope", "factor": 2.0, "population": 6, "rounds": 2}
+    made = compress(family_folder("llama"), step, **options)
+    (row,) = made.techniques
+    assert row["loss"] <= min(row["begun"]) and len(row["begun"]) == 3
+    rope = load(made.folder).config.layers[0].mixer.rope
+    assert (
+        rope.scaling == "longrope" and list(rope.long_factor) == row["long_factor"] and rope.short_factor == (1.0,) * 8
+    )
+    torch.testing.assert_close(*logits(made.folder), atol=2e-4, rtol=2e-4)
+
+
 def test_mistakes_are_named(family_folder, compress) -> None:
     folder = family_folder("llama")
     for step, said in (
         ({"scaling": "linear", "beta_fast": 8.0}, "scaling linear does not read beta_fast"),
-        ({"scaling": "longrope"}, "needs long_factor"),
+        ({"scaling": "longrope"}, "calibration inputs"),
         ({"scaling": "longrope", "long_factor": [1.0, 2.0]}, "8 short_factor and 2 long_factor|longrope has"),
     ):
         with pytest.raises(SpecError, match=said):
