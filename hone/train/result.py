@@ -125,6 +125,10 @@ def record(
                 "pairs of answers" if pairs else "labelled answers",
             )
             draft.record(name, last[name], _PAIRS[name], n=int(count), note=f"{noun}, {where}")
+    if last is not None and "val_heads_loss" in last:
+        draft.record(
+            "val_heads_loss", last["val_heads_loss"], "nats/token", note=f"of the draft heads' objective, {where}"
+        )
     _record_rewards(draft, steps)
     rate, steps_per_s = watch.rate()
     mfu = watch.mfu(steps_per_s) if rate else None

@@ -45,6 +45,7 @@ def check_heads(spec: Any, config: ModelConfig, given: Mapping[str, Any], num_ra
         "activation_checkpointing": spec.activation_checkpointing.kind != "none",
         "objective.simulated_device": objective.simulated_device is not None,
         "objective.quantization_aware": objective.quantization_aware is not None,
+        "early_stopping.val_loss": spec.early_stopping.val_loss is not None,  # the model's, which stays as it is
         "parallelism.offload": layout.offload.kind != "none",
         "several ranks": num_ranks > 1,
     }

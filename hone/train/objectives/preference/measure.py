@@ -9,6 +9,7 @@ import torch
 
 from hone.feed.load import IGNORE, Batch
 from hone.train.activation_checkpointing import KeepAll
+from hone.train.objectives.draft_heads.measure import held_out_heads
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.base import Preference
 from hone.train.passes import Preparer, run_layers, share, to_device
@@ -46,12 +47,14 @@ def evaluated(
     seq_len: int,
     num_sequences: int = 0,
 ) -> dict[str, Any]:
-    """The row of an evaluation: step, val_loss (nats a target), val_bits_per_byte, and of pairs what `held_out` says. Every rank calls it."""
+    """The row of an evaluation: step, val_loss (nats a target), val_bits_per_byte, of pairs what `held_out` says, of draft heads their loss. Every rank calls it."""
     tokens, num_bytes = val.scored
     row = {"step": trainer.done, "val_loss": val_loss}
     row["val_bits_per_byte"] = val_loss / math.log(2) * tokens / max(num_bytes, 1)
     if isinstance(trainer.objective, Preference):
         row |= held_out(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
+    if trainer.objective.trains_heads:
+        row |= held_out_heads(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
     return row
 
 

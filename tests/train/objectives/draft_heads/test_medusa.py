@@ -103,6 +103,7 @@ def test_a_training_writes_heads_under_the_papers_names(trained: Artifact, base:
     rows = [json.loads(line) for line in (trained.folder / "steps.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
+    assert trained.figures["val_heads_loss"].value < losses[0], "a loss of the heads, on other text"
     assert trained.figures["num_params"].value == sum(one.numel() for one in tensors.values())
     facts = facts_of(trained)
     assert isinstance(facts, DrafterFacts) and facts.num_params == trained.figures["num_params"].value
@@ -141,6 +142,7 @@ def test_a_killed_training_of_heads_ends_with_the_same_bytes(
     [
         ({"adapter": {"kind": "lora"}}, "without adapter"),
         ({"activation_checkpointing": {"kind": "full"}}, "without activation_checkpointing"),
+        ({"early_stopping": {"val_loss": 3.0}}, "without early_stopping.val_loss"),
         ({"objective": {"kind": "medusa", "num_heads": 8}, "seq_len": 8}, "no targets for the last one"),
     ],
 )
