@@ -62,11 +62,11 @@ def made_data(args: argparse.Namespace, work: Path) -> Path:
 def trained(args: argparse.Namespace, kind: str, data: Path, work: Path) -> tuple[Artifact, Row]:
     """Heads of a kind, trained on `data` beside the model."""
     spec = {
-        "objective": OPTIONS[kind],
+        "objective": {**OPTIONS[kind], **json.loads(args.options).get(kind, {})},
         "steps": args.steps,
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
-        "optimizer": {"kind": "adamw", "lr": args.lr},
+        "optimizer": {"kind": "adamw", "lr": args.lr, "weight_decay": 0.0},
         "precision": "bf16" if args.device.startswith("cuda") else "fp32",
         "validation": {"sequences": 1},
         "early_stopping": {"max_time_s": 60 * args.minutes, "interval": 10},
@@ -229,6 +229,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--options", default="{}", help='fields of the objectives, as JSON: {"eagle3": {"ttt_length": 2}}'
+    )
     parser.add_argument("--ledger", action="store_true", help="add the rows to benchmarks/ledger/drafters.jsonl")
     args = parser.parse_args()
     args.model_name = args.shape or args.model.name
