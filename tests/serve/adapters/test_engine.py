@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hone.base.errors import ArtifactError, FitError, SpecError
+from hone.model import hf
 from hone.model.adapters.dora import DoRA
 from hone.model.adapters.ia3 import IA3
+from hone.model.adapters.lora import LoRA
+from hone.model.quantized.nf4_base import nf4_base
 from hone.serve.adapters.reading import NoAdapterError
 from hone.serve.engine import EngineSpec
 from tests.serve.adapters.folders import adapter_folder, merged
@@ -171,3 +174,19 @@ def test_dora_leaves_the_bias_of_the_base_as_it_is(tmp_path: Path) -> None:
     found = one.generate([PROMPTS[2], PROMPTS[2]], greedy(8), adapters=["dora", ""])
     assert found[0].tokens == dense_greedy(merged(model, folder), PROMPTS[2], 8)
     assert found[1].tokens == dense_greedy(model, PROMPTS[2], 8) != found[0].tokens
+
+
+@pytest.mark.parametrize("kind", [LoRA, DoRA])
+def test_adapters_over_a_quantized_model_are_those_over_its_values(kind: type[LoRA], tmp_path: Path) -> None:
+    dense = decoder(hidden_size=64, intermediate_size=128)
+    hf.save(dense, tmp_path / "model")
+    model = nf4_base(hf.Checkpoint(tmp_path / "model")).build().eval()
+    for index in range(dense.config.num_layers):
+        for path in dense.config.linears(index):
+            values = model.layers[index].get_submodule(path).dequantize(torch.float32)
+            dense.layers[index].get_submodule(path).weight.data.copy_(values)
+    folder = adapter_folder(tmp_path / "adapter", dense, 3, kind, rank=4)
+    one = engine(model, lora={"max_loras": 1})
+    one.adapters.load("a", str(folder))
+    (found,) = one.generate([PROMPTS[2]], greedy(8), adapters=["a"])
+    assert found.tokens == dense_greedy(merged(dense, folder), PROMPTS[2], 8) != dense_greedy(dense, PROMPTS[2], 8)
