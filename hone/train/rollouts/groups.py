@@ -90,9 +90,8 @@ class Rollouts:
         if state:
             self._kept = Prepared(*(state[name].numpy() for name in Prepared._fields))
             self.parts = int(state["parts"])
-            self.row = {
-                name.removeprefix("row."): value.item() for name, value in state.items() if name.startswith("row.")
-            }
+            said = sorted(name for name in state if name.startswith("row."))
+            self.row = {name.removeprefix("row."): state[name].item() for name in said}
 
     def _prepared(self, trained: Trained, batch: Batch) -> Prepared:
         settings, length = self.settings, batch.tokens.shape[1]
@@ -119,6 +118,7 @@ class Rollouts:
         self.row["positions"] = trained.ranks.mesh.sum(
             torch.tensor([float(made.tokens.size)], dtype=torch.float64) * trained.ranks.counts_tokens
         ).item()
+        self.row = dict(sorted(self.row.items()))  # in the order in which a checkpoint gives it back
         texts = self._texts(prompts, answers[:: settings.num_generations], 1)
         self.newest = [(*row, value) for row, value in zip(texts, rewards[:: settings.num_generations].tolist())]
         return made

@@ -131,7 +131,7 @@ def test_answers_that_are_trained_on_again_are_clipped(folder):
     resumed = trainer_of(folder, options)
     resumed.preparer.restore(state)
     resumed.done = 1
-    assert resumed.preparer.row == trainer.preparer.row and "reward" in resumed.preparer.row
+    assert [*resumed.preparer.row.items()] == [*trainer.preparer.row.items()] and "reward" in resumed.preparer.row
     kept = resumed.prepared(data.cut(np.arange(1, 2), 32))
     assert all((one == other).all() for one, other in zip(kept, again)) and resumed.preparer.parts == len(kept.tokens)
     trainer.done = 2
