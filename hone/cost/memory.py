@@ -50,6 +50,8 @@ def train_bytes(
     divided: Divided | None = None,
     fp8: float = 0.0,
     trained: ModelDims | None = None,
+    lean: bool = False,
+    frozen_bytes: float | None = None,
 ) -> Estimate:
     """Growth of memory at the peak of training.
 
@@ -64,7 +66,8 @@ def train_bytes(
     logits with their gradient and sum the head's gradient in its own dtype (float32 beyond 8 chunks). `model_loaded`: the
     float32 weights are in memory before. `divided`: the ranks of a data-parallel training, of which this is one.
     `fp8`: linears keep fp8 codes of their inputs, of so many bytes a number. `trained`: the weights that are trained (None: all);
-    the others have no masters, no gradients and no state.
+    the others have no masters, no gradients and no state. `lean`: these adapt linears by LoRA, whose products keep their inputs alone.
+    `frozen_bytes`: of the other weights where they stay codes, of which one matrix at a time is dequantized.
     """
     width = BYTES[dtype]
     half = width < 4
@@ -82,11 +85,11 @@ def train_bytes(
     summed = gradients if passes > 1 else 0
     if summed and divided is not None and divided.num_ranks > 1:
         summed = divided.summed_bytes(own)
-    weights += width * (dims.num_params - params)
+    weights += width * (dims.num_params - params) if frozen_bytes is None else frozen_bytes
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0
-    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask, fp8=fp8) for one in dims.layers]
+    sizes = [layer_bytes(one, hidden, batch_tokens, width, mask, fp8=fp8, lean=lean) for one in dims.layers]
     live = live_bytes(
         keep_all(dims.num_layers) if segments is None else segments, sizes, elsewhere=device.startswith("cuda")
     )
@@ -104,7 +107,7 @@ def train_bytes(
     widened = 2 * min(max(BUCKET, head), params) if half else 0
     moments = {
         "loss": live.turn + max(in_loss, scaled) + summed,
-        "backward": live.backward + taken + summed,
+        "backward": live.backward + taken + summed + (0 if frozen_bytes is None else width * _largest_matrix(dims)),
         "update": gradients + max(per_layer + making, widened + update.work_bytes),
     }
     moment = max(moments, key=lambda name: moments[name])
@@ -113,6 +116,11 @@ def train_bytes(
     moving = {f"{moment}: activations": activations}
     moving[f"{moment}: gradients and work"] = moments[moment] - sum(moving.values())
     return _sum_up(fixed, moving, GAPS * making, TOUCHED, device)
+
+
+def _largest_matrix(dims: ModelDims) -> int:
+    """Weights of the largest matrix in the layers."""
+    return max((rows * columns for layer in dims.layers for rows, columns in layer.matmuls), default=0)
 
 
 def serve_bytes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,30 @@ def test_saved_values_are_what_autograd_keeps(kv_heads, hidden, adapted):
     real = sum(kept.values()) / 4 / tokens.numel()
     values = adapted_values if adapted else saved_values
     assert values(decoder.config.dims().layers[0], hidden) == pytest.approx(real, rel=0.02)
+
+
+def test_a_frozen_model_under_lora_takes_less():
+    """An 8 B model of 16 bits, of 4.13 bits a weight, and trained whole: activations of one operation a product, codes, one dequantized matrix."""
+    whole = llama_8b()
+    few = replace(whole, num_params=40_000_000, active_params=40_000_000, vocab_size=0)
+    sizes = {
+        "batch_tokens": 4096,
+        "seq_len": 4096,
+        "dtype": "bfloat16",
+        "kernels": True,
+        "loss_chunk": 4096,
+        "device": "cuda",
+        "packed": False,
+    }
+    plain, lean, codes = (
+        train_bytes(whole, trained=few, **sizes, **more).value
+        for more in ({}, {"lean": True}, {"lean": True, "frozen_bytes": 4.13 / 8 * whole.num_params})
+    )
+    layer = whole.layers[0]
+    less = 2 * 4096 * 32 * (saved_values(layer, 4096) - adapted_values(layer, 4096))
+    assert plain - lean == pytest.approx(less, rel=0.01) and less > 2e9
+    held = (2 - 4.13 / 8) * whole.num_params - 2 * 40e6
+    assert held - 2 * 4096 * 28672 <= lean - codes <= 1.001 * held, "a matrix is dequantized in the backward pass"
 
 
 def llama_8b() -> ModelDims:

@@ -49,19 +49,21 @@ class Live(NamedTuple):
 
 
 def layer_bytes(
-    layer: LayerDims, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: float = 0.0
+    layer: LayerDims, hidden_size: int, tokens: int, width: int, mask: int, *, fp8: float = 0.0, lean: bool = False
 ) -> LayerBytes:
     """Bytes of a layer over `tokens` tokens of `width` bytes a number; `mask` is what attention's mask has a token.
 
     `fp8`: linears keep their inputs as codes of so many bytes a number with their scales (0: not), instead of the normed residuals and
     the gate's product; attention still keeps its result, too. The backward pass then makes two codes of the gradient of gate and up.
+    `lean`: its linears are frozen under LoRA (`adapted_values`); experts keep what they would without.
     """
+    values = adapted_values if lean and not layer.routed_values else saved_values
     products = 2 * hidden_size + layer.widths.projected + layer.widths.mixed + 2 * layer.intermediate_size
     one = tokens * width
     instead = 2 * hidden_size + layer.intermediate_size
     codes = fp8 * tokens * (instead + layer.widths.mixed) - one * instead if fp8 else 0
     return LayerBytes(
-        one * (saved_values(layer, hidden_size) + mask) + codes,
+        one * (values(layer, hidden_size) + mask) + codes,
         one * hidden_size,
         one * products,
         one * gradient_values(layer, hidden_size) + 4 * fp8 * tokens * layer.intermediate_size,

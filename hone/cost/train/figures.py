@@ -305,6 +305,8 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         divided=work.divided,
         fp8=work.keeps_codes,
         trained=work.trained,
+        lean=work.lean,
+        frozen_bytes=work.frozen_bytes,
     )
     if work.holds_codes:
         held = 2 * coded_params(work.part, work.fp8_recipe)

@@ -47,6 +47,8 @@ def host_rates(machine: Machine, disk: tuple[float, float] | None = None, *, fil
         calibration = describe("cpu").calibration
     update = min(HOST_BYTES_PER_S * machine.num_threads, MOST_BYTES_PER_S)
     said = ["the host's memory is assumed"]
+    if on_gpu and machine.elsewhere:  # its threads are not those of the machine that plans
+        update, said = MOST_BYTES_PER_S, [f"a host elsewhere is assumed to move {MOST_BYTES_PER_S / 1e9:.0f} GB/s"]
     if calibration is not None and (not on_gpu or not machine.elsewhere) and calibration.copies:
         update, said = _memory(calibration), ["the host's memory is calibrated"]
     if on_gpu:

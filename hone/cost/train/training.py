@@ -96,6 +96,10 @@ class Training:
     """How they are coded."""
     trained: ModelDims | None = None
     """The weights of adapters, where these alone are trained and in checkpoints; None: all are."""
+    lean: bool = False
+    """Whether all adapters are LoRA, whose products keep their inputs alone."""
+    frozen_bytes: float | None = None
+    """Bytes of the frozen weights where they stay codes; None: they are in `dtype`."""
     exported: int = 0
     """Weights of the finished folder where an adapter is saved as another one; 0: those that are trained."""
 

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from hone.model.config import ModelConfig
 
 
+LEAN = frozenset({"lora", "pissa"})
+"""Adapters whose products are one operation that keeps its input alone (`hone.ops.lora`)."""
+
+
+def codes_of(config: ModelConfig, given: CheckpointFacts | None) -> float | None:
+    """Bytes of the weights that an adapter leaves as codes; None where it leaves dense ones."""
+    return float(given.weights_bytes) if config.adapters and given is not None and given.packed else None
+
+
 def training_of(
     spec: Any,
     config: ModelConfig,
@@ -84,5 +93,7 @@ def training_of(
         fp8=fp8_products(spec.precision),
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
         trained=config.trained_dims(),
+        lean=bool(config.adapters) and all(one.kind in LEAN for one in config.adapters),
+        frozen_bytes=codes_of(config, given.get("model")),
         exported=exported(config).trained_params if config.adapters else 0,
     )
