@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @pytest.mark.parametrize(
-    "name", ["case_study", "curation", "dpo", "grpo", "sft", "tiny", "verification"]
+    "name", ["case_study", "curation", "dpo", "grpo", "qlora", "sft", "tiny", "verification"]
 )  # the others begin with what tiny made
 def test_a_shipped_recipe_is_planned_before_anything_exists(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
