@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.model.adapters.token_rows import TokenRows
 from hone.model.adapters.wrap import adapted
 from hone.model.block import Placement
 from hone.model.config import LayerSpec, ModelConfig
@@ -262,7 +263,7 @@ def _pieces(config: ModelConfig, part: nn.Module, path: str, seed: int) -> Itera
         for name, parameter in config.prompt_parameters().items():
             yield part.get_parameter(name).detach(), f"{seed}/{path}.{name}", parameter.initial
     elif not path.startswith("layers."):
-        table = part.inner if hasattr(part, "rows") else part
+        table = part.inner if isinstance(part, TokenRows) else part
         yield table.weight.detach(), f"{seed}/{'embedding' if path == 'embed_tokens' else path}", plain
         if table is not part:
             yield part.rows.detach(), f"{seed}/token_rows", plain

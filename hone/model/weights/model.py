@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.base.errors import ArtifactError
+from hone.model.adapters.token_rows import TokenRows
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, DecoderLayer, parts_of
 from hone.model.families.stored import refuse_unread
@@ -225,7 +226,7 @@ class ModelSource:
                 self._set(part.get_submodule(owner), attribute, f"{path}.{name}", device, dtype)
         elif path in TABLES:
             self.load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
-            if hasattr(part, "rows"):
+            if isinstance(part, TokenRows):
                 self._set(part, "rows", "token_rows", device, dtype)
             elif hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
                 part.like = torch.empty(0, device=device, dtype=dtype)
