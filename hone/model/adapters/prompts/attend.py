@@ -27,7 +27,7 @@ class Recording(Causal):
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
         """As `Causal.attend`."""
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         self.kept[layer] = KeyValues(k, v)
         return super().attend(layer, q, k, v, **options)
 
@@ -59,7 +59,7 @@ class Prefixed(Context):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        k, v = self._keys(layer, k, v)
+        k, v = self.keys_and_values(layer, k, v)
         first = self._prompt[layer]
         k, v = (
             torch.cat(
