@@ -305,8 +305,9 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, **more: Any) -> None:
         """Writes all on which the next step depends, and `more` beside it. The order of the data follows from `done`. All ranks call it."""
-        tensors = self.update.state() | self.tutor.state()
+        tensors = self.update.state()
         if self.ranks.mesh.leads:
+            tensors |= self.tutor.state()  # alike on all ranks
             tensors["rng.cpu"] = torch.get_rng_state()
             if self.device.type == "cuda":
                 tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
