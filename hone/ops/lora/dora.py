@@ -37,8 +37,8 @@ def dora_linear(
 
     Piece i has the rows from begins[i] on: A is downs[i] [r, K] and B ups[i] [rows, r] in x's dtype, m is magnitudes[i] float32
     [rows]. `squares` float32 [N] are the squared lengths of the rows of W; rows of no piece are W x + b. n counts as a constant in
-    the backward pass (section 4.3), which also saves the outputs: the gradient of m is made of them, so that a row whose m is
-    exactly 0 gets none. With `gated` x is [..., 2K], gate and up of a SwiGLU, as in `lora_linear`. Differentiable once, in x,
+    the backward pass (section 4.3), which also saves the outputs before b is added: the gradient of m is made of them, so that a row
+    whose m is exactly 0 gets none. With `gated` x is [..., 2K], gate and up of a SwiGLU, as in `lora_linear`. Differentiable once, in x,
     `downs`, `ups` and `magnitudes`. Raises SpecError for factors that do not fit.
     """
     columns = x.shape[-1] // 2 if gated else x.shape[-1]
@@ -90,7 +90,8 @@ def stretch(
 
 
 class _DoRA(Function):
-    """Saves x, the factors and the outputs; the frozen product is made again for no gradient."""
+    """Saves x, the factors and the outputs without the bias, beside which bf16 would lose them where it is large, as those of some
+    models' keys are; the frozen product is made again for no gradient."""
 
     @staticmethod
     def forward(
@@ -106,21 +107,21 @@ class _DoRA(Function):
         narrow = (rows @ _stacked(downs).T).split([len(down) for down in downs], 1)
         for begin, up, part, scale in zip(begins, ups, narrow, scales, strict=True):
             out[:, begin : begin + len(up)].addmm_(part, up.T, alpha=scale)
-        _stretched(out, stretched, bias, backend)
+        _stretched(out, stretched, backend)
         out = out.view(*x.shape[:-1], -1)
-        ctx.save_for_backward(x, out, bias, stretched, *factors)
+        ctx.save_for_backward(x, out, stretched, *factors)
         ctx.weight, ctx.options = weight, options
-        return out
+        return out if bias is None else out + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        x, out, bias, stretched, *factors = ctx.saved_tensors
+        x, out, stretched, *factors = ctx.saved_tensors
         scales, begins, gated, backend = ctx.options
         count = len(begins)
         downs, ups, magnitudes = factors[:count], factors[count : 2 * count], factors[2 * count :]
         ranks, stacked = [len(down) for down in downs], _stacked(downs)
-        flow, sums = _flow(upstream.reshape(-1, len(stretched)), out.view(-1, len(stretched)), stretched, bias, backend)
+        flow, sums = _flow(upstream.reshape(-1, len(stretched)), out.view(-1, len(stretched)), stretched, backend)
         grad_magnitudes = [
             torch.where(one == 0, 0.0, sums[begin : begin + len(one)] / one).to(one.dtype)
             for begin, one in zip(begins, magnitudes, strict=True)
@@ -163,21 +164,20 @@ def _formula(
     return y if bias is None else y + bias
 
 
-def _stretched(out: Tensor, stretched: Tensor, bias: Tensor | None, backend: str) -> None:
-    """out [T, N] becomes out * stretched + bias, in float32."""
+def _stretched(out: Tensor, stretched: Tensor, backend: str) -> None:
+    """out [T, N] becomes out * stretched, multiplied in float32."""
     if backend == "triton":
         from hone.ops.lora.triton_kernels import launch_stretch
 
-        launch_stretch(out, stretched, bias)
+        launch_stretch(out, stretched)
         return
-    out.copy_(out * stretched if bias is None else out * stretched + bias)
+    out.copy_(out * stretched)
 
 
-def _flow(upstream: Tensor, out: Tensor, stretched: Tensor, bias: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    """(upstream * stretched [T, N], the sums over T of upstream * (out - bias), float32 [N])."""
+def _flow(upstream: Tensor, out: Tensor, stretched: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """(upstream * stretched [T, N], the sums over T of upstream * out, float32 [N])."""
     if backend == "triton":
         from hone.ops.lora.triton_kernels import launch_stretch_backward
 
-        return launch_stretch_backward(upstream, out, stretched, bias)
-    plain = out if bias is None else out - bias
-    return (upstream * stretched).to(upstream.dtype), (upstream.to(stretched.dtype) * plain).sum(0)
+        return launch_stretch_backward(upstream, out, stretched)
+    return (upstream * stretched).to(upstream.dtype), (upstream.to(stretched.dtype) * out).sum(0)

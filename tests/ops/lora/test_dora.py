@@ -59,6 +59,20 @@ def test_a_length_of_zero_gives_zeros_and_no_gradient() -> None:
     assert grad[3] == 0 and bool(grad.isfinite().all())
 
 
+def test_a_large_bias_costs_the_gradient_of_lengths_no_digits() -> None:
+    x, downs, ups, lengths = given("whole", False)
+    found = []
+    for bias in (BIAS, BIAS + 300):
+        narrow = [one.detach().bfloat16() for one in (x, *downs, *ups)]
+        length = lengths[0].detach().float().requires_grad_()
+        y = dora_linear(
+            narrow[0], WEIGHT.to, bias.bfloat16(), WEIGHT.square().sum(1).float(), narrow[1:2], narrow[2:], [length],
+            scales=SCALES["whole"],
+        )  # fmt: skip
+        found += torch.autograd.grad(y.float().sum(), length)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 def test_a_graph_gets_the_formula() -> None:
     x, downs, ups, lengths = given("stacked", True)
 
