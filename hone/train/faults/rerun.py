@@ -33,6 +33,8 @@ class Trainer(Protocol):
     """The loop's `Ranks`."""
     update: Update
     rerun: Rerun | None
+    tutor: Any
+    """The loop's `Tutor`."""
 
     def gradients(self, batch: Batch) -> tuple[Sums, Counts]:
         """Computes and sums the gradients of this rank's part of a batch."""
@@ -86,7 +88,7 @@ class Rerun:
         found = self._gathered(trainer, others, own)
         wrong = [group for group in range(parts) if self._differs(found[group][0], found[(group + 1) % parts][1])]
         if wrong:
-            trainer.update.weights.drop_grads()
+            _drop_grads(trainer)
             said = self._who(trainer, found, wrong, parts)
             self.failed(f"step {trainer.done + 1}: {said}")
             result = trainer.gradients(batch)
@@ -121,7 +123,7 @@ class Rerun:
         index, parts = trainer.ranks.data
         with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):
             _, found = self._recorded(trainer, self.read((index + shift) % parts))
-        trainer.update.weights.drop_grads()
+        _drop_grads(trainer)
         return found
 
     def _recorded(self, trainer: Trainer, batch: Batch) -> tuple[tuple[Sums, Counts], Printed]:
@@ -190,6 +192,12 @@ def _index(trainer: Trainer, rank: int) -> int:
     degrees = trainer.ranks.grid.degrees
     place = degrees.place(rank)
     return (place.dp_replicate * degrees.dp_shard + place.dp_shard) * degrees.ep + place.ep
+
+
+def _drop_grads(trainer: Trainer) -> None:
+    """Forgets the gradients of passes that were made to be compared."""
+    trainer.update.weights.drop_grads()
+    trainer.tutor.drop_grads()
 
 
 def _place(trainer: Trainer, rank: int) -> str:

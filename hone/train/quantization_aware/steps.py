@@ -46,6 +46,10 @@ class Steps(Tutor):
     def learn(self, trainer: Training, parts: Sequence[Batch], counts: Counts) -> None:
         self._tutor.learn(trainer, parts, counts)
 
+    def drop_grads(self) -> None:
+        self._tutor.drop_grads()
+        self._beside.drop_grads()
+
     def stepped(self, trainer: Training, step: Step) -> None:
         self._tutor.stepped(trainer, step)
         self._beside.stepped(trainer, step)

@@ -52,6 +52,9 @@ class Tutor:
     def learn(self, trainer: Training, parts: Sequence[Batch], counts: Counts) -> None:
         """Called after the student's passes over the micro-batches of a step, before its update."""
 
+    def drop_grads(self) -> None:
+        """Called where passes were made to be compared alone: forgets the gradients that they and `learn` have made."""
+
     def stepped(self, trainer: Training, step: Step) -> None:
         """Called after the student's update, or where the step was skipped."""
 

@@ -45,6 +45,10 @@ class Beside:
             self._adam.step()
         self._adam.zero_grad()
 
+    def drop_grads(self) -> None:
+        """Forgets their gradients."""
+        self._adam.zero_grad()
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
         found = {}

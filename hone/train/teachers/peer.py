@@ -70,6 +70,9 @@ class Peers(Tutor):
             loss.backward()
             self._update.weights.after_backward()
 
+    def drop_grads(self) -> None:
+        self._update.weights.drop_grads()
+
     def stepped(self, trainer: Training, step: Step) -> None:
         weights = self._update.weights
         norm = weights.squared_norm().double().sqrt()

@@ -1,15 +1,19 @@
-"""Tensors that are trained beside a model on several ranks."""
+"""Tensors that are trained beside a model: on several ranks, and in steps that are computed twice."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from hone.base.ranks import Mesh
 from hone.model.decoder import build
 from hone.train import OBJECTIVES
 from hone.train.checkpoint import Checkpoints
+from hone.train.faults.checks import Checks
+from hone.train.faults.rerun import Rerun
 from hone.train.loop import Trainer
 from hone.train.parallelism import Parallelism
 from hone.train.passes import Batch
@@ -29,6 +33,11 @@ def trainer(mesh: Mesh) -> Trainer:
     objective = OBJECTIVES.read({"kind": "hidden_states", "quantization_aware": rounding})
     ranks = Parallelism().ranks(mesh, "cpu")
     return Trainer(model, steps=4, schedule=Cosine(warmup=0), objective=objective, teacher=teacher, ranks=ranks)
+
+
+def alone(objective: dict[str, Any]) -> Trainer:
+    model = build(SHAPE.model_copy(update={"num_layers": 1, "max_seq_len": 32}).config(VOCAB), seed=0)
+    return Trainer(model, steps=4, schedule=Cosine(warmup=0), objective=OBJECTIVES.read(objective))
 
 
 def part(rank: int, step: int) -> Batch:
@@ -53,6 +62,20 @@ def resumed(folder: str) -> list[bool]:
     mine, others = one.tutor.state(), again.tutor.state()
     assert mine.keys() == others.keys() and any("projection" in name for name in mine)
     return [torch.equal(mine[name], others[name]) for name in mine]
+
+
+def test_passes_that_are_only_compared_teach_nothing():
+    """With steps computed again: the matrices and steps, and a second student, are as without."""
+    peer = {"kind": "distill", "alpha": 0.5, "teacher": "peer"}
+    for make in (trainer, lambda mesh: alone(peer)):
+        plain, checked = make(Mesh()), make(Mesh())
+        checked.rerun = Rerun(Checks(rerun_interval=1), pytest.fail)
+        for step in range(2):
+            checked.rerun.read = lambda index, step=step: part(0, step)
+            assert plain.step(part(0, step)).loss == pytest.approx(checked.step(part(0, step)).loss, rel=1e-5)
+        theirs = checked.tutor.state()
+        for name, one in plain.tutor.state().items():
+            torch.testing.assert_close(theirs[name], one, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_two_ranks_go_on_with_what_is_trained_beside_the_model(tmp_path):
