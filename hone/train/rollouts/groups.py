@@ -54,7 +54,8 @@ class Rollouts:
     """Prepares batches: reads prompts from a batch of conversations, writes a group of answers to each, and makes a batch of these.
 
     Every random number follows from `seed`, the step, the prompt and the answer's place in its group, so that a resumed training writes the same
-    answers. With `num_iterations` above 1 a batch is trained on for so many steps; `state` then has it for a checkpoint.
+    answers. With `num_iterations` above 1 a batch is trained on for so many steps; `state` then has it for a checkpoint, with which as many
+    ranks go on; others write answers to the batch that they read.
     """
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, seed: int) -> None:
@@ -66,15 +67,18 @@ class Rollouts:
         self.newest: list[tuple[str, str, float]] = []
         """(prompt, completion, reward) of the newest batch, the first of each group."""
         self._kept: Prepared | None = None
+        self._kept_of = 0
+        """The number of data-parallel ranks that share the kept batch."""
         self._generation: Generation | None = None
 
     def prepare(self, trained: Trained, batch: Batch) -> Batch | Prepared:
         """The batch of answers, in rows as long as those of `batch`; as many more rows as they need, in micro-batches of as many as its."""
         kept, again = self._kept, trained.done % self.settings.num_iterations
-        if kept is not None and again:
-            return kept
+        _, ranks = trained.ranks.data
+        if kept is not None and again and self._kept_of == ranks:
+            return kept  # on all ranks alike
         found = self._prepared(trained, batch)
-        self._kept = found if self.settings.num_iterations > 1 else None
+        self._kept, self._kept_of = (found if self.settings.num_iterations > 1 else None), ranks
         return found
 
     def state(self) -> dict[str, Tensor]:
@@ -83,13 +87,13 @@ class Rollouts:
             return {}
         named = {name: torch.from_numpy(array) for name, array in self._kept._asdict().items()}
         said = {f"row.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.row.items()}
-        return {**named, **said, "parts": torch.tensor(self.parts)}
+        return {**named, **said, "parts": torch.tensor(self.parts), "ranks": torch.tensor(self._kept_of)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restores `state`."""
         if state:
             self._kept = Prepared(*(state[name].numpy() for name in Prepared._fields))
-            self.parts = int(state["parts"])
+            self.parts, self._kept_of = int(state["parts"]), int(state["ranks"])
             said = sorted(name for name in state if name.startswith("row."))
             self.row = {name.removeprefix("row."): state[name].item() for name in said}
 

@@ -134,6 +134,11 @@ def test_answers_that_are_trained_on_again_are_clipped(folder):
     assert [*resumed.preparer.row.items()] == [*trainer.preparer.row.items()] and "reward" in resumed.preparer.row
     kept = resumed.prepared(data.cut(np.arange(1, 2), 32))
     assert all((one == other).all() for one, other in zip(kept, again)) and resumed.preparer.parts == len(kept.tokens)
+    resumed.preparer.restore({**state, "ranks": torch.tensor(2)})
+    anew = resumed.prepared(data.cut(np.arange(1, 2), 32))
+    assert anew.tokens.shape != kept.tokens.shape or (anew.tokens != kept.tokens).any(), (
+        "half of what two ranks kept is not a step"
+    )
     trainer.done = 2
     assert any((one != other).any() for one, other in zip(trainer.prepared(data.cut(np.arange(1), 32)), first))
 
