@@ -70,6 +70,10 @@ class Layers(Distill):
         """The loss [B, S] of a layer beside a teacher's, of the positions that are `valid` [B, S]."""
         raise NotImplementedError
 
+    def learns_matrices(self, config: ModelConfig, teacher: ModelConfig) -> bool:
+        """Whether matrices between the two models' widths are trained beside the student."""
+        return False
+
     def check_models(self, config: ModelConfig, teacher: ModelConfig) -> None:
         """Raises SpecError where models of these configs cannot be compared."""
 
@@ -81,9 +85,12 @@ class Projecting(Layers):
         """The student's layers whose hidden states need a matrix; -1 for the embeddings."""
         return [own for own, _ in pairs]
 
+    def learns_matrices(self, config: ModelConfig, teacher: ModelConfig) -> bool:
+        return config.hidden_size != teacher.hidden_size
+
     def tutor(self, model: Decoder, given: Decoder | None) -> Tutor:
         found = super().tutor(model, given)
-        if found.decoder is None or found.decoder.config.hidden_size == model.config.hidden_size:
+        if found.decoder is None or not self.learns_matrices(model.config, found.decoder.config):
             return found
         layers = self.projected_layers(self.pairs(len(model.layers), len(found.decoder.layers)))
         widths = model.config.hidden_size, found.decoder.config.hidden_size

@@ -114,4 +114,16 @@ def check_taps(spec: Any, config: ModelConfig, teacher: ModelConfig | None) -> N
             f"objective {spec.objective.kind} reads queries, keys and values inside layers, which compiled layers do not show",
             fix="set compile: false, or objective: hidden_states",
         )
+    for whose, one in (("model", config), ("teacher", teacher)):
+        if spec.objective.reads_heads and one.prompt is not None:
+            raise SpecError(
+                f"objective {spec.objective.kind} compares what tokens see of each other, and those of the {whose} see a soft prompt, too",
+                fix="take objective: hidden_states, or an adapter around linears",
+            )
+    if spec.parallelism.data_parallel.alone and spec.objective.learns_matrices(config, teacher):
+        raise SpecError(
+            f"objective {spec.objective.kind} learns matrices between unlike widths, whose gradients are summed in every step, and ranks of "
+            f"data_parallel {spec.parallelism.data_parallel.kind} take steps of their own",
+            fix="set parallelism.data_parallel: ddp, or give models of one width",
+        )
     spec.objective.check_models(config, teacher)

@@ -48,6 +48,10 @@ def check_rounding(spec: Any, config: ModelConfig) -> None:
             "parallelism.data_parallel: ddp",
             quantizer.learns_steps and "weights" in spec.parallelism.data_parallel.sharded,
         ),
+        f"data_parallel {spec.parallelism.data_parallel.kind}, whose ranks take steps of their own": (
+            "parallelism.data_parallel: ddp",
+            quantizer.learns_steps and spec.parallelism.data_parallel.alone,
+        ),
         "a pipeline, whose ranks have some of the layers and their steps": (
             "parallelism.pipeline_parallel_degree: 1",
             quantizer.learns_steps and spec.parallelism.pipeline_parallel_degree > 1,

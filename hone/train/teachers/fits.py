@@ -49,6 +49,11 @@ def check_teacher(
             f"{where} is written by a whole model, of which each rank of {layout.data_parallel.kind} has a part",
             fix="set parallelism.data_parallel: ddp, or objective.text: data",
         )
+    if spec.checkpoint.check.rerun_interval:
+        raise SpecError(
+            f"{where} is another on each rank, so that no rank can compute a step of another again",
+            fix="leave checkpoint.check.rerun_interval out, or set objective.text: data",
+        )
     if text.prompt_tokens >= spec.seq_len:
         raise SpecError(
             f"objective.text.prompt_tokens {text.prompt_tokens} leaves nothing to write of seq_len {spec.seq_len}",
@@ -92,7 +97,14 @@ def _check_theseus(spec: Any, config: ModelConfig, facts: Mapping[str, Facts]) -
                 f"objective.teacher theseus replaces whole layers, of which each rank of {name}_parallel_degree has a part",
                 fix=f"set parallelism.{name}_parallel_degree: 1, or objective.teacher: fixed",
             )
-    for what, given in (("compile", spec.compile), ("an adapter", bool(config.adapters))):
+    for what, given in (
+        ("compile", spec.compile),
+        ("an adapter", bool(config.adapters)),
+        (
+            f"objective {spec.objective.kind}, which reads inside layers that may be replaced",
+            spec.objective.reads_heads,
+        ),
+    ):
         if given:
             raise SpecError(f"objective.teacher theseus does not work with {what}", fix="take objective.teacher: fixed")
     spec.objective.teacher.check_models(config, need(facts, "teacher", CheckpointFacts).config)

@@ -60,6 +60,11 @@ class Theseus(Teacher):
                 f"objective.teacher theseus: the teacher's {teacher.num_layers} layers are no equal groups for {config.num_layers} of the student",
                 fix=f"give a student of a number of layers that divides {teacher.num_layers}",
             )
+        if any(layer.feed_forward.kind == "moe" for one in (config, teacher) for layer in one.layers):
+            raise SpecError(
+                "objective.teacher theseus: experts are balanced by the tokens that come to them, and layers with experts may be replaced",
+                fix="take objective.teacher: fixed",
+            )
         for name, one in (("student", config), ("teacher", teacher)):
             if any(one.kv_source(layer) is not None for layer in range(one.num_layers)):
                 raise SpecError(

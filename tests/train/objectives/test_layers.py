@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from hone.base.errors import SpecError
 from hone.feed.load import Batch
+from hone.model.adapters import ADAPTERS
+from hone.model.adapters.peft import adapted
 from hone.model.context import Causal
 from hone.model.decoder import Decoder, build
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES
@@ -135,6 +137,10 @@ def test_layers_are_compared_at_equal_depth():
         ({"objective": {"kind": "minilm", "compares": "attention_values"}}, "the student has 4, the teacher 8"),
         ({"objective": {"kind": "minilm", "relation_heads": 5}}, "relation_heads 5 does not divide"),
         ({"objective": "attention_maps"}, "the student has 4 heads, the teacher 8"),
+        (
+            {"objective": "hidden_states", "parallelism": {"data_parallel": {"kind": "local_sgd", "sync_every": 4}}},
+            "local_sgd take steps of their own",
+        ),
         ({"objective": "minilm", "compile": True}, "compiled layers do not show"),
         ({"objective": {"kind": "relations", "layers": [4]}}, r"objective.layers \[4\]: the student has layers 0 to 3"),
     ],
@@ -144,3 +150,15 @@ def test_what_cannot_be_compared_is_refused(fields, said):
     with pytest.raises(SpecError, match=said):
         check_taps(spec, SHAPE.config(VOCAB), WIDE.config(VOCAB))
     check_taps(Train.read({"objective": "distill"}), SHAPE.config(VOCAB), WIDE.config(VOCAB))
+
+
+def test_heads_of_a_model_with_a_soft_prompt_are_refused():
+    plain = SHAPE.config(VOCAB)
+    prompted = adapted(plain, ADAPTERS.read("prefix"))
+    for kind in ("minilm", "attention_maps"):
+        spec = Train.read({"objective": kind})
+        check_taps(spec, plain, plain)
+        for one, other in ((prompted, plain), (plain, prompted)):
+            with pytest.raises(SpecError, match="see a soft prompt"):
+                check_taps(spec, one, other)
+    check_taps(Train.read({"objective": "hidden_states"}), prompted, plain)

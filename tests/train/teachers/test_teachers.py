@@ -119,6 +119,16 @@ def test_they_train_in_bf16():
         ({"objective": {"kind": "distill", "teacher": "peer"}, "precision": "fp16"}, 1, "no loss scale"),
         ({"objective": {"kind": "distill", "text": "student"}, "seq_len": 16}, 1, "leaves nothing to write"),
         (
+            {"objective": {"kind": "distill", "text": "student"}, "checkpoint": {"check": {"rerun_interval": 2}}},
+            2,
+            "no rank can compute a step of another again",
+        ),
+        (
+            {"objective": {"kind": "minilm", "teacher": "theseus"}},
+            1,
+            "objective minilm, which reads inside layers that may be replaced",
+        ),
+        (
             {"objective": {"kind": "distill", "text": "student"}, "parallelism": {"tensor_parallel_degree": 2}},
             2,
             "tensor_parallel_degree 2 has a part",

@@ -13,6 +13,7 @@ from hone.base.errors import SpecError
 from hone.feed.load import Batch
 from hone.model.context import Causal
 from hone.model.decoder import build
+from hone.model.feed_forwards import FEED_FORWARDS
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES
 from hone.train.loop import Trainer
 from hone.train.schedules.cosine import Cosine
@@ -71,3 +72,7 @@ def test_layers_that_do_not_fit_are_refused():
         spec.check_models(config, SHAPE.model_copy(update={"hidden_size": 64}).config(VOCAB))
     with pytest.raises(SpecError, match="6 layers are no equal groups for 4"):
         spec.check_models(config, SHAPE.model_copy(update={"num_layers": 6}).config(VOCAB))
+    experts = FEED_FORWARDS.read({"kind": "moe", "intermediate_size": 12, "num_experts": 4})
+    layers = tuple(one.model_copy(update={"feed_forward": experts}) for one in config.layers)
+    with pytest.raises(SpecError, match="experts are balanced by the tokens that come to them"):
+        spec.check_models(config.model_copy(update={"layers": layers}), DEEP.config(VOCAB))
