@@ -15,6 +15,7 @@ from hone.base.table import Technique
 from hone.cost.train.training import CHECKPOINTS
 from hone.measure.window import Window
 from hone.model.config import ModelConfig
+from hone.train import OBJECTIVES
 from hone.train.continuation.plan import TrainPlan
 from hone.train.mask import sparsity
 from hone.train.precision import TORCH_NAMES, Precision
@@ -62,9 +63,9 @@ def _error(trainer: Trainer, dtype: Any) -> float:
     return (lost / whole) ** 0.5 if whole else 0.0
 
 
-_PAIRS = {"val_preference_loss": "nats/pair", "val_accuracy": "fraction", "val_margin": "nats"}
-"""Units of what an objective on pairs is evaluated by: the loss, the share of pairs in which the chosen answer has the higher reward, and by
-how much."""
+_JUDGED = {"val_accuracy": "fraction", "val_margin": "nats"}
+"""Units of what an objective on answers is evaluated by beside its loss: the share of pairs in which the chosen answer has the higher reward
+(of labelled answers that with a reward on their label's side), and by how much."""
 
 
 def record(
@@ -110,7 +111,8 @@ def record(
     _record_rewinds(draft, [row["rewound"] for row in rows if "rewound" in row])
     draft.record("padding", 1 - tokens / positions, "fraction", note="of the positions computed")
     note = f"mean of the last {len(tail)} steps" + ("" if objective == "next_token" else f", objective {objective}")
-    draft.record("final_loss", sum(tail) / len(tail), "nats/token", n=len(tail), note=note)
+    unit = OBJECTIVES[objective].unit
+    draft.record("final_loss", sum(tail) / len(tail), unit, n=len(tail), note=note)
     last = next((row for row in reversed(rows) if "val_loss" in row and best_step in (None, row["step"])), None)
     where = f"first {sequences} sequences of val" if sequences else "all of val"
     where += f", {seq_len} tokens each, documents apart"
@@ -124,7 +126,7 @@ def record(
                 last["val_pairs" if pairs else "val_answers"],
                 "pairs of answers" if pairs else "labelled answers",
             )
-            draft.record(name, last[name], _PAIRS[name], n=int(count), note=f"{noun}, {where}")
+            draft.record(name, last[name], _JUDGED.get(name, unit), n=int(count), note=f"{noun}, {where}")
     if last is not None and "val_heads_loss" in last:
         draft.record(
             "val_heads_loss", last["val_heads_loss"], "nats/token", note=f"of the draft heads' objective, {where}"
@@ -136,7 +138,10 @@ def record(
     draft.record(
         "tokens_per_s", rate, "tokens/s", n=max(len(watch.rates), 1), note="without padding; evaluation left out"
     )
-    draft.record("mfu", mfu, "fraction", note=note if mfu else "no calibrated peak")
+    kind = OBJECTIVES[objective]
+    none = "not known of draft heads" if kind.trains_heads else "not known of steps that write their own text"
+    none = none if kind.trains_heads or kind.writes else "no calibrated peak"
+    draft.record("mfu", mfu, "fraction", note=note if mfu else none)
     joules = window.energy_j and (window.energy_j - paused_j) / max(sum(tokens for tokens, _ in watch.rates), 1)
     draft.record("joules_per_token", joules, "J/token", note="" if joules else window.energy_note)
 

@@ -98,7 +98,7 @@ class Teach(Stage):
         return [[("batch_size", str(count)) for count in fewer], [("dtype", "bfloat16")]]
 
     def run(self, plan: Plan, draft: Draft, parents: dict[str, Artifact], run: Run) -> None:
-        """Writes the shards that are not there yet, then meta.json. Raises ArtifactError where the data differ from the plan's."""
+        """Writes the shards that are not there yet, then meta.json."""
         import torch
 
         from hone.feed.load import PackedTokens

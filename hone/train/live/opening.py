@@ -58,7 +58,8 @@ def watch_of(
         device=run.device,
         resume_at=trainer.done,
         tokens=trainer.tokens,
-        step_positions=spec.batch_size * spec.seq_len,
+        # Of steps that write their own text, or that train other weights than the model's, no MFU is known.
+        step_positions=0 if spec.objective.writes or spec.objective.trains_heads else spec.batch_size * spec.seq_len,
         forward_flops_per_token=config.flops_per_token(spec.seq_len),
         train_flops_per_token=config.train_flops_per_token(spec.seq_len),
         # A causal sequence of 2 n - 1 tokens has n positions to attend to on average: those of n tokens without a mask.

@@ -37,6 +37,9 @@ class Objective(Technique):
     """A loss over the decoder's last hidden states. It returns a sum: the loop divides by all valid targets of a step,
     so that the result does not depend on the division into micro-batches."""
 
+    unit: ClassVar[str] = "nats/token"
+    """Of its mean, as figures have it."""
+
     from_teacher: ClassVar[bool] = False
     """Whether it requires the input 'teacher', whose hidden states it gets."""
 
@@ -62,7 +65,9 @@ class Objective(Technique):
     )
 
     def preparer(self, setting: Setting | None) -> Preparer | None:
-        """What prepares the batches of a training of `setting`; None: they are taken as they are read."""
+        """What prepares the batches of a training of `setting`, once before the passes of a step or of an evaluation's batch; it may have
+        state, which checkpoints keep, and adds values. None: they are taken as they are read. Tokens that follow from the step and the
+        weights alone need no state: `batch_of`."""
         return None
 
     @property
@@ -83,7 +88,8 @@ class Objective(Technique):
         return Tutor(given)
 
     def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
-        """What step `step` reads in place of its `batch`; see `hone.train.texts`."""
+        """What training step `step`, from 0, on data-parallel rank `rank` reads in place of its `batch`, as many positions: a function of
+        these and the weights; see `hone.train.texts`. Evaluations read the data."""
         return batch
 
     def count(self, targets: NDArray[np.int64]) -> int:

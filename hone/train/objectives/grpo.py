@@ -36,6 +36,7 @@ class GRPO(Objective):
     prepares: ClassVar[bool] = True
     writes: ClassVar[bool] = True
     reference_at_start: ClassVar[bool] = True
+    unit: ClassVar[str] = "loss/token"
     rewards: tuple[Annotated[Technique, Choice(REWARDS)], ...] = Field(
         (ExactMatch(kind="exact_match"),),
         min_length=1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from hone.base.errors import HoneError
 from hone.base.lazy import lazy
 from hone.feed.load import IGNORE
 from hone.train.objectives.base import Objective
@@ -23,6 +24,10 @@ np = lazy("numpy")
 torch = lazy("torch")
 _CHUNK = 1024
 """Tokens whose logits are in memory at once; they are computed again in the backward pass."""
+
+
+class OnePrompt(HoneError):
+    """Answers that are compared with those to other prompts, and there is no other prompt."""
 
 
 class Answers(NamedTuple):
@@ -47,6 +52,9 @@ class Preference(Objective):
     reads: ClassVar[tuple[str, ...]] = ("pairs",)
     """The targets of data that it can be trained on (`DataFacts.targets`)."""
     reference_at_start: ClassVar[bool] = True
+    unit: ClassVar[str] = "nats/pair"
+    measures_kl: ClassVar[bool] = False
+    """Whether a mean over all ranks is measured before each step."""
 
     def losses(self, answers: Answers, reference: Answers | None) -> Tensor:
         """The loss of every pair [P], in nats; `reference` are the same answers under the teacher. Finite also where no pair is."""

@@ -41,8 +41,14 @@ def check_pairs(objective: Objective, data: Sequence[DataFacts], parallelism: Pa
             f"objective '{objective.kind}' prepares each rank's batch with its own passes, which no other rank can compute again",
             fix="leave checkpoint.check.rerun_interval out",
         )
-    if not wants:
+    if not isinstance(objective, Preference):
         return
+    if parallelism.data_parallel.alone and objective.measures_kl:
+        raise SpecError(
+            f"objective '{objective.kind}' measures a mean over all ranks before each step, and those of data_parallel "
+            f"{parallelism.data_parallel.kind} take steps of their own",
+            fix="set parallelism.data_parallel: ddp, or objective.loss: apo_zero_unpaired",
+        )
     for name in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
         if getattr(parallelism, name) != 1:
             raise SpecError(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from hone.base.errors import HoneError
 from hone.base.lazy import lazy
 from hone.feed.load import IGNORE, Batch
-from hone.train.objectives.preference.base import Preference, document_sums
+from hone.train.objectives.preference.base import OnePrompt, Preference, document_sums
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,6 +33,7 @@ class KTO(Preference):
     paper: ClassVar[str] = "arXiv:2402.01306"
     from_teacher: ClassVar[bool] = True
     prepares: ClassVar[bool] = True
+    unit: ClassVar[str] = "loss/answer"
     reads: ClassVar[tuple[str, ...]] = ("labels", "pairs")
     beta: float = Field(0.1, gt=0, description="How strongly the model is held to its reference.")
     loss: Literal["kto", "apo_zero_unpaired"] = Field(
@@ -49,7 +49,12 @@ class KTO(Preference):
     )
 
     def preparer(self, setting: Setting | None) -> Preparer:
-        return ReferencePoint(self.loss == "kto")
+        return ReferencePoint(self.measures_kl)
+
+    @property
+    def measures_kl(self) -> bool:  # type: ignore[override]
+        """Whether there is a z."""
+        return self.loss == "kto"
 
     def count_in(self, batch: Batch) -> int:
         """The divisor of the sum: answers with a target."""
@@ -123,8 +128,8 @@ class KTO(Preference):
 class ReferencePoint:
     """Prepares batches for KTO. `values`: 1 of a desirable answer and -1 of another, and z.
 
-    z is the mean log-ratio of answers to prompts that are not theirs, each to the next prompt of the rank's part of the step, over
-    all ranks, and at least 0: an estimate of the KL divergence from the reference. It has no gradient.
+    z is the mean log-ratio of answers to prompts that are not theirs (`mismatched`) in the ranks' parts of the step, over all ranks,
+    and at least 0: an estimate of the KL divergence from the reference. It has no gradient.
     """
 
     parts = None
@@ -140,7 +145,7 @@ class ReferencePoint:
         """Restores `state`."""
 
     def prepare(self, trained: Trained, batch: Batch) -> Prepared:
-        """Raises HoneError where the whole step has one answer, whose prompt is the only one."""
+        """Raises OnePrompt, on all ranks, where none has answers to two prompts."""
         values = np.empty((*batch.targets.shape, 2), np.float32)
         values[..., 0] = np.where(batch.document_ids % 2 == 0, 1, -1)
         values[..., 1] = self._z(trained, batch) if self._measures else 0
@@ -150,32 +155,37 @@ class ReferencePoint:
         rows = mismatched(batch)
         sums = torch.zeros(2, dtype=torch.float64)
         if rows is not None:
-            device, count = trained.device, len(batch.tokens)
-            ours, theirs = (scoring.score(one, rows, device, count) for one in (trained.model, trained.teacher))
+            device, at_once = trained.device, len(batch.tokens) // trained.gradient_accumulation_steps
+            ours, theirs = (scoring.score(one, rows, device, at_once) for one in (trained.model, trained.teacher))
             sums = torch.tensor([(ours.astype(np.float64) - theirs).sum(), len(rows.tokens)], dtype=torch.float64)
         total, number = trained.ranks.mesh.sum(sums * trained.ranks.counts_loss).tolist()
         if not number:
-            raise HoneError(
-                "kto compares each answer with those of other prompts, and a step has one answer on each rank",
+            raise OnePrompt(
+                "kto compares each answer with those of other prompts, and no rank's part of a step has answers to two prompts",
                 fix="raise batch_size or seq_len, or set objective.loss=apo_zero_unpaired",
             )
         return max(total / number, 0.0)
 
 
 def mismatched(batch: Batch) -> Batch | None:
-    """Each prompt of `batch` with the answer before it, the first one with the last answer: a document a row. None with fewer than two.
+    """Each prompt of `batch` with the newest answer before it that is to another prompt, after the first one the last answers: a document
+    a row. None with fewer than two prompts.
 
-    What would be longer than a sequence is cut off.
+    The two answers of a pair have one prompt, so the document before is not enough. What would be longer than a sequence is cut off.
     """
     found, length = _documents(batch), batch.tokens.shape[1]
-    if len(found) < 2:
-        return None
     answers = [targets[targets != IGNORE] for _, targets in found]
     prompts = [tokens[: int(np.argmax(targets != IGNORE)) + 1] for tokens, targets in found]
+    names = [prompt.tobytes() for prompt in prompts]
+    if len({*names}) < 2:
+        return None
+    others = [
+        next(at for at in range(own - 1, -len(names), -1) if names[at] != names[own]) for own in range(len(names))
+    ]
     whole = np.zeros((len(found), length + 1), np.int64)
     targets = np.full((len(found), length), IGNORE, np.int64)
     ids = np.full((len(found), length), -1, np.int32)
-    for row, (prompt, answer) in enumerate(zip(prompts, [answers[-1], *answers[:-1]])):
+    for row, (prompt, answer) in enumerate(zip(prompts, (answers[at] for at in others))):
         one = np.concatenate([prompt, answer])[: length + 1]
         whole[row, : len(one)] = one
         ids[row, : len(one) - 1] = 0

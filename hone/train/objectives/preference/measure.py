@@ -11,7 +11,7 @@ from hone.feed.load import IGNORE, Batch
 from hone.train.activation_checkpointing import KeepAll
 from hone.train.objectives.draft_heads.measure import held_out_heads
 from hone.train.objectives.next_token import NextToken
-from hone.train.objectives.preference.base import Preference
+from hone.train.objectives.preference.base import OnePrompt, Preference
 from hone.train.passes import Preparer, run_layers, share, to_device
 from hone.train.ranks import Ranks
 
@@ -63,7 +63,8 @@ def held_out(
 ) -> dict[str, float]:
     """What the objective says of the answers in the first `num_sequences` of `val` (0: all): of pairs their number val_pairs, and means over
     them: val_preference_loss, val_accuracy (the share of pairs whose chosen answer has the higher reward) and val_margin (its reward less
-    the other's)."""
+    the other's); of labelled answers what `KTO.means` says. A batch, such as a short last one, whose answers have one prompt is left out
+    where answers are compared with those to others: val_answers does not count it. Empty where nothing is left."""
     objective, model, teacher = trainer.objective, trainer.model, trainer.teacher
     assert isinstance(objective, Preference), "measured for objectives on pairs alone"
     segments = KeepAll().segments(len(model.layers))
@@ -74,13 +75,19 @@ def held_out(
                 batch = Batch(*(array[: num_sequences - seen] for array in batch))
             seen += len(batch.tokens)
             mine = share(batch, *trainer.ranks.data)
-            mine = mine if trainer.preparer is None else trainer.preparer.prepare(trainer, mine)  # type: ignore[assignment]
-            tokens, targets, context = to_device(mine, trainer.device)
-            x = run_layers(model, tokens, context, segments)
-            taught = teacher.hidden(tokens, context) if teacher is not None and objective.reads_teacher else None
-            found.append(objective.measures(model, x, targets, context, teacher, taught).cpu())
+            try:
+                mine = mine if trainer.preparer is None else trainer.preparer.prepare(trainer, mine)  # type: ignore[assignment]
+            except OnePrompt:  # on all ranks
+                pass
+            else:
+                tokens, targets, context = to_device(mine, trainer.device)
+                x = run_layers(model, tokens, context, segments)
+                taught = teacher.hidden(tokens, context) if teacher is not None and objective.reads_teacher else None
+                found.append(objective.measures(model, x, targets, context, teacher, taught).cpu())
             if num_sequences and seen >= num_sequences:
                 break
+        if not found:
+            return {}
         sums = trainer.ranks.mesh.sum(torch.stack(found).sum(0) * trainer.ranks.counts_loss)
     return objective.means(sums.tolist())
 

@@ -60,10 +60,15 @@ def answers(batch: Batch) -> list[tuple[list[int], list[int], bool]]:
     return found
 
 
+def others(rows):
+    """Of each answer the one before it that is to another prompt; the last one is before the first."""
+    return [next(one for one in [*rows[own::-1], *rows[:own:-1]] if one[0] != rows[own][0]) for own in range(len(rows))]
+
+
 def formula(batch: Batch, model, reference, *, z: bool = True) -> torch.Tensor:
-    """The paper's losses summed over the answers of a batch, as TRL's `kto_loss` has them."""
+    """The paper's losses summed over the answers of a batch, as TRL's `kto_loss` has them but for answers to one prompt side by side."""
     rows = answers(batch)
-    mixed = [(row[0], before[1]) for row, before in zip(rows, [rows[-1], *rows[:-1]])]
+    mixed = [(row[0], other[1]) for row, other in zip(rows, others(rows))]
     with torch.no_grad():
         kl = torch.stack([log_prob(model, *one) - log_prob(reference, *one) for one in mixed]).mean().clamp(min=0)
     total = torch.zeros(())
@@ -98,22 +103,38 @@ def test_the_reference_point_is_of_answers_to_other_prompts(folder):
     data = PackedTokens(folder)
     batch = data.cut(np.arange(2), 64)
     mixed, rows = mismatched(batch), answers(batch)
-    for row, before, tokens, targets, ids in zip(rows, [rows[-1], *rows[:-1]], *mixed):
+    for row, before, tokens, targets, ids in zip(rows, others(rows), *mixed):
+        assert row[0] != before[0]
         whole, own = [*row[0], *before[1]], int((ids >= 0).sum())
         assert tokens[:own].tolist() == whole[:-1] and targets[targets != IGNORE].tolist() == before[1]
     trainer = trainer_of(data)
     values = trainer.prepared(batch).values
     assert values[0, 0, 1] > 0 and len(np.unique(values[..., 1])) == 1
     alone = Batch(batch.tokens[:1, :4], np.array([[IGNORE, IGNORE, 3, 4]]), np.zeros((1, 4), np.int32))
-    with pytest.raises(HoneError, match="one answer on each rank"):
+    with pytest.raises(HoneError, match="answers to two prompts"):
         trainer.prepared(alone)
 
 
 def test_pairs_are_answers_too(tmp_path):
     data = PackedTokens(write_pairs(tmp_path / "pairs", num_pairs=12))
+    batch = data.cut(np.arange(2), 64)
+    rows, mixed = answers(batch), mismatched(batch)
+    assert any(row[0] == before[0] for row, before in zip(rows[1:], rows)), "the answers of a pair have one prompt"
+    for other, targets in zip(others(rows), mixed.targets):
+        assert targets[targets != IGNORE].tolist() == other[1]
     assert OBJECTIVES.read("kto").count_in(data.cut(np.arange(1), 64)) == 2 * OBJECTIVES.read("dpo").count_in(
         data.cut(np.arange(1), 64)
     )
+
+
+def test_an_evaluation_leaves_out_a_last_batch_of_one_answer(folder):
+    val = PackedTokens(folder, "val")
+    trainer = trainer_of(val)
+    every = list(val.in_order(1, 12))
+    alone = [len(answers(one)) for one in every]
+    assert 1 in alone
+    found = held_out(trainer, val, batch_size=1, seq_len=12)
+    assert found.get("val_answers", 0) == sum(one for one, batch in zip(alone, every) if mismatched(batch) is not None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
