@@ -56,7 +56,7 @@ def answers(batch: Batch) -> list[tuple[list[int], list[int], bool]]:
         for number in dict.fromkeys(ids[ids >= 0].tolist()):
             own, wanted = tokens[ids == number].tolist(), targets[ids == number]
             answer = wanted[wanted != IGNORE].tolist()
-            found.append((own[: len(own) + 1 - len(answer)], answer, number % 2 == 0))
+            found.append((own[: int((wanted != IGNORE).argmax()) + 1], answer, number % 2 == 0))
     return found
 
 
