@@ -60,12 +60,14 @@ def read_adapter(
     """
     folder = Path(path)
     weights, described = folder / peft.WEIGHTS, folder / ADAPTER_CONFIG
-    for file in (described, weights):
-        if not _is_file(file):
-            raise NoAdapterError(
-                f"no adapter in {path}: there is no {file.name}",
-                fix="give a folder that PEFT or hone train has written",
-            )
+    _must_be_there(described)
+    adapter = peft.read(folder)
+    if not isinstance(adapter, LoRA | IA3):
+        raise ArtifactError(
+            f"{folder}: an adapter of kind '{adapter.kind}' cannot be served beside others, only LoRA, DoRA and (IA)3",
+            fix="write with `hone generate` or `hone chat` from a model folder that has it",
+        )
+    _must_be_there(weights)
     data, text = weights.read_bytes(), described.read_bytes()  # at once: what is checked is what is used
     content = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(data).digest()).hexdigest()[:32]
     try:
@@ -73,16 +75,22 @@ def read_adapter(
     except (SafetensorError, ValueError, KeyError) as error:
         raise ArtifactError(f"{weights}: {error}", fix="write the adapter again") from None
     del data
-    adapter = peft.read(folder)
     try:
         adapted = peft.adapted(base.config, adapter)
+        own = [one.path for one in adapter.own_weights(adapted)]
+        own += ["rows of embed_tokens"] if adapter.token_rows(adapted) else []
     except HoneError as error:
         raise ArtifactError(f"{folder}: {error.what}", fix="give an adapter of the model that is served") from None
+    if own:
+        raise ArtifactError(
+            f"{folder} changes {own[0]} itself (modules_to_save, bias or trainable_token_indices), which all adapters share",
+            fix="hone merge it into its model, and serve that",
+        )
     filling = _Filling(base, layout, tensors, weights, max_lora_rank, pin)
     for layer in range(adapted.num_layers):
         for where, linear in adapted.linears(layer).items():
             modules = list(adapted.modules(layer, where))
-            for own, pieces in adapted.wrappers(layer, where, linear):
+            for wrapper, pieces in adapted.wrappers(layer, where, linear):
                 place = layout.find(layer, where)
                 names = dict(zip((one.name for one in linear.pieces), modules)) if len(modules) > 1 else {}
                 if place is None:
@@ -91,13 +99,21 @@ def read_adapter(
                         fix="hone merge it into its model, and serve that",
                     )
                 for piece in pieces:
-                    filling.fill(place, names.get(piece.name, modules[0]), piece.name, own)
+                    filling.fill(place, names.get(piece.name, modules[0]), piece.name, wrapper)
     if tensors:
         raise ArtifactError(
             f"{weights} holds {next(iter(tensors))}, which adapter_config.json does not lead to",
             fix="give the adapter as PEFT wrote it, without other weights in it",
         )
     return HostAdapter(name, path, content, filling.numbers, filling.ranks, filling.scales, filling.inputs)
+
+
+def _must_be_there(file: Path) -> None:
+    if not _is_file(file):
+        raise NoAdapterError(
+            f"no adapter in {file.parent}: there is no {file.name}",
+            fix="give a folder that PEFT or hone train has written",
+        )
 
 
 def _is_file(path: Path) -> bool:
@@ -131,11 +147,7 @@ class _Filling:
         if isinstance(adapter, IA3):
             self._factors(place, module, of_inputs=piece in adapter.feedforward_modules)
             return
-        if not isinstance(adapter, LoRA):
-            raise ArtifactError(
-                f"{self._file.parent}: adapter '{adapter.kind}' cannot be served beside others",
-                fix="hone merge it into its model, and serve that",
-            )
+        assert isinstance(adapter, LoRA), "read_adapter takes no other kinds"
         lora = adapter.of_piece(piece)
         if lora.rank > self._most:
             raise FitError(
@@ -199,13 +211,6 @@ class _Filling:
             self.inputs = torch.ones(self._layout.num_columns)
         end = place.column + place.in_features
         self.inputs[place.column : end] = self._taken(f"{module}.ia3_l", (1, place.in_features))[0]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file system takes
-        return False
 
 
 def check_base(config: ModelConfig) -> None:

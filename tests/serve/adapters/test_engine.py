@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,23 @@ def test_what_cannot_be_served_is_refused_with_a_way_out(folders: dict[str, Path
             EngineSpec.read({"lora": {"max_loras": 1}, **wrong})
     with pytest.raises(SpecError, match="have no effect without"):
         EngineSpec.read({"lora": {"max_lora_rank": 8}})
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"modules_to_save": ["norm"]}, "changes norm.weight itself"),
+    ({"trainable_token_indices": [3, 5]}, "changes rows of embed_tokens itself"),
+    ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, "kind 'prompt_tuning' cannot be served"),
+])  # fmt: skip
+def test_adapters_of_more_than_linears_are_refused(
+    more: dict, said: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whether or not their tensors are in the file: left out they would change the text without a word."""
+    one = engine(MODEL, lora={"max_loras": 1})
+    values = json.loads((folders["all"] / "adapter_config.json").read_text()) | more
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    (tmp_path / "adapter_model.safetensors").write_bytes((folders["all"] / "adapter_model.safetensors").read_bytes())
+    with pytest.raises(ArtifactError, match=said):
+        one.adapters.load("x", str(tmp_path))
 
 
 def test_dora_leaves_the_bias_of_the_base_as_it_is(tmp_path: Path) -> None:
