@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for its writes where it needs them.
 
-A kernel launched with `launch_options` must wait before it reads or writes anything (a prefetch reads no value), in every
-program, and allows the next kernel to start only after that: then what is older than the previous kernel is always done.
+A kernel launched with `launch_options` waits in every program before it writes anything, and allows the next kernel to start only
+after that: then what is older than the previous kernel is always done. Before it waits it may read that alone, and prefetch
+anything, which reads no value; what the previous kernel may have written it reads after it.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from hone.ops.lora import reference
 def lora_shrink(x: Tensor, downs: Tensor, slots: Tensor, ranks: Tensor, *, backend: str | None = None) -> Tensor:
     """x A^T by the A of each row's slot: float32 [S, T, P, R], to be summed over S, undefined where a row has no slot or beyond its rank.
 
-    downs [slots, P R, K] in x's dtype, each slot contiguous: the rows of piece p begin at p R. slots int32 [T]: -1 is a row without an
-    adapter. ranks int32 [slots, P]: 0 where the slot's adapter leaves the piece as it is. No gradient. Punica, arXiv:2310.18547.
-    Raises SpecError for tensors that do not fit.
+        downs [slots, P R, K] in x's dtype, each slot contiguous: the rows of piece p begin at p R. slots int32 [T]: -1 is a row without an
+        adapter. ranks int32 [slots, P]: 0 where the slot's adapter leaves the piece as it is. On a GPU slots, ranks and factors must be older
+    than the last kernel before this one, which reads them early (`hone.ops.early`). No gradient. Punica, arXiv:2310.18547.
+        Raises SpecError for tensors that do not fit.
     """
     fits = x.dim() == 2 and downs.dim() == 3 and ranks.dim() == 2 and downs.shape[2] == x.shape[1]
     if not fits or len(ranks) != len(downs) or downs.shape[1] % max(ranks.shape[1], 1) or downs.dtype != x.dtype:
