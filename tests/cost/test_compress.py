@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import mask_seconds
 from hone.compress import PRUNERS, QUANTIZERS
-from hone.cost.compress.compression import Compression, MatrixWork
+from hone.cost.compress.compression import Compression, MatrixWork, Passes
 from hone.cost.compress.memory import compress_bytes
 from hone.cost.compress.seconds import compress_seconds
 from hone.cost.dims import ModelDims
@@ -112,6 +112,24 @@ def test_memory_on_an_h200_is_what_was_measured() -> None:
         assert found.value == pytest.approx(measured, rel=0.05), found.formula
     other, whole = (compress_bytes(two, compression("gptq", 128), rank).value for rank in (1, None))
     assert whole == other > 1.3 * 5060453376, "the rank with the widest matrix needs most"
+
+
+def test_memory_of_what_measures_before_counts_its_states_and_a_model_held_whole() -> None:
+    """The passes of steps of the phase "model", which write nothing: on a GPU, too."""
+    work = compression("rtn", 512)
+    before = replace(work, layers=((),) * 2, shard_bytes=())
+    found = {
+        name: compress_bytes(h200(), replace(work, measured=((before, passes),))).value
+        for name, passes in (
+            ("pass", Passes(1.0)),
+            ("two", Passes(1.0, variants=2)),
+            ("whole", Passes(1.0, whole=True)),
+        )
+    }
+    alone = compress_bytes(h200(), work).value
+    assert found["pass"] == alone and found["two"] > alone + 5e9, "one more set of hidden states is 8.6 GB"
+    layer = max(work.dims.layer_params) * 2
+    assert found["whole"] == pytest.approx(alone + 2 * work.dims.num_params, abs=3 * layer)
 
 
 def test_cost_of_a_second_stream_of_states() -> None:

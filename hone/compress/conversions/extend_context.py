@@ -192,7 +192,7 @@ class ExtendContext(Conversion):
         if not self.searches:
             return None
         tried = self.population + self.rounds * self.population // 2
-        return Passes(tried + 1.0, logits=tried)
+        return Passes(tried + 1.0, logits=tried, whole=True)
 
     def recipe(self, index: int, made: Any, source: ModelConfig, config: ModelConfig) -> Any:
         return None

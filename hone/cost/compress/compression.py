@@ -25,7 +25,7 @@ class MatrixWork:
 
 
 class Passes(NamedTuple):
-    """The passes over all calibration tokens by which a structured pruner measures importances."""
+    """The passes over all calibration tokens by which a structured pruner or a conversion measures."""
 
     forward: float
     """Forward passes through all layers."""
@@ -35,6 +35,8 @@ class Passes(NamedTuple):
     """Hidden states of all calibration tokens that are in memory at once."""
     observed: int = 0
     """Activations per token that are read besides."""
+    whole: bool = False
+    """Whether all layers are in memory at once."""
 
 
 @dataclass(frozen=True)

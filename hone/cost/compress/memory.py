@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hone.base.figure import Estimate, human_bytes
 from hone.base.ranks import CHUNK
 from hone.cost.activations.segments import saved_values
-from hone.cost.compress.compression import Compression, MatrixWork, hessian_block
+from hone.cost.compress.compression import Compression, MatrixWork, Passes, hessian_block
 from hone.cost.memory import BYTES, FORWARD_GAPS, forward_bytes
 from hone.cost.work import Work, share_out
 from hone.measure.machine import Machine
@@ -34,25 +34,25 @@ def compress_bytes(machine: Machine, work: Compression, rank: int | None = None)
     Of several ranks that of `rank`, None: of the one that needs most, by the matrices that it solves.
     """
     ranks = range(machine.num_ranks) if rank is None else (rank,)
-    models = [(work, 1), *((model, passes.variants) for model, passes in work.measured)]
-    every = (_peak(machine, model, variants, one) for model, variants in models for one in ranks)
+    models = [(work, Passes(0.0, whole=bool(work.probes or work.differentiated))), *work.measured]
+    every = (_peak(machine, model, passes, one) for model, passes in models for one in ranks)
     parts = max(every, key=lambda one: sum(one.values()))
     formula = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items() if value)
     return Estimate(value=float(sum(parts.values())), unit="B", formula=formula)
 
 
-def _peak(machine: Machine, work: Compression, variants: int, rank: int) -> dict[str, float]:
-    """Bytes that are in memory at once on `rank`, with `variants` of the hidden states."""
+def _peak(machine: Machine, work: Compression, passes: Passes, rank: int) -> dict[str, float]:
+    """Bytes that are in memory at once on `rank`, with what `passes` hold."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     largest = [*work.dims.layer_params, *(one.size for head in work.head for one in head)]
     share, checked = work.share(machine.num_ranks), work.share(machine.num_ranks, work.check_sequences)
     saved = sum(saved_values(one, work.dims.hidden_size) for one in work.dims.layers)
-    states = share * variants * work.states_bytes
+    states = share * passes.variants * work.states_bytes
     states += checked * 2 * work.check_sequences * work.seq_len * work.dims.hidden_size * width
     fixed = {
         "hidden states": states,
         "one layer": max(largest, default=0) * (width if gpu else width + work.stored_width),
-        "the whole model": width * work.dims.num_params if work.probes or work.differentiated else 0,
+        "the whole model": width * work.dims.num_params if passes.whole else 0,
         "its backward pass": width * work.seq_len * saved if work.differentiated else 0,
     }
     if gpu:
@@ -108,7 +108,8 @@ def _moments(machine: Machine, work: Compression, index: int, rank: int) -> Iter
     yield {"sums of x x^T": sums, "one batch": batch + block}
     yield {"sums of x x^T": 2 * sums, "between ranks": between}
     ranks = share_out([one.steps for one in matrices], machine.num_ranks, machine.device)
-    stored = work.shard_bytes[min(index + 1, len(work.shard_bytes) - 1)]
+    shards = work.shard_bytes or (0,)  # what only measures writes none
+    stored = shards[min(index + 1, len(shards) - 1)]
     share = stored / max(sum(one.size for one in matrices), 1)
     written = last = 0.0
     for one, owner in zip(matrices, ranks, strict=True):
