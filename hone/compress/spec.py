@@ -98,8 +98,8 @@ class CompressSpec(Stage):
         check_phases(self.steps)
         if self.gradient_sequences and any(step.phase in ("model", "layer") for step in self.steps):
             raise ValueError(
-                f"observer {self.quantizer.observer.kind} reads gradients of the given model, which transforms and structured "
-                "pruners change: use observer mse"
+                f"observer {self.quantizer.observer.kind} reads gradients of the given model, which conversions, structured "
+                "pruners and transforms change: use observer mse"
             )
         if self.allocation is not None:
             self.allocation.check(self.quantizer)

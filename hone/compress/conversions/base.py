@@ -29,6 +29,8 @@ class Conversion(ModelStep):
     reshapes: ClassVar[bool] = True
     converts: ClassVar[bool] = True
     targeted: ClassVar[bool] = False
+    wanted: ClassVar[str] = "softmax attention (mixer attention)"
+    """What a layer has that it converts."""
 
     def too_late(self, other: Step) -> str:
         return f"{self.kind} changes the model that {other.kind} reads: put it before {other.kind}"
@@ -44,8 +46,8 @@ class Conversion(ModelStep):
         if not changed:
             kinds = ", ".join(sorted({layer.mixer.kind for layer in config.layers}))
             raise SpecError(
-                f"{self.kind}: no layer has attention that it converts; they mix with {kinds}",
-                fix="give a model with softmax attention (mixer attention)",
+                f"{self.kind}: none of {config.num_layers} layers is one that it converts; they mix with {kinds}",
+                fix=f"give a model with {self.wanted}",
             )
         return changed
 

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from hone.base.durable import write_atomic
 from hone.base.errors import SpecError
@@ -48,6 +48,7 @@ class ExtendContext(Conversion):
 
     paper: ClassVar[str] = "arXiv:2309.00071"
     converts: ClassVar[bool] = False
+    wanted: ClassVar[str] = "rotary positions"
 
     scaling: Literal["yarn", "linear", "ntk", "dynamic", "llama3", "longrope"] = Field(
         "yarn",
@@ -57,7 +58,7 @@ class ExtendContext(Conversion):
     )
     factor: float = Field(4.0, gt=1, description="The new context over the old one.")
     original_max_seq_len: int | None = Field(
-        None, gt=0, description="The old context, as the model was trained; empty: that in its config."
+        None, gt=1, description="The old context, as the model was trained; empty: that in its config."
     )
     attention_factor: float | None = Field(
         None,
@@ -71,10 +72,10 @@ class ExtendContext(Conversion):
         1.0, gt=0, description="llama3: wavelengths longer than old context / this are divided by factor."
     )
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths shorter than old context / this stay.")
-    short_factor: tuple[float, ...] = Field(
+    short_factor: tuple[PositiveFloat, ...] = Field(
         (), description="longrope: a divisor of each frequency in sequences up to the old context; empty: 1."
     )
-    long_factor: tuple[float, ...] = Field(
+    long_factor: tuple[PositiveFloat, ...] = Field(
         (),
         description="longrope: a divisor of each frequency in longer sequences; empty: a search on the calibration sequences, whose "
         "seq_len should be the new context.",
@@ -90,6 +91,9 @@ class ExtendContext(Conversion):
                 raise ValueError(
                     f"scaling {self.scaling} does not read {name}: it is an option of {' and '.join(scalings)}"
                 )
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(f"{low} must be below {high}: between them is the ramp")
         return self
 
     @property
@@ -108,15 +112,19 @@ class ExtendContext(Conversion):
         if mixer.rope.scaling != "none":
             raise SpecError(
                 f"{self.kind}: the positions of layer {index} are scaled already ({mixer.rope.scaling}, factor {mixer.rope.factor:g})",
-                fix="give the model before it was extended",
+                fix="give the model before they were scaled; of steps together, extend_context comes first",
             )
         latent = mixer.kind == "mla"
         dim = mixer.rope_dim if latent else getattr(mixer, "rotary_dim", None) or mixer.head_dim
         rope = self._rope(mixer.rope.theta, dim, self.original_max_seq_len or config.max_seq_len)
         more = {}
-        if (
-            latent and self.scaling == "yarn"
-        ):  # DeepSeek's classes sharpen all scores, not the rotated part of a key alone
+        if latent and self.scaling == "yarn":
+            # DeepSeek's classes sharpen all scores, not the rotated part of a key alone.
+            if rope["attention_factor"] < 1:
+                raise SpecError(
+                    f"{self.kind}: attention_factor {self.attention_factor} of layer {index}, whose latent attention can only sharpen",
+                    fix="give 1 or more, or leave it out",
+                )
             more = {"mscale_all_dim": 10 * (rope["attention_factor"] - 1) / math.log(self.factor)}
             rope["attention_factor"] = 1.0
         values = layer.model_dump(mode="json")

@@ -27,6 +27,7 @@ class Linearize(Conversion):
     """
 
     paper: ClassVar[str] = "arXiv:2408.15237"
+    wanted: ClassVar[str] = "softmax attention in a second layer, or name layers"
 
     layers: tuple[int, ...] = Field(
         (), description="The layers that change, from 0; empty: every second one, so that the first stays."

@@ -44,6 +44,10 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         run.say(line)
     if plan.chosen is not None:
         plan.chosen.run(plan.model_copy(update={"chosen": None, "notes": ()}), draft, parents, run)
+        if mesh.leads and spec.max_kl is not None and plan.chosen.allocation is None:
+            _said_if_above(
+                spec.max_kl, draft.figures["kl_to_dense"].value, "what another model lost by these steps", run
+            )
         return
     folder = parents["model"].folder
     checkpoint, requantized = _opened(folder, run)
@@ -106,7 +110,7 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
         note = "two tokens decoded by a layer of each kind, in the dtype of the weights"
         draft.record(KEPT, kept_bytes(hf.Checkpoint(draft.folder)), "B", note=note)
     record_energy_per(draft, "joules_per_billion_params", checkpoint.config.num_params / 1e9, "1e9 parameters")
-    changed = "".join(step.checked_against for step in spec.steps)
+    changed = "" if spec.reshapes else "".join(step.checked_against for step in spec.steps)  # else as it was given
     result.record_check(draft, checked, spec.check_sequences, changed)
     card.write(draft.folder, folder, spec, draft.figures, quantization)
     if mesh.world_size > 1:
@@ -118,15 +122,20 @@ def compress(spec: CompressSpec, plan: CompressPlan, draft: Draft, parents: dict
 def _judged(spec: CompressSpec, checked: checks.Checked, vocab_size: int, run: Run) -> None:
     """Says where a measured divergence is above the limit that it was chosen for, and where the text is one that the model cannot predict."""
     most = None if spec.allocation is None else spec.allocation.max_kl
-    if most is not None and checked.kl > most:
-        run.warn(
-            f"the model lost {checked.kl:.3g} nats a token, more than max_kl={most:g}: bits are chosen by what each matrix loses "
-            "alone, and losses add up otherwise here: lower max_kl"
-        )
+    if most is not None:
+        _said_if_above(most, checked.kl, "what each matrix loses alone, and losses add up otherwise here", run)
     if checked.dense_perplexity > vocab_size / result.CHANCE:
         run.warn(
             f"the given model has a perplexity of {checked.dense_perplexity:.4g} on the calibration text, of "
             f"{vocab_size} tokens: is it text in a language the model does not know?"
+        )
+
+
+def _said_if_above(most: float, kl: float | None, by: str, run: Run) -> None:
+    """Warns where the measured divergence `kl` is above `most`, within which a choice was made by other losses."""
+    if kl is not None and kl > most:
+        run.warn(
+            f"the model lost {kl:.3g} nats a token, more than max_kl={most:g}: bits are chosen by {by}: lower max_kl"
         )
 
 

@@ -105,6 +105,9 @@ def test_mistakes_are_named(family_folder, compress) -> None:
     for step, said in (
         ({"scaling": "linear", "beta_fast": 8.0}, "scaling linear does not read beta_fast"),
         ({"scaling": "longrope"}, "calibration inputs"),
+        ({"beta_fast": 1.0, "beta_slow": 4.0}, "beta_slow must be below beta_fast"),
+        ({"scaling": "llama3", "low_freq_factor": 4.0}, "low_freq_factor must be below high_freq_factor"),
+        ({"scaling": "longrope", "long_factor": [-1.0] * 8}, "long_factor.0 = -1.0"),
         ({"scaling": "longrope", "long_factor": [1.0, 2.0]}, "8 short_factor and 2 long_factor|longrope has"),
     ):
         with pytest.raises(SpecError, match=said):

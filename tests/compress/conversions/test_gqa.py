@@ -74,6 +74,10 @@ def test_the_given_model_is_compared_with_the_converted_one(family_folder, compr
     made = compress(folder, step, **options)
     figure = made.figures["kl_to_dense"]
     assert figure.value > 1e-4 and figure.n == 3 * 31 and made.techniques[0]["slot"] == "conversion"
+    turned = compress(
+        folder, step, {"kind": "rotation"}, {"kind": "rtn", "bits": 4, "group_size": 32}, name="turned", **options
+    )
+    assert "rotated" not in turned.figures["kl_to_dense"].note, "the model as it was given"
     packed = compress(folder, step, {"kind": "rtn", "bits": 4, "group_size": 32}, name="int4", **options)
     assert packed.figures["kl_to_dense"].value > 0 and load(packed.folder).config.layers[0].mixer.num_kv_heads == 2
 

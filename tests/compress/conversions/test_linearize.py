@@ -71,6 +71,8 @@ def test_every_second_layer_changes_and_the_seed_decides_what_is_new(family_fold
 def test_mistakes_are_named(family_folder, compress, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="layers names 5 of a model with 2 layers"):
         compress(family_folder("llama"), {"kind": "linearize", "layers": [5]})
+    with pytest.raises(SpecError, match="none of 2 layers is one that it converts; they mix with mla"):
+        compress(family_folder("llama"), {"kind": "transmla"}, {"kind": "linearize"}, calibration_text=__file__)
     with pytest.raises(SpecError, match="qkv_bias=True"):
         compress(family_folder("qwen2"), {"kind": "linearize"})
     hybrid = compress(family_folder("llama"), {"kind": "linearize", "layers": [1]}).folder

@@ -74,6 +74,7 @@ def test_its_folder_is_deepseek_v3_in_transformers(family_folder, convert) -> No
     must_serve_what_it_computes(made.folder)
 
 
+@pytest.mark.slow
 def test_fewer_numbers_cost_more_and_more_of_them_less(family_folder, convert) -> None:
     folder = family_folder("llama", num_key_value_heads=4)
     arms = {"r4": {"rope_heads": 4}, "r2": {"rope_heads": 2}, "r1": {}, "rank": {"kv_rank": 8}, "fold": {"fold": 2}}
