@@ -145,7 +145,7 @@ def test_experts_leave_and_the_rest_is_quantized(
         assert float((layer.feed_forward.down.dequantize(torch.float32) - down).norm() / down.norm()) < 0.2
     for name in ("model_bytes", "num_params"):
         assert made.figures[name].value == made.figures[name].estimate.value
-    assert "changes the sizes" in made.figures["kl_to_dense"].note
+    assert made.figures["kl_to_dense"].value > 0 and "given model" in made.figures["kl_to_dense"].note
 
 
 def test_numbers_outside_the_linears_leave_with_their_experts(

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from hone.model.adapters.base import Adapter
+from hone.model.adapters.base import LinearAdapter
 from hone.model.adapters.wrap import Adapted
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 
-class LowRank(Adapter):
+class LowRank(LinearAdapter):
     """y = W x + scale B A x with A normal and B zero at first. Hu et al. 2021, arXiv:2106.09685."""
 
     paper: ClassVar[str] = "arXiv:2106.09685"

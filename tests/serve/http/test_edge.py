@@ -131,8 +131,9 @@ def test_openapi_describes_every_endpoint_and_nothing_of_the_server(server: Live
     document = json.loads(text)
     for path, operations in document["paths"].items():
         for method in operations:
-            status = server.http.request(method, path.replace("{name}", "first"), content=b"{}").status_code
-            assert status not in (405, 500) and (status != 404), (path, status)
+            reply = server.http.request(method, path.replace("{name}", "first"), content=b"{}")
+            off = reply.status_code == 404 and reply.json()["error"].get("code") == "lora_updating_off"
+            assert reply.status_code not in (404, 405, 500) or off, (path, reply.status_code)
     references = set(re.findall(r'"#/components/schemas/(\w+)"', text))
     assert references == set(document["components"]["schemas"])
     properties = document["components"]["schemas"]["CompletionBody"]["properties"]
