@@ -14,7 +14,7 @@ from hone.serve.http.defaults import GenerationDefaults
 from hone.serve.http.endpoints.beam import BeamSearch
 from hone.serve.http.prompts import PromptTokens
 from hone.serve.http.protocol import ApiError, CompletionBody
-from hone.serve.request import Output, Request, Retention, TokenLogprob
+from hone.serve.request import Output, Request, Retention, SamplingParams, TokenLogprob
 
 PROMPT = PromptTokens([3, 4, 5])
 
@@ -22,7 +22,8 @@ PROMPT = PromptTokens([3, 4, 5])
 def generation(**defaults: Any) -> Generation:
     """The endpoint of a server whose model has these defaults of generation."""
     settings = SimpleNamespace(defaults=GenerationDefaults(defaults), parsers=None)
-    return Generation(SimpleNamespace(settings=settings, prompts=SimpleNamespace(tokenizer=None, vocab_size=61)))  # type: ignore[arg-type]
+    models, prompts = SimpleNamespace(adapter_of=lambda name: ""), SimpleNamespace(tokenizer=None, vocab_size=61)
+    return Generation(SimpleNamespace(settings=settings, prompts=prompts, models=models))  # type: ignore[arg-type]
 
 
 def body(**fields: Any) -> CompletionBody:
@@ -64,10 +65,11 @@ class Scripted:
 
 
 def test_every_step_has_the_bodys_priority_salt_and_retention() -> None:
-    kept = [Retention(start=0, end=3, priority=90)]
+    kept = (Retention(start=0, end=3, priority=90),)
     engine, names = Scripted(), iter("abcdefgh")
     search = BeamSearch(engine, frozenset({8}), lambda: next(names))  # type: ignore[arg-type]
-    beams = asyncio.run(search.search([3, 4], body(n=1, priority=2, cache_retention=kept), 3, "salt"))
+    given = Request("a", [3, 4], SamplingParams(max_tokens=3), 2, "salt", retention=kept, adapter="law")
+    beams = asyncio.run(search.search(given, body(n=1)))
     assert [beam.tokens for beam in beams] == [[7, 7, 7]]
     assert [one.prompt for one in engine.asked] == [[3, 4], [3, 4, 7], [3, 4, 7, 7]]
-    assert {(one.priority, one.salt, one.retention) for one in engine.asked} == {(2, "salt", tuple(kept))}
+    assert {(one.priority, one.salt, one.retention, one.adapter) for one in engine.asked} == {(2, "salt", kept, "law")}
