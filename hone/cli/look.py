@@ -158,12 +158,16 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     run = circumstances(options)
     with run.mesh.together():
         run = replace(run, device=run.mesh.place(run.device))  # each rank its own GPU
-        kernels = kernels_of(run.device)
+        quick = "quick" in options
+        kernels, dtypes = kernels_of(run.device, quick=quick), dtypes_on(run.device)
+        # Rates of a quick probe are of one dtype and lack fp8's: those that are stored already are taken, else none are stored.
         measured = run.mesh.from_leader(
-            lambda: calibrate_all(run.device, dtypes_on(run.device), fresh=True, kernels=kernels)
+            lambda: calibrate_all(
+                run.device, dtypes[:1] if quick else dtypes, fresh=not quick, kernels=kernels, keep=not quick
+            )
         )
         if run.mesh.world_size > 1 and measured is not None:
-            measured = _with_collectives(run, measured)
+            measured = _with_collectives(run, measured, keep=not quick)
     if run.mesh.leads and measured is not None:
         if "report" in options:
             probe.report(options, run, measured)
@@ -173,8 +177,8 @@ def calibrate(words: list[str], options: dict[str, str]) -> int:
     return 0
 
 
-def _with_collectives(run: Any, calibration: Any) -> Any:
-    """`calibration` with what collectives take between the ranks; rank 0 stores it."""
+def _with_collectives(run: Any, calibration: Any, *, keep: bool) -> Any:
+    """`calibration` with what collectives take between the ranks; with `keep` rank 0 stores it."""
     from hone.measure.calibration import keep_calibration
     from hone.measure.machine import describe, identity
     from hone.parallel.collectives.measure import measure, measure_beside
@@ -182,6 +186,6 @@ def _with_collectives(run: Any, calibration: Any) -> Any:
     rows, beside = measure(run.mesh, run.device), measure_beside(run.mesh, run.device)
     others = tuple(one for one in calibration.collectives if one.ranks not in {row.ranks for row in rows})
     found = calibration.model_copy(update={"collectives": (*others, *rows), "beside": beside})
-    if run.mesh.leads:
+    if keep and run.mesh.leads:
         keep_calibration(identity(describe(run.device)), found)
     return found

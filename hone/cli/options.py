@@ -236,13 +236,13 @@ def dtypes_on(device: str) -> tuple[str, ...]:
     return ("float32",) if device == "cpu" else ("bfloat16", "float32")
 
 
-def kernels_of(device: str) -> Any:
+def kernels_of(device: str, *, quick: bool = False) -> Any:
     """The kernels that a calibration of `device` measures; None on a CPU, whose trainings run torch's operations."""
     if device == "cpu":
         return None
-    from hone.ops.probes import training_probes
+    from hone.ops.probes import quick_probes, training_probes
 
-    return training_probes
+    return quick_probes if quick else training_probes
 
 
 def calibrated(run: Any, needed: Callable[[], bool] = lambda: True) -> Any:

@@ -79,7 +79,12 @@ class Disturbed(UserWarning):
 
 
 def calibrate(
-    device: str = "cpu", dtype: str | None = None, *, fresh: bool = False, kernels: Kernels | None = None
+    device: str = "cpu",
+    dtype: str | None = None,
+    *,
+    fresh: bool = False,
+    kernels: Kernels | None = None,
+    keep: bool = True,
 ) -> Calibration:
     """Rates of `device` for `dtype`, measured in about 5 s on two cores, then stored in the user's cache folder.
 
@@ -103,15 +108,17 @@ def calibrate(
     with locked(who):
         found = stored()  # another process may have measured it in between
         if found is None:
-            found = _measured(machine, dtype, read_calibration(who), kernels)
+            found = _measured(machine, dtype, read_calibration(who), kernels, keep=keep)
         elif found.doubt:
             warnings.warn(found.doubt, Disturbed, stacklevel=2)
         describe.cache_clear()
     return found
 
 
-def _measured(machine: Machine, dtype: str, kept: Calibration | None, kernels: Kernels | None) -> Calibration:
-    """The rates of `machine` for `dtype`, measured now; they are stored with those in `kept` unless these are better."""
+def _measured(
+    machine: Machine, dtype: str, kept: Calibration | None, kernels: Kernels | None, *, keep: bool
+) -> Calibration:
+    """The rates of `machine` for `dtype`, measured now; with `keep` they are stored with those in `kept` unless these are better."""
     timer = Timer(machine.device)
     warm_up(machine.device)
     give_back()
@@ -140,9 +147,12 @@ def _measured(machine: Machine, dtype: str, kept: Calibration | None, kernels: K
     more["sustained"] = {**(kept.sustained if kept else {}), **lasting}
     calibration = calibration.model_copy(update=more)
     if not disturbed:
-        keep_calibration(identity(machine), calibration)
+        if keep:
+            keep_calibration(identity(machine), calibration)
         return calibration
-    if kept is not None and dtype in kept.dtypes and dtype not in kept.busy:
+    if not keep:
+        said = "they are not stored"
+    elif kept is not None and dtype in kept.dtypes and dtype not in kept.busy:
         said = "the rates that were stored before stay"
     else:
         said = "these rates are used until `hone calibrate` measures them again, best when nothing else runs"
@@ -164,11 +174,12 @@ def calibrate_all(
     *,
     fresh: bool = False,
     kernels: Kernels | None = None,
+    keep: bool = True,
 ) -> Calibration | None:
     """`calibrate` for each of `dtypes`, joined with `known`: where the user's cache cannot be written, no later call finds
     what an earlier one measured."""
     for dtype in dtypes:
-        known = calibrate(device, dtype, fresh=fresh, kernels=kernels).joined(known)
+        known = calibrate(device, dtype, fresh=fresh, kernels=kernels, keep=keep).joined(known)
     return known
 
 

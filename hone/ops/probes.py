@@ -34,14 +34,18 @@ _LINEARS = [(rows, *shape) for rows in (2048, 16384) for shape in ((4096, 4096),
 
 def training_probes(device: str, dtype: str) -> dict[Hashable, Probe]:
     """The probes of the kernels that a training in `dtype` runs on a GPU, by the names of `hone.measure.training`."""
+    found = quick_probes(device, dtype)
+    if dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= (8, 9):
+        found |= _fp8_linears(device)
+    return found
+
+
+def quick_probes(device: str, dtype: str) -> dict[Hashable, Probe]:
+    """Those of `training_probes` that are timed in seconds: without the fp8 linears, whose tiles are searched for each shape first."""
     number = getattr(torch, dtype)
     # The op itself, wherever it has a kernel; attention of float32 too.
     found = gpu_attention(device, dtype, lambda q, k, v: attend(q, k, v), num_kv_heads=_KV_HEADS)
-    found |= _passes(device, number)
-    found |= _updates(device, number)
-    if number == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 9):
-        found |= _fp8_linears(device)
-    return found
+    return found | _passes(device, number) | _updates(device, number)
 
 
 def _passes(device: str, number: torch.dtype) -> dict[Hashable, Probe]:

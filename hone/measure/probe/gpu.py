@@ -50,7 +50,11 @@ def probe_gpu(index: int, topology: Topology, *, quick: bool) -> tuple[GpuProbe,
     with torch.cuda.device(index):
         points, sweep, registers = _kernels(index, found.L2_cache_size, quick, notes)
         transfers = [*_inside(index), *_with_host(index, topology, quick)]
-        managed, why = managed_transfers(index, _QUICK_COPY_BYTES)
+        managed, why = (
+            ([], "managed memory was not measured: a quick probe leaves it out")
+            if quick
+            else managed_transfers(index, _QUICK_COPY_BYTES)
+        )
         transfers += managed
     notes += [f"GPU {index}: {why}"] if why else []
     levels = gpu_levels(points, sweep, found.L2_cache_size, found.total_memory, registers, transfers)

@@ -18,7 +18,7 @@ from hone.measure.topology.read import Topology, read_topology
 _FILE_BYTES, _QUICK_FILE_BYTES = 256 << 20, 64 << 20
 
 
-LIMIT_S = 60.0
+LIMIT_S, QUICK_LIMIT_S = 60.0, 30.0
 """Seconds after which no further part is begun: a busy or slow machine has fewer figures, and a note says which are missing."""
 
 _OTHERS = 0.2
@@ -37,6 +37,11 @@ class _Course:
         self.levels: list[Level] = []
         self.notes: list[str] = []
 
+    def halfway(self) -> float:
+        """The moment when half of the time that is left has passed."""
+        now = time.perf_counter()
+        return now + max(self.deadline - now, 0.0) / 2
+
     def part(self, name: str) -> bool:
         """Says that a part begins; False when there is no time for it, which a note says."""
         if time.perf_counter() > self.deadline:
@@ -51,20 +56,23 @@ def probe_machine(
     quick: bool = False,
     gpus: bool = True,
     say: Callable[[str], None] = lambda _: None,
-    limit_s: float = LIMIT_S,
+    limit_s: float | None = None,
 ) -> MachineProbe:
     """Measures the memory hierarchy of this machine.
 
     `quick` has fewer and shorter turns. `gpus` takes every CUDA device that torch sees, too. `say` gets the name of each part as it
-    begins; after `limit_s` none begins. Parts that are not measured are absent, with the reason in `notes`; nothing is guessed.
+    begins; after `limit_s` (None: LIMIT_S, or QUICK_LIMIT_S) none begins. GPUs are first. Parts that are not measured are
+    absent, with the reason in `notes`; nothing is guessed.
     """
+    if limit_s is None:
+        limit_s = QUICK_LIMIT_S if quick else LIMIT_S
     topology, machine, course = read_topology(), describe(), _Course(quick, say, limit_s)
     before = processor_load()
+    if gpus:  # who asks for them must not find that the host's parts took all the time
+        _gpus(topology, course)
     _host(topology, machine.ram_bytes, course)
     if course.part("disk"):
         _disk(course)
-    if gpus:
-        _gpus(topology, course)
     others = processor_load().others_since(before)
     if others > _OTHERS * len(topology.cpus):
         course.notes.append(
@@ -93,10 +101,11 @@ def _host(topology: Topology, memory_bytes: int, course: _Course) -> None:
     from hone.measure.probe import bandwidth, latency
 
     quick, found = course.quick, course.found
-    course.part("latency of the host's caches and memory")
+    if not course.part("latency of the host's caches and memory"):
+        return
     largest = latency.largest_bytes(topology, memory_bytes)
     registers = latency.register_latency()
-    points = latency.latency_curve(largest, quick=quick, deadline=course.begun + course.limit_s / 2)
+    points = latency.latency_curve(largest, quick=quick, deadline=course.halfway())
     found["latency"] = tuple(points)
     if not any(point.huge_pages for point in points):
         course.notes.append(

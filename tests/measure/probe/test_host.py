@@ -186,7 +186,7 @@ def test_a_probe_without_time_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(latency, "largest_bytes", lambda *_: 1 << 16)
     said: list[str] = []
     probe = probe_machine(quick=True, gpus=False, say=said.append, limit_s=0.0)
-    assert probe.disk is None and probe.streams == () and [point.num_bytes for point in probe.latency] == [1 << 16]
+    assert probe.disk is None and probe.streams == () and probe.latency == ()
     assert any(note.startswith("disk: not measured") for note in probe.notes)
     assert [*tmp_path.iterdir()] == []
 
