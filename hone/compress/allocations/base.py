@@ -33,6 +33,9 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**1
 HEAD_TOKENS = 512
 """Tokens whose logits are computed at once."""
 FILE = "allocation.json"
+SENSITIVITIES = "sensitivities.json"
+"""In a compressed folder: what each matrix loses and takes with each of the allocation's bits."""
+
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -58,10 +61,11 @@ HEADER_BYTES = 512
 
 
 class Candidates(NamedTuple):
-    """A matrix to choose bits for: its name, and the bytes it takes with each of the allocation's bits."""
+    """A matrix to choose bits for: its name, the bytes it takes with each of the allocation's bits, and its number of weights."""
 
     name: str
     sizes: tuple[int, ...]
+    weights: int = 0
 
 
 class Budget(NamedTuple):
@@ -194,7 +198,7 @@ class Allocation(Technique):
             return Allocated(**kept)
         losses = self.losses(job, flow, run)
         pairs = self.pairs(losses, job, flow, run)
-        return run.mesh.from_leader(lambda: self._choose(budget, losses, pairs, path, run))
+        return run.mesh.from_leader(lambda: self._choose(budget, losses, pairs, path, draft.folder, run))
 
     def pairs(self, losses: dict[str, dict[int, float]], job: Job, flow: Flow, run: Run) -> PairLosses:
         """What two matrices lose together beyond the sum of their losses, by their names, a row for each of the first one's bits."""
@@ -226,9 +230,15 @@ class Allocation(Technique):
         return picked
 
     def _choose(
-        self, budget: Budget, losses: dict[str, dict[int, float]], pairs: PairLosses, path: Path, run: Run
+        self,
+        budget: Budget,
+        losses: dict[str, dict[int, float]],
+        pairs: PairLosses,
+        path: Path,
+        folder: Path,
+        run: Run,
     ) -> Allocated:
-        """The bits of least loss within the budget, kept at `path`."""
+        """The bits of least loss within the budget, kept at `path`; what was measured for them is written to `folder`."""
         table = [[losses[one.name][bits] for bits in self.bits] for one in budget.matrices]
         places = {one.name: place for place, one in enumerate(budget.matrices)}
         both = {(places[one], places[other]): np.array(values) for (one, other), values in pairs.items()}
@@ -237,6 +247,13 @@ class Allocation(Technique):
         assert picked is not None, "a budget below the smallest size is refused by the plan"
         found = {one.name: self.bits[option] for one, option in zip(budget.matrices, picked, strict=True)}
         allocated = Allocated(found, problem.loss(picked))
+        if self.most_share is not None:
+            rows = {
+                one.name: {"weights": one.weights, "bytes": one.sizes, "losses": values}
+                for one, values in zip(budget.matrices, table, strict=True)
+            }
+            kept = {"allocation": self.model_dump(mode="json"), "loss": allocated.loss, "matrices": rows}
+            write_atomic(folder / SENSITIVITIES, json.dumps(kept).encode())
         write_atomic(path, json.dumps(allocated._asdict()).encode())
         return allocated
 

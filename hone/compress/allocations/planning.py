@@ -26,7 +26,8 @@ def assigned(
     where: str,
     embedding: Linear | None = None,
 ) -> tuple[Assigned, Budget | None]:
-    """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it.
+    """The quantizers to plan with, and the budget of an allocation: then those with the most bits for all that fit it, and with more for
+    as many of the first matrices as use it up.
 
     Head and `embedding` keep the quantizer's own bits, outside the budget's choice.
     """
@@ -38,6 +39,7 @@ def assigned(
         Candidates(
             matrix_name(index, one.path),
             tuple(matrix_bytes(option, one, dtype) for option in options.values()),
+            one.rows * one.columns,
         )
         for index, linears in enumerate(targets)
         for one in linears
@@ -45,8 +47,14 @@ def assigned(
     )
     fewest = Assigned(quantizer, dict.fromkeys((one.name for one in matrices), min(options)))
     lowest = shard_sizes(before, targets, fewest, rest_dtype, dtype, embedding)
-    weights = sum(one.rows * one.columns for linears in targets for one in linears if one.path != HEAD)
+    weights = sum(one.weights for one in matrices)
     budget = allocation.budget(matrices, weights, sum(lowest), where)
     totals = [sum(one.sizes[place] for one in matrices) for place in range(len(options))]
-    most = max(bits for bits, total in zip(options, totals, strict=True) if total <= budget.most)
-    return replace(fewest, bits=dict.fromkeys(fewest.bits, most)), budget
+    base = max(place for place, total in enumerate(totals) if total <= budget.most)
+    widths, left = list(options), budget.most - totals[base]
+    bits = dict.fromkeys(fewest.bits, widths[base])
+    for one in matrices if base + 1 < len(widths) else ():
+        more = one.sizes[base + 1] - one.sizes[base]
+        if more <= left:
+            bits[one.name], left = widths[base + 1], left - more
+    return replace(fewest, bits=bits), budget

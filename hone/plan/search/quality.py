@@ -46,27 +46,27 @@ def measured_losses(folders: Iterable[str]) -> dict[str, Known]:
     for folder in folders:
         made = Artifact.read(folder)
         figure = next((made.figures[name] for name in MEASURES if name in made.figures), None)
-        steps = _steps(made)
-        if figure is None or figure.value is None or steps is None:
+        spec = _spec(made)
+        if figure is None or figure.value is None or spec is None:
             raise SpecError(
                 f"{folder} does not say what a compression costs: it has none of the figures {', '.join(MEASURES)}, or is of no "
                 "compression",
                 fix="give a folder of `hone compress` with calibration inputs, or of `hone eval --from.reference=DENSE`",
             )
-        found[key_of(steps)] = Known(
+        found[key_of(spec["steps"], spec.get("allocation"))] = Known(
             figure.value, figure.interval.half_width if figure.interval else 0.0, f"measured in {folder}"
         )
     return found
 
 
-def _steps(made: Artifact) -> list[Any] | None:
-    """The steps of a compression, or of the compression that an evaluation's model came from."""
+def _spec(made: Artifact) -> Mapping[str, Any] | None:
+    """The fields of a compression, or of the compression that an evaluation's model came from."""
     if made.kind == "compress":
-        return list(made.manifest["spec"]["steps"])
+        return made.manifest["spec"]
     for parent in made.manifest.get("parents", ()):
         if parent.get("role") == "model":
             try:
-                return _steps(Artifact.read(parent["path"]))
+                return _spec(Artifact.read(parent["path"]))
             except (KeyError, OSError):
                 return None
     return None
@@ -76,6 +76,13 @@ SAYS = ("kind", "bits", "group_size", "sparsity", "scheme", "uneven", "scale")
 """Fields of a step by which a measured compression is recognized."""
 
 
-def key_of(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Equal for the same steps: their fields that decide the format, in order."""
-    return json.dumps([{name: step[name] for name in SAYS if name in step} for step in steps], sort_keys=True)
+CHOOSES = ("kind", "bits", "bits_per_weight", "model_bytes", "max_kl")
+"""Fields of an allocation by which it is."""
+
+
+def key_of(steps: Iterable[Mapping[str, Any]], allocation: Mapping[str, Any] | None = None) -> str:
+    """Equal for the same steps and allocation: their fields that decide the format, in order."""
+    said = [{name: step[name] for name in SAYS if name in step} for step in steps]
+    if allocation is not None:
+        said.append({name: allocation[name] for name in CHOOSES if allocation.get(name) is not None})
+    return json.dumps(said, sort_keys=True)

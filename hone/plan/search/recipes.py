@@ -70,7 +70,7 @@ def recipe_of(
     candidate: Candidate,
     name: str,
     train: dict[str, Any] | None,
-    compress: list[dict[str, Any]] | None,
+    compress: dict[str, Any] | None,
     serve: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The recipe of a row: its stages in order, each from those before."""
@@ -86,7 +86,7 @@ def recipe_of(
         stages.append({"stage": "train", "name": "base", "from": {"data": data, **starts}, **train})
         model = "train-base"
     if compress is not None:
-        stages.append({"stage": "compress", "name": "small", "from": {"model": model, "data": data}, "steps": compress})
+        stages.append({"stage": "compress", "name": "small", "from": {"model": model, "data": data}, **compress})
         model = "compress-small"
     if serve is not None:
         stages.append({"stage": "serve", "name": "bench", "from": {"model": model, "data": data}, **serve})

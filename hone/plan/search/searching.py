@@ -18,6 +18,7 @@ from hone.plan.search.limits import Limit, Tally
 from hone.plan.search.machines import Fleet, fleet_of
 from hone.plan.search.quality import Known, measured_losses
 from hone.plan.search.relax import Relaxed
+from hone.plan.search.serving.mixed import mixed_formats
 from hone.plan.search.serving.space import Servings
 from hone.plan.search.serving.space import best as best_servings
 from hone.plan.search.shapes import candidates_of
@@ -102,6 +103,7 @@ def priced(goal: Goal, fleets: tuple[Fleet, ...]) -> tuple[list[Way], Tally]:
     tally, ways = Tally(limits_of(goal)), list[Way]()
     candidates = candidates_of(goal)
     losses = measured_losses(goal.measured) if goal.measured else {}
+    mixed = mixed_formats(goal)
     for fleet in fleets:
         for candidate in candidates:
             trains = best_trainings(Trainings(goal, candidate, fleet), tally) if goal.trains else []
@@ -110,7 +112,7 @@ def priced(goal: Goal, fleets: tuple[Fleet, ...]) -> tuple[list[Way], Tally]:
                 continue
             if goal.trains and not trains:
                 continue
-            serves = best_servings(Servings(goal, candidate, fleet, losses), tally)
+            serves = best_servings(Servings(goal, candidate, fleet, losses, mixed), tally)
             ways += chained(trains, serves, tally) if goal.trains else serves
     return ways, tally
 

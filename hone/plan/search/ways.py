@@ -31,6 +31,15 @@ class Format:
     """The steps of `hone compress` that make it; none: as it was trained."""
     bits: float
     """Bits of a weight of the layers, its part of a scale included."""
+    allocation: dict[str, Any] | None = None
+    """The allocation of `hone compress` that chooses the bits of each matrix; None: the steps' own for all."""
+    quality: Known | None = None
+    """What it costs, where that follows from how its bits are chosen."""
+
+    def compress_fields(self) -> dict[str, Any]:
+        """The fields of the compress stage that makes it."""
+        more = {} if self.allocation is None else {"allocation": dict(self.allocation)}
+        return {"steps": [dict(step) for step in self.steps], **more}
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class Way:
     def recipe(self, goal: Goal, line: str) -> dict[str, Any]:
         """What `hone run` makes it with."""
         train = None if self.train is None else train_spec(goal, self.candidate, self.train, ranks=self.fleet.count)
-        steps = [dict(step) for step in self.format.steps] if self.format is not None and self.format.steps else None
+        made = None if self.format is None or not self.format.steps else self.format.compress_fields()
         serve = None
         if self.engine is not None:
             asked = goal.requests
@@ -140,7 +149,7 @@ class Way:
                 "shared_prefix": 0,
                 "engine": {name: value for name, value in self.engine.items() if value not in (None, "none")},
             }
-        return recipe_of(goal, self.candidate, line, train, steps, serve)
+        return recipe_of(goal, self.candidate, line, train, made, serve)
 
 
 def layout_label(train: dict[str, Any], ranks: int) -> str:

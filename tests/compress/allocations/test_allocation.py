@@ -126,6 +126,11 @@ def test_the_budget_is_used_and_kept(kind: str, family_folder, compress, calibra
     )
     rows = [json.loads(line) for line in (made.folder / "layers.jsonl").read_text().splitlines()]
     assert len({row["bits"] for row in rows}) > 1
+    kept = made.folder / "sensitivities.json"
+    assert kept.exists() == (kind in ("hessian", "kl"))  # what predicts no divergence is not kept
+    for row, name in zip(rows, json.loads(kept.read_text())["matrices"] if kept.exists() else (), strict=False):
+        measured = json.loads(kept.read_text())["matrices"][name]
+        assert measured["weights"] == row["weights"] and len(measured["losses"]) == len(measured["bytes"]) == 4
     spent = sum(row["weights"] * (row["bits"] + 16 / 32) for row in rows) / sum(row["weights"] for row in rows)
     assert 5.0 < spent <= 5.5 + 0.05  # the shape of each matrix, 16 bytes, is beside its codes
     estimate = made.figures["model_bytes"].estimate

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hone.plan.search.machines import fleet_of
 from hone.plan.search.quality import Known, key_of, measured_losses, trained_loss
 from hone.plan.search.searching import limits_of, search
 from hone.plan.search.serving.formats import FORMATS, formats_of
+from hone.plan.search.serving.mixed import mixed_formats
 from hone.plan.search.serving.space import Servings, best
 from hone.plan.search.shapes import candidates_of
 
@@ -164,3 +167,58 @@ def test_a_machine_is_named_in_any_case():
     goal = Goal.read({**GOAL, "price_per_hour": {"H100": 2.0}})
     lower, usual = (fleet_of(text, goal) for text in ("2xh100", "2xH100"))
     assert lower == usual and lower.price_per_hour == 2.0
+
+
+def front_folder(folder, losses: list[list[float]], *, kl: float) -> None:
+    """An artifact of a compression that measured what each matrix loses with 4 and 8 bits; its own choice lost half of `kl` by the sum."""
+    folder.mkdir()
+    rows = {f"{place}.x": {"weights": 1000, "bytes": [520, 1020], "losses": one} for place, one in enumerate(losses)}
+    allocation = {"kind": "hessian", "bits": [4, 8], "max_kl": 1.0, "num_sequences": 7}
+    kept = {"allocation": allocation, "loss": kl / 2, "matrices": rows}
+    (folder / "sensitivities.json").write_text(json.dumps(kept))
+    figure = {
+        "name": "kl_to_dense", "value": kl, "unit": "nats/token", "how": "measured", "n": 1, "ci95": None, "estimate": None, "note": "",
+    }  # fmt: skip
+    spec = {"steps": [{"kind": "gptq", "bits": 4, "group_size": 64}], "allocation": allocation}
+    manifest = {
+        "format": 1, "kind": "compress", "name": "front", "fingerprint": "f", "spec": spec, "figures": [figure],
+        "files": {}, "parents": [], "techniques": [],
+    }  # fmt: skip
+    (folder / "hone.json").write_text(json.dumps(manifest))
+
+
+def test_points_of_a_measured_front_are_formats(tmp_path):
+    """Against every choice of bits of eight matrices; the share of losses is the model's own, two, above that of other models."""
+    losses = [[float(high), float(high) / 50] for high in np.random.default_rng(0).uniform(0.001, 0.02, 8)]
+    front_folder(tmp_path / "front", losses, kl=0.05)
+    goal = Goal.read({**GOAL, "quality": {"max_increase": 0.06}, "measured": [str(tmp_path / "front")], "space": {}})
+    found = mixed_formats(goal)
+    assert len(found) > 2 and len({one.name for one in found}) == len(found)
+    picks = list(itertools.product((0, 1), repeat=8))
+    for one, bound in zip(found, (0.06, 0.03, 0.015), strict=False):
+        fits = [pick for pick in picks if 2 * sum(row[at] for row, at in zip(losses, pick, strict=True)) <= bound]
+        fewest = min(520 * 8 + 500 * sum(pick) for pick in fits)
+        assert one.bits == pytest.approx(8 * fewest / 8000, abs=1e-4) and 0 < one.quality.value <= bound
+        assert one.allocation == {"kind": "hessian", "bits": [4, 8], "num_sequences": 7, "bits_per_weight": one.bits}
+    assert {one.name for one in found} <= {one.name for one in formats_of(goal, fleet_of("1xH100", goal), found)}
+    slow = replace(found[0], allocation={**found[0].allocation, "bits": [3, 8]})
+    assert slow not in formats_of(goal, fleet_of("1xH100", goal), (slow,)), "3 bits gain nothing there"
+    with pytest.raises(SpecError, match="does not say what matrices lose"):
+        (tmp_path / "front/sensitivities.json").write_text("{}")
+        mixed_formats(goal)
+
+
+def test_a_limit_of_quality_can_be_met_before_anything_is_measured():
+    """By a choice of bits within it: the recipe says so, the compress stage reads it, and bytes are those of the most bits."""
+    goal = Goal.read(
+        {**GOAL, "quality": {"max_increase": 0.05}, "space": {**GOAL["space"], "formats": ["int8", "mixed"]}}
+    )
+    found = search(goal, most=4)
+    ways = [way for way in found.ways if way.format.allocation and way.engine["kv_cache_dtype"] == "auto"]
+    assert ways and all(way.quality.value == 0.05 for way in ways)
+    (stage,) = (one for one in ways[0].recipe(goal, "x")["stages"] if one["stage"] == "compress")
+    assert stage["allocation"] == {"kind": "hessian", "bits": [4, 8], "max_kl": 0.05}
+    of = servings()
+    eight, mixed = (of.compressed(one) for one in (FORMATS["int8"], ways[0].format))
+    assert mixed.weights_bytes == pytest.approx(eight.weights_bytes, rel=0.03)
+    assert mixed_formats(Goal.read(GOAL)) == ()

@@ -96,7 +96,9 @@ def executed(found: Found, count: int, run: Run, ask: Callable[[Way, Goal, str],
     Raises MachineError where no way is of this machine.
     """
     ways = list(found.ways)
-    mine = [place for place, way in enumerate(ways) if way.fleet.name == HERE][:count]
+    # Of a format whose bits real weights decide there is nothing to draw.
+    drawn = [not (way.format and way.format.allocation) for way in ways]
+    mine = [place for place, way in enumerate(ways) if way.fleet.name == HERE and drawn[place]][:count]
     if ways and not mine:
         raise MachineError(
             "no way of the front is for this machine, so none can be executed here",

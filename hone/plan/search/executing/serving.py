@@ -74,6 +74,11 @@ def folder_of(candidate: Candidate, one: Format, under: Path, dtype: str) -> Pat
 
     facts = candidate.checkpoint(dtype)
     values = to_hf(facts.config) | {"torch_dtype": facts.dtype, "dtype": facts.dtype}
+    if one.allocation is not None:
+        raise MachineError(
+            f"the bits of {one.name} are chosen by what real weights lose: they are not drawn",
+            fix="execute the recipe of the row instead",
+        )
     if one.steps:
         spec = Compress.read({"steps": [dict(step) for step in one.steps]})
         if spec.quantizer is None:

@@ -48,18 +48,26 @@ def _target_of(fleet: Fleet) -> str:
     return "nvidia-hopper" if fleet.on_gpu else "intel-vnni"
 
 
-def formats_of(goal: Goal, fleet: Fleet) -> tuple[Format, ...]:
-    """The formats to try on `fleet`: the goal's own, else those that run fast on its target. Raises SpecError for an unknown one."""
-    names = goal.space.formats
+MIXED = "mixed"
+"""In `space.formats` all formats whose matrices have several bits."""
+
+
+def formats_of(goal: Goal, fleet: Fleet, mixed: tuple[Format, ...] = ()) -> tuple[Format, ...]:
+    """The formats to try on `fleet`: the goal's own, else those that run fast on its target; of `mixed` those whose bits all do. Raises
+    SpecError for an unknown one."""
+    names, known = goal.space.formats, (*FORMATS, MIXED)
     for name in names:
-        if name not in FORMATS:
+        if name not in known:
             raise SpecError(
                 f"space.formats: there is no format '{name}'",
-                fix=f"{did_you_mean(name, FORMATS)}known: {', '.join(FORMATS)}",
+                fix=f"{did_you_mean(name, known)}known: {', '.join(known)}",
             )
     if not names:
         gains = set(number_formats(goal.target or _target_of(fleet)))
         names = tuple(name for name in FORMATS if gains & NUMBERS[name])
+        mixed = tuple(one for one in mixed if {f"int{bits}" for bits in (one.allocation or {})["bits"]} <= gains)
+    elif MIXED not in names:
+        mixed = ()
     if not goal.compresses:  # a model is served as it is
         return (PLAIN,)
-    return tuple(FORMATS[name] for name in names)
+    return (*(FORMATS[name] for name in names if name != MIXED), *mixed)

@@ -36,12 +36,13 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Servings:
-    """All ways to serve `candidate` on `fleet`; `losses` are measured qualities by steps."""
+    """All ways to serve `candidate` on `fleet`; `losses` are measured qualities by steps, `mixed` formats of several bits."""
 
     goal: Goal
     candidate: Candidate
     fleet: Fleet
     losses: dict[str, Known]
+    mixed: tuple[Format, ...] = ()
 
     @cached_property
     def product(self) -> Product:
@@ -52,7 +53,7 @@ class Servings:
         cache = space.kv_cache_dtype or (("auto", "fp8") if self.fleet.on_gpu else ("auto",))
         return Product(
             {
-                "format": formats_of(self.goal, self.fleet),
+                "format": formats_of(self.goal, self.fleet, self.mixed),
                 "tensor": space.tensor_parallel or tuple(1 << n for n in range(host.bit_length())),
                 "cache": cache,
                 "drafter": space.drafter,
@@ -118,9 +119,7 @@ class Servings:
         machine = self.fleet.machine.model_copy(update={"num_ranks": 1})
         data = data_facts(self.goal, self.candidate.dims.vocab_size, 1e7)
         try:
-            plan = Compress.read({"steps": [dict(step) for step in one.steps]}).plan(
-                {"model": self.dense, "data": data}, machine
-            )
+            plan = Compress.read(one.compress_fields()).plan({"model": self.dense, "data": data}, machine)
         except HoneError as error:
             return error.what, 0.0
         return plan.facts, plan.estimates["time_s"].value / 3600
@@ -242,10 +241,11 @@ def _amounts(of: Servings, block: Columns, tpot: Any, ttft: Any, rate: Any, num_
 
 
 def quality_of(of: Servings, one: Format) -> Known | None:
-    """What a format costs in nats a token: nothing where the weights stay as they are, else what was measured; None: unknown."""
+    """What a format costs in nats a token: nothing where the weights stay as they are, else what was measured, or what its bits are
+    chosen by; None: unknown."""
     if not one.steps:
         return Known(0.0, 0.0, "the weights as they are")
-    return of.losses.get(key_of(one.steps))
+    return of.losses.get(key_of(one.steps, one.allocation), one.quality)
 
 
 def _way(of: Servings, block: Columns, index: int, tpot: float, ttft: float, rate: float, num_bytes: float) -> Way:
