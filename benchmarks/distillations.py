@@ -70,18 +70,19 @@ ARMS: dict[str, dict[str, Any]] = {
 class Live:
     """Cached logits of any sequence, computed when they are asked for: batches here begin anywhere in the text."""
 
-    def __init__(self, teacher: Decoder, *, sampled: bool) -> None:
+    def __init__(self, teacher: Decoder, *, sampled: bool, k: int = KEPT) -> None:
         self._teacher, self._sampled = teacher, sampled
-        self._draw = torch.Generator().manual_seed(0)
-        numbers = {"seq_len": SEQ_LEN, "num_sequences": 0, "vocab_size": VOCAB, "tokenizer": None, "data": ""}
-        self.facts = LogitsFacts(where="memory", k=KEPT, sampled=sampled, temperature=1.0, **numbers)
+        self._draw = torch.Generator(teacher.device).manual_seed(0)
+        numbers = {"seq_len": SEQ_LEN, "num_sequences": 0, "vocab_size": teacher.config.vocab_size, "tokenizer": None, "data": ""}
+        self.facts = LogitsFacts(where="memory", k=k, sampled=sampled, temperature=1.0, **numbers)
 
     @torch.no_grad()
     def of(self, batch: Batch) -> Cached:
-        logits = self._teacher(torch.from_numpy(batch.tokens)).flatten(0, 1)
-        found = drawn(logits, KEPT, 1.0, self._draw) if self._sampled else most_likely(logits, KEPT, 1.0)
-        ids, log_probs, *tails = (one.view(*batch.tokens.shape, *one.shape[1:]).half().float().numpy() for one in found)
-        return Cached(ids.astype(np.int64), log_probs, tails[0] if tails else None)
+        logits = self._teacher(torch.from_numpy(batch.tokens).to(self._teacher.device)).flatten(0, 1)
+        found = drawn(logits, self.facts.k, 1.0, self._draw) if self._sampled else most_likely(logits, self.facts.k, 1.0)
+        ids, *log_probs = (one.view(*batch.tokens.shape, *one.shape[1:]).cpu() for one in found)
+        first, *tails = (one.half().float().numpy() for one in log_probs)  # float16 as on disk
+        return Cached(ids.numpy(), first, tails[0] if tails else None)
 
 
 class Comparison:

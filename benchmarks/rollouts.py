@@ -54,14 +54,14 @@ def say(**row: Any) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def sums(folder: Path) -> PackedTokens:
-    """The sixteen sums, four times each, as conversations."""
+def sums(folder: Path, tokenizer: dict[str, Any] | None = None) -> PackedTokens:
+    """The sixteen sums, four times each, as conversations; `tokenizer`: of the data stage, default: a small one of their own."""
     rows = [{"prompt": f"{one}+{two}", "completion": str(one + two)} for one in range(4) for two in range(4)] * 4
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = {
         "source": str(folder / "sums.jsonl"), "validation_fraction": 0.2,
         "dedups": [],
-        "tokenizer": {"vocab_size": 300, "chat": {"kind": "prompt_completion", "template": "zephyr"}},
+        "tokenizer": {**(tokenizer or {"vocab_size": 300}), "chat": {"kind": "prompt_completion", "template": "zephyr"}},
     }  # fmt: skip
     return PackedTokens(Data.read(spec).make(folder / "data-sums", run=Run(quiet=True)).folder)
 
