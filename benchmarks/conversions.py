@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import tempfile
@@ -45,10 +46,14 @@ LAYERS = {"kind": "hidden_states", "alpha": 1.0}
 def main() -> None:
     """Converts, heals and scores the arms of a part; prints their rows and adds them to the ledger."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="model folder with a tokenizer")
-    parser.add_argument("--text", type=Path, required=True, help="text to calibrate and heal on")
-    parser.add_argument("--held-out", type=Path, required=True, help="text to score")
-    parser.add_argument("--part", choices=("heads", "latent", "linear", "context"), required=True)
+    parser.add_argument("--model", type=Path, help="model folder with a tokenizer")
+    parser.add_argument("--text", type=Path, help="text to calibrate and heal on")
+    parser.add_argument("--held-out", type=Path, help="text to score")
+    parser.add_argument("--part", choices=("heads", "latent", "linear", "context"))
+    parser.add_argument("--only", default="", help="a regular expression that an arm's name matches")
+    parser.add_argument("--out", type=Path, help="file that keeps the rows, each as it ends, in place of the ledger")
+    parser.add_argument("--commit", help="of the code that runs, for --out where the folder is no checkout")
+    parser.add_argument("--from", dest="file", type=Path, help="a file of --out: add its rows to the ledger")
     parser.add_argument("--trained-tokens", type=float, help="tokens that the model was trained on, for the share")
     parser.add_argument("--tokens", type=int, default=14_400_000, help="tokens of healing; 0: none")
     parser.add_argument("--score-tokens", type=int, default=0, help="tokens of the held-out text; 0: all")
@@ -61,14 +66,23 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder for temporary models; default: the system's")
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
+    if arguments.file:
+        stamp, rows = ledger.Kept.read(arguments.file)
+        print(ledger.table(rows), ledger.append("conversions", rows, stamp=stamp), sep="\n")
+        return
+    if not all((arguments.model, arguments.text, arguments.held_out, arguments.part)):
+        parser.error("give --model, --text, --held-out and --part, or --from")
+    kept = ledger.Kept(arguments.out, arguments.device, arguments.commit) if arguments.out else None
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         bench = Bench(Path(scratch), arguments)
-        rows: list[dict[str, Any]] = []
+        rows = []
         for row in getattr(bench, arguments.part)():
             print(json.dumps({name: row[name] for name in ("figure", "value", "note")}), flush=True)
             rows.append(row)
+            if kept:
+                kept.add(row)
     print(ledger.table(rows), flush=True)
-    if not arguments.no_ledger:
+    if not (arguments.no_ledger or kept):
         ledger.append("conversions", rows, arguments.device)
 
 
@@ -144,7 +158,7 @@ class Bench:
         lost_from: float | None = None,
     ) -> Iterator[dict[str, Any]]:
         """The rows of one conversion. `length`: tokens of the sequences, else as trained; `lost_from`: the given model's loss at it."""
-        if self.late(name):
+        if not re.search(self.arguments.only, name) or self.late(name):
             return
         out = self.folder / "compress-arm"
         made = self.convert(step, out, length)

@@ -131,12 +131,20 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--arms", nargs="*", default=[*ARMS], help="some of the arms")
+    parser.add_argument("--out", type=Path, help="file that keeps the rows, each as it ends")
+    parser.add_argument("--commit", help="of the code that runs, for --out where the folder is no checkout")
+    parser.add_argument("--from", dest="file", type=Path, help="a file of --out: add its rows to the ledger")
     parser.add_argument("--ledger", action="store_true", help="add the rows to the ledger")
     arguments = parser.parse_args()
+    if arguments.file:
+        stamp, rows = ledger.Kept.read(arguments.file)
+        print(ledger.table(rows), ledger.append("distill_speed", rows, stamp=stamp), sep="\n")
+        return
+    kept = ledger.Kept(arguments.out, arguments.device, arguments.commit) if arguments.out else None
     on_gpu = arguments.device.startswith("cuda")
     arguments.shape = arguments.shape or ("1b" if on_gpu else "tiny")
     arguments.dtype = torch.bfloat16 if on_gpu else torch.float32
-    rows: list[dict[str, Any]] = []
+    rows = []
     sizes = SHAPES[arguments.shape][2]
     tokens, plain = sizes["batch"] * sizes["seq_len"], None
     for arm in arguments.arms:
@@ -155,6 +163,8 @@ def main() -> None:
         if plain is not None and arm != PLAIN:
             row |= {"peer": PLAIN, "peer_value": tokens / plain, "ratio": plain / middle}
         rows.append({**row, "note": note})
+        if kept:
+            kept.add(rows[-1])
         print(ledger.table(rows[-1:]).splitlines()[-1], "|", note, flush=True)
         if on_gpu:
             torch.cuda.empty_cache()

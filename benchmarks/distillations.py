@@ -73,13 +73,21 @@ class Live:
     def __init__(self, teacher: Decoder, *, sampled: bool, k: int = KEPT) -> None:
         self._teacher, self._sampled = teacher, sampled
         self._draw = torch.Generator(teacher.device).manual_seed(0)
-        numbers = {"seq_len": SEQ_LEN, "num_sequences": 0, "vocab_size": teacher.config.vocab_size, "tokenizer": None, "data": ""}
+        numbers = {
+            "seq_len": SEQ_LEN,
+            "num_sequences": 0,
+            "vocab_size": teacher.config.vocab_size,
+            "tokenizer": None,
+            "data": "",
+        }
         self.facts = LogitsFacts(where="memory", k=k, sampled=sampled, temperature=1.0, **numbers)
 
     @torch.no_grad()
     def of(self, batch: Batch) -> Cached:
         logits = self._teacher(torch.from_numpy(batch.tokens).to(self._teacher.device)).flatten(0, 1)
-        found = drawn(logits, self.facts.k, 1.0, self._draw) if self._sampled else most_likely(logits, self.facts.k, 1.0)
+        found = (
+            drawn(logits, self.facts.k, 1.0, self._draw) if self._sampled else most_likely(logits, self.facts.k, 1.0)
+        )
         ids, *log_probs = (one.view(*batch.tokens.shape, *one.shape[1:]).cpu() for one in found)
         first, *tails = (one.half().float().numpy() for one in log_probs)  # float16 as on disk
         return Cached(ids.numpy(), first, tails[0] if tails else None)

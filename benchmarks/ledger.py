@@ -45,6 +45,29 @@ def append(
     return path
 
 
+class Kept:
+    """Rows of a run on a machine whose checkout is not kept: a file of lines, the stamp first and then each row as it ends."""
+
+    def __init__(self, path: Path, device: str, commit: str | None = None) -> None:
+        """`commit`: of the code that runs, where its folder is no checkout."""
+        stamp = stamp_of(device)
+        if commit:
+            stamp |= {"commit": commit, "dirty": False}
+        self.path = path
+        path.write_text(json.dumps({"stamp": stamp}) + "\n", encoding="utf8")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Writes a row at the end of the file."""
+        with open(self.path, "a", encoding="utf8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """(stamp, rows) of such a file."""
+        first, *rows = (json.loads(line) for line in path.read_text(encoding="utf8").splitlines())
+        return first["stamp"], rows
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as an aligned text table of figure, hone, peer, ratio, fraction of the limit (also the peer's, if one has it)."""
     cells = [["figure", "hone", "unit", "peer", "peer's", "ratio", "of limit"]]

@@ -39,7 +39,9 @@ def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser]
     parser.add_argument("--out", type=Path, help="where runs are kept, a line each")
     parser.add_argument("--arms", nargs="*", help="some of the arms")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="100: a pilot, which chooses sizes and counts nothing")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="100: a pilot, which chooses sizes and counts nothing"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--commit", help="of the code that ran, where its folder is no checkout")
     parser.add_argument("--device", default="cpu")

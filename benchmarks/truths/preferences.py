@@ -33,7 +33,15 @@ from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
 
 ARMS: dict[str, dict[str, Any]] = {"dpo": {"kind": "dpo", "beta": 0.1}}
-SIZES = {"steps": 120, "pairs_a_step": 32, "pairs": 2048, "held_out_pairs": 1024, "prompt": 32, "answer": 32, "lr": 2e-5}
+SIZES = {
+    "steps": 120,
+    "pairs_a_step": 32,
+    "pairs": 2048,
+    "held_out_pairs": 1024,
+    "prompt": 32,
+    "answer": 32,
+    "lr": 2e-5,
+}
 
 
 class Pairs:
@@ -90,7 +98,10 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
     """Margin and accuracy on held-out pairs."""
     sizes, made = header["sizes"], []
     for arm in found:
-        for name, said, unit in (("val_margin", "margin", "nats"), ("val_accuracy", "chosen answer preferred", "of pairs")):
+        for name, said, unit in (
+            ("val_margin", "margin", "nats"),
+            ("val_accuracy", "chosen answer preferred", "of pairs"),
+        ):
             values = common.values_of(found, arm, f"after, {name}")
             made.append({
                 "figure": f"{header['model']}: {arm}, {said}, held-out pairs", "value": statistics.fmean(values), "unit": unit,

@@ -30,7 +30,10 @@ from hone.train.quantization_aware import FAKE_QUANTIZERS
 from hone.train.quantization_aware.linears import RoundedLinears
 from hone.train.schedules.cosine import Cosine
 
-GRIDS = {"row": {"kind": "integer", "bits": 4, "group_size": 0}, "128": {"kind": "integer", "bits": 4, "group_size": 128}}
+GRIDS = {
+    "row": {"kind": "integer", "bits": 4, "group_size": 0},
+    "128": {"kind": "integer", "bits": 4, "group_size": 128},
+}
 FLOATS = "floats"
 ARMS: dict[str, dict[str, Any]] = {FLOATS: {"kind": "next_token"}}
 for _name, _grid in GRIDS.items():

@@ -72,7 +72,9 @@ def rewarded(trainer: Trainer, data: Any, number: int) -> float:
     """The mean reward of `number` answers to each question."""
     preparer = trainer.preparer
     assert isinstance(preparer, Rollouts)
-    every = {one.tokens.tobytes(): one for one in prompts_of(data.cut(np.arange(data.num_sequences(LENGTH)), LENGTH), LENGTH)}
+    every = {
+        one.tokens.tobytes(): one for one in prompts_of(data.cut(np.arange(data.num_sequences(LENGTH)), LENGTH), LENGTH)
+    }
     answers = preparer.written(trainer, [*every.values()], LENGTH, number, 1.0, step=10**6)
     return float(preparer.rewarded([*every.values()], answers)[0].mean())
 
