@@ -73,6 +73,8 @@ class Engine:
             max_delay_s=spec.max_delay_s,
             lookahead=parts.drafter.num_tokens if parts.drafter else 0,
             lookahead_seqs=parts.drafter.max_num_seqs if parts.drafter else 0,
+            rounds=0 if self.runner.rounds is None else self.runner.rounds.ahead,
+            longest=self.max_model_len,
             num_stages=spec.pipeline_parallel_size,
             adapters=self.adapters,
         )
@@ -80,11 +82,6 @@ class Engine:
         self._builder = StepBuilder(spec.block_size)
         self._constraints = Constraints(self.tokenizer, config.vocab_size, self.eos_ids)
         wanted = spec.async_scheduling
-        if wanted and self.proposer is not None:
-            raise SpecError(
-                "engine.async_scheduling is on and a drafter is given: guesses follow tokens that are known",
-                fix="leave one of them out",
-            )
         ahead = self.device.type == "cuda" and self.proposer is None if wanted is None else wanted
         self._ahead = spec.pipeline_parallel_size - 1 if spec.pipeline_parallel_size > 1 else int(ahead)
         """Steps that are launched before the results of one are read."""
@@ -316,12 +313,11 @@ class Engine:
     def _advance(self, item: ScheduledSeq, result: SeqResult) -> Output | None:
         seq, computed = item.seq, item.start + item.count
         if self.proposer is not None:
-            num_kept = max(0, len(result.chosen) - 1)
-            self.proposer.settle(item, num_kept)
+            self.proposer.settle(item, result.num_kept)
             seq.guesses = result.guesses
             self._num_drafted += result.num_guessed
-            self._num_verified += result.num_guessed > 0
-            self._num_accepted += num_kept
+            self._num_verified += result.num_verified
+            self._num_accepted += result.num_kept
         else:
             seq.num_in_flight -= item.samples
         if item.start < seq.num_prompt:

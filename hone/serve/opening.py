@@ -103,6 +103,7 @@ def open_parts(
         one += heads_bytes(heads, size)
     work = work_bytes(model.config.dims(), spec, weights, str(device))
     if drafter is not None:  # a draft model may be given beside the spec
+        check_scheduling(spec)
         check_combination(spec.model_copy(update={"drafter": drafter}))
     kept = kept_of(spec, model.config)
     assert spec.max_num_batched_tokens is not None, "sized() fills it in"
@@ -126,13 +127,15 @@ def open_parts(
         )
         proposer, guesser = drafter.open(setting)
         guessers = {"guesser" if heads is None else "hidden_guesser": guesser}
-    runner = Runner(model, cache, sampler, device, max_num_seqs=spec.max_num_seqs, adapters=adapters, **guessers)
+    options: dict[str, Any] = {"max_num_seqs": spec.max_num_seqs, "adapters": adapters, "drafter": drafter}
+    runner = Runner(model, cache, sampler, device, **options, **guessers)
     if experts is not None:
-        runner.graphs, runner.experts = None, experts.counts  # which are copied is decided anew in every step
+        runner.graphs = runner.rounds = None  # which are copied is decided anew in every step
+        runner.experts = experts.counts
     longest = longest if most <= num_pages else min(longest, num_pages * size)
     if streamed is not None:
         if streamed.streams:
-            runner.graphs = None  # copies come from host memory anew in every step
+            runner.graphs = runner.rounds = None  # copies come from host memory anew in every step
         context = max(1, min(longest, num_pages * size // spec.max_num_seqs))
         note = "; ".join(filter(None, (note, said_of(streamed.budget, streamed.serving, spec, context))))
     pool = _pool(spec, num_pages)
@@ -207,6 +210,7 @@ def _open_ranked(
     rank, runner, num_pages = open_lead(model, spec, device)
     size, longest, proposer = spec.block_size, rank.longest, None
     if drafter is not None:
+        check_scheduling(spec)
         assert spec.max_num_batched_tokens is not None, "sized() fills it in"
         budget = spec.max_num_batched_tokens
         setting = DraftSetting(rank.model, None, runner.sampler, num_pages, size, budget, None, device, longest)
@@ -216,6 +220,15 @@ def _open_ranked(
     return EngineParts(
         spec, rank.model, tokenizer, _pool(spec, num_pages), runner, drafter, proposer, usable, KeptTokens(), rank.note
     )
+
+
+def check_scheduling(spec: EngineSpec) -> None:
+    """Raises SpecError where an engine with a drafter shall schedule a step before it knows the tokens of the last one."""
+    if spec.async_scheduling:
+        raise SpecError(
+            "engine.async_scheduling is on and a drafter is given: guesses follow tokens that are known",
+            fix="leave one of them out",
+        )
 
 
 def _pool(spec: EngineSpec, num_pages: int) -> PagePool:

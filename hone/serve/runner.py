@@ -23,7 +23,8 @@ from hone.serve.paging.paged import BlockTable, Paged, known_tokens, reads_in_pl
 from hone.serve.ranks.errors import RankError
 from hone.serve.request import TokenLogprob
 from hone.serve.sampler import SampledToken, Sampler, SamplerOutput, TokenLogprobs
-from hone.serve.speculation.drafter import Guess, Guesser, HiddenGuesser, Passed
+from hone.serve.speculation.drafter import Drafter, Guess, Guesser, HiddenGuesser, Passed
+from hone.serve.speculation.rounds import Rounds, RoundsOutput
 from hone.serve.speculation.verification import verify
 from hone.serve.step import ForwardBatch, StepInput
 
@@ -44,6 +45,8 @@ class SeqResult:
 
     chosen: list[SampledToken] = field(default_factory=list)
     num_guessed: int = 0
+    num_verified: int = 0  # passes that verified guesses
+    num_kept: int = 0  # guesses among `chosen`
     guesses: list[int] = field(
         default_factory=list
     )  # of the tokens after `chosen`, by a drafter that reads hidden states
@@ -65,6 +68,7 @@ class _Part:
     results: list[SeqResult] | None = None  # one each where some are known already
     drawn: SamplerOutput | None = None
     indices: list[int] = field(default_factory=list)  # of the sequences, those of `drawn`
+    rounds: RoundsOutput | None = None
     kept: bool = False  # whether the drawn tokens are already where the next step finds them
     scores: list[tuple[int, TokenLogprobs, list[int]]] = field(default_factory=list)  # place, scores, tokens
     states: Tensor | None = None  # float32 [N, D] on the host once the device is done
@@ -80,7 +84,7 @@ class _Part:
     def plain(self) -> bool:
         """Whether drawn tokens are all that there is."""
         only_tokens = self.drawn is None or self.drawn.plain
-        return only_tokens and self.results is None and not self.scores and self.states is None
+        return only_tokens and self.results is self.rounds is None and not self.scores and self.states is None
 
     def tokens(self) -> list[int | None]:
         """The token of each sequence of a plain part, None where none was drawn."""
@@ -100,12 +104,16 @@ class _Part:
         if self.drawn is not None:
             for index, chosen in zip(self.indices, self.drawn.read()):
                 results[index].chosen = [chosen]
+        if self.rounds is not None:
+            for result, (tokens, guessed, verified, guesses) in zip(results, self.rounds.read(), strict=True):
+                result.chosen, result.num_guessed, result.num_verified = tokens, guessed, verified
+                result.num_kept, result.guesses = len(tokens) - self.rounds.count, guesses
         for index, scores, tokens in self.scores:
             results[index].prompt_logprobs += scores.read(tokens)
         if self.states is not None:
             for index, row in zip(self.pooled, self.states.cpu().numpy()):
                 results[index].states = row
-        self.drawn, self.scores, self.states = None, [], None
+        self.drawn, self.rounds, self.scores, self.states = None, None, [], None
         return results
 
 
@@ -157,6 +165,7 @@ class Runner:
         guesser: Guesser | None = None,
         *,
         hidden_guesser: HiddenGuesser | None = None,
+        drafter: Drafter | None = None,
         max_num_seqs: int = 512,
         adapters: Adapters | None = None,
     ) -> None:
@@ -178,6 +187,7 @@ class Runner:
         """What happened to the caches of experts, where these are in host memory."""
         self.graphs: StepGraphs | None = None
         """Replays steps; None: every step is launched kernel by kernel."""
+        self.rounds: Rounds | None = None  # graphs that verify, and guess on
         self._table: BlockTable | None = None
         self._wipes = True
         self._whole = True
@@ -189,6 +199,8 @@ class Runner:
             options = {"draws": draws, "taps": self._taps, "adapters": adapters}
             self.graphs = StepGraphs(model, cache, self._table.tensor, self._last, device, **options)
             self._wipes = False  # these kernels never read slots that no token was written to
+            if drafter is not None and all(reads_in_place(one, device, model.dtype) for one in self.draft_caches):
+                self.rounds = Rounds(model, cache, self._table.tensor, longest, drafter, hidden_guesser)
 
     @property
     def draft_caches(self) -> list[KVCache]:
@@ -203,7 +215,7 @@ class Runner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Prepares later steps while there is no work (a CUDA graph more); False when nothing is left to prepare."""
-        return self.graphs is not None and self.graphs.capture_next()
+        return any(one.capture_next() for one in (self.rounds, self.graphs) if one is not None)
 
     def when_lost(self, say: Callable[[RankError], None]) -> None:
         """See `Engine.when_lost`; one process loses no other."""
@@ -266,6 +278,9 @@ class Runner:
         if drawn is not None:
             return _Part(step.num_seqs, None, drawn, step.sampled, kept=True)
         guesses = self._guesses(step)
+        rounds = self._in_rounds(step, guesses)
+        if rounds is not None:
+            return _Part(step.num_seqs, rounds=rounds)
         sampling = step.sampled
         parameters = step.sampling if len(sampling) == step.num_seqs else step.sampling.take(sampling)
         last = step.batch.last_indices()
@@ -278,7 +293,7 @@ class Runner:
         x, on = self._forward(batch, arrays)
         part = _Part(step.num_seqs)
         if step.any_guesses:
-            part.results = [SeqResult(num_guessed=count) for count in step.num_guesses.tolist()]
+            part.results = [SeqResult(num_guessed=n, num_verified=n > 0) for n in step.num_guesses.tolist()]
         self._score_prompts(step, x, part)
         self._pool(step, x, part)
         if not sampling:
@@ -298,7 +313,7 @@ class Runner:
         checked = verify(self.sampler, logits, parameters, [guesses[index] for index in sampling])
         self.sampler.tally(parameters, [chosen[-1].token for chosen in checked])
         for index, chosen in zip(sampling, checked):
-            part.known()[index].chosen = chosen
+            part.known()[index].chosen, part.known()[index].num_kept = chosen, len(chosen) - 1
         self._guess_on(step, batch, x, part, [len(one) - 1 for one in checked], [one[-1].token for one in checked])
         return part
 
@@ -309,6 +324,9 @@ class Runner:
         if self.hidden_guesser is None:
             return
         passed = Passed(step, batch, x, self._tapped, step.sampled, kept, last)
+        if self.rounds is not None and self.rounds.guesses_on and self.rounds.takes(step.sampling):
+            self.hidden_guesser.read_on(passed)  # the next step guesses in a round
+            return
         for index, tokens in zip(step.sampled, self.hidden_guesser.guess_on(passed)):
             part.known()[index].guesses = tokens
 
@@ -327,6 +345,15 @@ class Runner:
         self._bring_table(batch)
         tokens = self.graphs.drawn(key, batch, sampling)
         return SamplerOutput.of(tokens, tokens)
+
+    def _in_rounds(self, step: StepInput, guesses: list[Guess] | None) -> RoundsOutput | None:
+        """The step as rounds of verifying and guessing, where all its sequences may run so."""
+        drawn = any(one.probs is not None for one in guesses or ())
+        count = 0 if self.rounds is None or not self._whole or drawn else self.rounds.count(step)
+        if self.rounds is None or not count:
+            return None
+        self._bring_table(step.batch)
+        return self.rounds.launch(step, step.batch if guesses is None else _with_guesses(step, guesses), count)
 
     def _bring_table(self, batch: ForwardBatch) -> None:
         assert self._table is not None, "graphs have a table"

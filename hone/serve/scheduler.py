@@ -35,7 +35,8 @@ class Scheduler:
     `batching` "static" and "dynamic" are the baselines that continuous batching is measured against: a batch runs until all
     its sequences are done before new ones start. Static starts with those that wait; dynamic waits until they are
     `max_num_seqs`, or until the oldest has waited `max_delay_s`. Up to `lookahead` guesses follow a sequence's token while
-    at most `lookahead_seqs` sequences decode. With `num_stages` pipeline stages a step has that part of the decoding
+    at most `lookahead_seqs` sequences decode; where `rounds` of guessing follow one another on the device, it gets pages for the tokens
+    of all of them, up to `longest`, if there are enough. With `num_stages` pipeline stages a step has that part of the decoding
     sequences, none with a token in flight, so that as many steps are under way, one a stage. Sequences run with at most as
     many `adapters` as there are slots.
     """
@@ -49,6 +50,8 @@ class Scheduler:
         max_delay_s: float = 0.0,
         lookahead: int = 0,
         lookahead_seqs: int = 0,
+        rounds: int = 0,
+        longest: int = 0,
         num_stages: int = 1,
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +63,7 @@ class Scheduler:
         self.max_delay_s = max_delay_s
         self.lookahead = lookahead
         self.lookahead_seqs = lookahead_seqs
+        self.rounds, self.longest = rounds, longest
         self.num_stages = num_stages
         self.adapters = adapters
         self._clock = clock
@@ -107,6 +111,7 @@ class Scheduler:
             seqs = [seq for seq in seqs if not seq.num_in_flight][:share]
         pays = len(seqs) <= self.lookahead_seqs and len(seqs) * (self.lookahead + 1) <= self.max_num_batched_tokens
         lookahead = self.lookahead if pays else 0
+        rounds = self._rounds(seqs) if lookahead else 0
         append = self.pages.append
         for seq in seqs:
             if seq.state != "running":
@@ -114,6 +119,9 @@ class Scheduler:
             length = seq.length
             if seq.num_in_flight and length >= seq.max_tokens:
                 continue  # the token in flight is its last
+            room = rounds * (lookahead + 1) + lookahead if seq.speculates and rounds else 0
+            if length + room > self.longest or not append(seq, length + room):
+                room = 0
             extra = max(0, min(lookahead, seq.max_tokens - length - 1)) if seq.speculates else 0
             if extra and not append(seq, length + extra):
                 extra = 0
@@ -124,8 +132,16 @@ class Scheduler:
                 if victim is seq:
                     break
             if seq.state == "running":
-                scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, True, extra))
+                scheduled.append(ScheduledSeq(seq, seq.num_computed, 1, True, extra, room))
         return scheduled
+
+    def _rounds(self, seqs: Sequence[Seq]) -> int:
+        """Rounds of guessing for one step: one while others wait, and no more than tokens are to come, of which a round brings one or more."""
+        most = max((seq.max_tokens - seq.length for seq in seqs), default=0)
+        rounds = min(1 if self.num_waiting else self.rounds, self.rounds, most)
+        pool = self.pages.pool
+        needed = (rounds + 1) * (self.lookahead + 1) // pool.block_size + 1
+        return rounds if needed * len(seqs) <= pool.num_free else min(rounds, 1)
 
     def _admit(self, budget: int) -> list[Seq]:
         """Admits up to `budget` waiting sequences by rank, while max_num_seqs and pages for all their tokens allow.

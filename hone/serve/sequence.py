@@ -178,6 +178,8 @@ class ScheduledSeq:
     samples: bool
     """Whether the step computes the sequence's next token."""
     lookahead: int = 0
+    room: int = 0
+    """Tokens for which it has pages after its last one, where rounds follow one another on the device (`speculation.rounds`)."""
     num_guesses: int = 0
     guesses: Sequence[int] = ()
     draft_start: int = 0

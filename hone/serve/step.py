@@ -79,17 +79,19 @@ class ForwardBatch(Arrays):
         sources: Sequence[int] | None = None,
         dropped: Sequence[int] | None = None,
         adapter_slots: Sequence[int] | None = None,
+        reach: int = 0,
     ) -> ForwardBatch:
         """The batch of sequences with `lengths` new tokens each after the `starts` that are in the cache.
 
         `dropped` tokens of each were in the cache, too: they count in the positions. `adapter_slots` is of sequences.
+        `table` is kept for `reach` tokens at least.
         """
         begins, counts = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         seqs = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         positions = begins[seqs] + np.arange(len(seqs)) - first
         ends = begins + counts
-        width = -(-int(ends.max(initial=0)) // block_size)
+        width = -(-max(reach, int(ends.max(initial=0))) // block_size)
         return cls(
             tokens=np.asarray(tokens, dtype=np.int64),
             sources=np.full(len(seqs), -1) if sources is None else np.asarray(sources, dtype=np.int64),
@@ -256,6 +258,8 @@ class StepInput(Arrays):
     """[S] Whether the step samples the sequence's next token (False: its prompt is not yet computed to the end)."""
     num_guesses: Int32
     """[S] Of a sequence's tokens, the last ones that are guesses."""
+    room: Int32
+    """[S] Tokens after its last one for which a sequence has pages; 0 where it guesses nothing."""
     draft_starts: Int32
     """[S] Tokens whose keys are in the draft model's cache."""
     draft_lengths: Int32
@@ -307,7 +311,16 @@ class StepInput(Arrays):
             for name in ("tokens", "sources", "positions", "pages", "offsets", "adapter_slots")
         }
         own |= {name: getattr(batch, name)[seqs] for name in ("lengths", "ends", "table")}
-        each = ("samples", "num_guesses", "draft_starts", "draft_lengths", "score_counts", "next_tokens", "pooling")
+        each = (
+            "samples",
+            "num_guesses",
+            "room",
+            "draft_starts",
+            "draft_lengths",
+            "score_counts",
+            "next_tokens",
+            "pooling",
+        )
         return replace(
             self,
             batch=ForwardBatch(**own),

@@ -33,7 +33,7 @@ class StepBuilder:
             item.samples
             and item.count == 1
             and item.start >= item.seq.num_prompt
-            and not (item.num_guesses or item.draft_count)
+            and not (item.num_guesses or item.draft_count or item.room)
             for item in output.seqs
         )
         if decoding and self._last is not None and (*self._last[:2], self._last[3]) == (seqs, pages, slots):
@@ -87,7 +87,10 @@ class StepBuilder:
                 tokens += item.guesses or [0] * item.num_guesses
         starts = [item.start - item.seq.num_dropped for item in seqs]
         lengths = [item.count + item.num_guesses for item in seqs]
-        table = self._tables([item.seq.pages for item in seqs], [a + b for a, b in zip(starts, lengths)])
+        guessing = any(item.num_guesses for item in seqs)
+        rooms = [item.room or (item.lookahead if guessing else 0) for item in seqs]
+        reaches = [a + max(b, 1 + room) for a, b, room in zip(starts, lengths, rooms)]
+        table = self._tables([item.seq.pages for item in seqs], reaches)
         drafts = [item.seq.tokens[item.draft_start : item.draft_start + item.draft_count] for item in seqs]
         entries = [item.seq.sampling for item in seqs]
         self._slots.begin(entries)
@@ -101,10 +104,12 @@ class StepBuilder:
                 _sources(seqs, lengths),
                 _dropped(seqs),
                 [item.seq.adapter_slot for item in seqs],
+                max(reaches, default=0),
             ),
             sampling=sampling_of(entries, [item.seq.length for item in seqs], self._slots),
             samples=np.array([item.samples for item in seqs], dtype=np.bool_),
             num_guesses=np.array([item.num_guesses for item in seqs], dtype=np.int32),
+            room=np.array(rooms, dtype=np.int32),
             draft_starts=np.array([item.draft_start for item in seqs], dtype=np.int32),
             draft_lengths=np.array([item.draft_count for item in seqs], dtype=np.int32),
             draft_tokens=np.array([token for draft in drafts for token in draft], dtype=np.int64),

@@ -12,6 +12,15 @@ _MOST_TIMES = 4
 """A step that takes this many times longer than its launch needs none either way: the step before it may be shorter."""
 
 
+_ROUNDS_S, _BYTES_S, _LAYER_S = 3e-3, 3e12, 2e-5
+"""Seconds of rounds of speculation before the host reads; bytes a second that a GPU reads, and seconds of a layer of few tokens."""
+
+
+def rounds_ahead(num_layers: int, active_params: float) -> int:
+    """Rounds of speculation of a model of bfloat16 that a GPU runs before the host reads: so many that the host's part is small, 1 at least."""
+    return max(1, min(32, int(_ROUNDS_S / (2 * active_params / _BYTES_S + _LAYER_S * num_layers))))
+
+
 def padded_tokens(num_tokens: int) -> int:
     """The tokens of the graph that serves a mixed step of `num_tokens`: a multiple of 64, or of a sixteenth of a power of 2."""
     above = 1 << (num_tokens - 1).bit_length()

@@ -70,9 +70,10 @@ class FixedInputs:
             for name, (shape, dtype) in sizes.items()
         }
         """The tensors on the device, by name."""
-        self._ring: list[tuple[Tensor, torch.cuda.Event, dict[str, np.ndarray]]] = []
+        self._ring: list[tuple[Tensor, torch.cuda.Event | None, dict[str, np.ndarray]]] = []
+        on_gpu = self._buffer.is_cuda
         for _ in range(_RING):
-            host = torch.zeros(total, dtype=torch.uint8).pin_memory()
+            host = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu)
             memory = host.numpy()
             arrays = {
                 name: memory[starts[name] :][: int(np.prod(shape)) * np.dtype(dtype).itemsize]
@@ -80,21 +81,23 @@ class FixedInputs:
                 .reshape(shape)
                 for name, (shape, dtype) in sizes.items()
             }
-            self._ring.append((host, torch.cuda.Event(), arrays))
+            self._ring.append((host, torch.cuda.Event() if on_gpu else None, arrays))
         self._turn = 0
 
     def next(self) -> dict[str, np.ndarray]:
         """The arrays to write for the next step; they hold what an earlier step left."""
         self._turn = (self._turn + 1) % _RING
         _, copied, arrays = self._ring[self._turn]
-        copied.synchronize()
+        if copied is not None:
+            copied.synchronize()
         return arrays
 
     def send(self) -> None:
         """Starts the copy of the arrays that `next` gave."""
         host, copied, _ = self._ring[self._turn]
         self._buffer.copy_(host, non_blocking=True)
-        copied.record()
+        if copied is not None:
+            copied.record()
 
 
 _TORCH = {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hone.serve.paging.cache import KVCache
     from hone.serve.sampler import Sampler
     from hone.serve.sequence import ScheduledSeq
+    from hone.serve.speculation.passes import Verified
     from hone.serve.step import ForwardBatch, StepInput
 
 
@@ -127,4 +128,12 @@ class HiddenGuesser(Protocol):
 
     def guess_on(self, passed: Passed) -> list[list[int]]:
         """Guesses of the tokens that follow `last`, for each of `sampled`."""
+        ...
+
+    def read_on(self, passed: Passed) -> None:
+        """Reads a pass as `guess_on` does, where guesses come later: in a round (`speculation.rounds`)."""
+        ...
+
+    def guess_in_round(self, verified: Verified) -> Tensor:
+        """int64 [S, k] Guesses of the tokens that follow, in a captured round. Launches only: nothing may wait for the device."""
         ...

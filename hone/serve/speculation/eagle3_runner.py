@@ -17,6 +17,7 @@ from hone.cost.cache import keys_and_values
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import Paged
 from hone.serve.speculation.drafter import DraftSetting, Passed
+from hone.serve.speculation.passes import Verified
 from hone.serve.step import NULL_PAGE, ForwardBatch
 
 
@@ -29,6 +30,8 @@ class Eagle3Guesser:
         self._count, self._most_seqs = num_tokens, most_seqs
         config, size = self._head.config, setting.block_size
         self.taps: tuple[int, ...] = config.taps
+        ids = self._head.draft_ids
+        self._all_tokens = len(ids) == config.vocab_size and bool((ids.cpu() == torch.arange(len(ids))).all())
         self._spare = -(-num_tokens // size) + 1
         """Spare pages for each place of a step."""
         mixer = config.layer.mixer
@@ -48,13 +51,8 @@ class Eagle3Guesser:
 
     def guess_on(self, passed: Passed) -> list[list[int]]:
         """Reads the pass, and guesses for the sequences that got a token; none where these are too many."""
-        chosen, lengths = self._known(passed)
+        g, starts, lengths = self._read(passed)
         batch = passed.batch
-        starts = batch.ends - batch.lengths
-        tokens = self._next_tokens(passed, lengths)
-        on = torch.from_numpy(chosen).to(passed.x.device)
-        taps = {layer: None if one is None else one[on] for layer, one in passed.taps.items()}
-        g = self._pass(tokens, starts, lengths, batch.table, self._head.fuse(taps))
         if not passed.sampled or len(passed.sampled) > self._most_seqs:
             return []
         ends = np.cumsum(lengths)[passed.sampled]
@@ -68,6 +66,44 @@ class Eagle3Guesser:
             found.append(self._head.draft_ids[self._head.logits(g).argmax(-1)])
         guesses: list[list[int]] = torch.stack(found, 1).tolist()
         return guesses
+
+    def read_on(self, passed: Passed) -> None:
+        """Reads the pass: keys of its tokens are in the cache afterwards."""
+        self._read(passed)
+
+    def guess_in_round(self, verified: Verified) -> Tensor:
+        """int64 [S, k]: a pass over the round's tokens, whose refused ones the next round overwrites, then one a guess."""
+        head, context = self._head, verified.context(self.cache)
+        g = verified.last(self._embedded(verified.chosen.view(-1), head.fuse(verified.taps), context))
+        found = [verified.draw(self._everywhere(head.logits(g)), 0)[0]]
+        for ahead, context in enumerate(verified.contexts(self.cache, self._count - 1), 1):
+            g = self._embedded(found[-1], g, context)
+            found.append(verified.draw(self._everywhere(head.logits(g)), ahead)[0])
+        return torch.stack(found, 1)
+
+    def _embedded(self, tokens: Tensor, h: Tensor, context: Paged) -> Tensor:
+        """g [T, D] of a pass of the head, whose `tokens` are those after the ones whose slots it fills."""
+        embedded = self._head.embed(tokens, self._model)
+        self._head.prepare(embedded, context)
+        g: Tensor = self._head(embedded, h, context)
+        return g
+
+    def _everywhere(self, logits: Tensor) -> Tensor:
+        """[S, V] of the head's logits [S, W]: -inf where it guesses no token, so that noise is that of the model's tokens."""
+        if self._all_tokens:
+            return logits
+        whole = logits.new_full((len(logits), self._head.config.vocab_size), float("-inf"))
+        return whole.index_copy_(1, self._head.draft_ids, logits)
+
+    def _read(self, passed: Passed) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """(g [T, D] of the tokens that stay, where each sequence's begin, how many it has)."""
+        chosen, lengths = self._known(passed)
+        batch = passed.batch
+        starts = batch.ends - batch.lengths
+        tokens = self._next_tokens(passed, lengths)
+        on = torch.from_numpy(chosen).to(passed.x.device)
+        taps = {layer: None if one is None else one[on] for layer, one in passed.taps.items()}
+        return self._pass(tokens, starts, lengths, batch.table, self._head.fuse(taps)), starts, lengths
 
     def _known(self, passed: Passed) -> tuple[np.ndarray, np.ndarray]:
         """The places of the pass's tokens that stay, and how many each sequence has: without guesses that were refused."""
@@ -108,6 +144,4 @@ class Eagle3Guesser:
         ids = tokens if known else np.zeros(len(tokens), dtype=np.int64)
         batch = ForwardBatch.of(ids, starts, lengths, table, self.cache.block_size)
         context = Paged(self.cache, batch, self._device)
-        embedded = self._head.embed(context.tokens if known else tokens, self._model)
-        self._head.prepare(embedded, context)
-        return self._head(embedded, h, context)
+        return self._embedded(context.tokens if known else tokens, h, context)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
 from hone.serve.speculation.drafter import Drafter, Proposer
 
 if TYPE_CHECKING:
@@ -15,6 +17,14 @@ class HiddenDrafter(Drafter):
     """Base of the drafters that are heads beside the model, in a folder of their own (`engine.draft`)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
+
+    num_rounds: int | None = Field(
+        None,
+        ge=1,
+        le=32,
+        description="Rounds of verifying and guessing that a GPU runs before the host reads their tokens. "
+        "By default as many as take about 2 ms; 1 while requests wait.",
+    )
 
 
 class HiddenProposer(Proposer):

@@ -1,8 +1,9 @@
 """Verifies guessed tokens with one pass of the model, exactly: what a drafter guesses changes the speed only.
 
 Leviathan et al. 2023, arXiv:2211.17192. A guess d, drawn from q, is accepted with probability min(1, p(d) / q(d)); the first
-one rejected is replaced by a draw from max(p - q, 0). So sampled text has the model's distribution, and greedy text is
-token-identical.
+one rejected is replaced by a draw from max(p - q, 0). A guess of no distribution is accepted where it is what the model's own draw
+gives, which has the same chance, p(d), and leaves the text as it is without guesses. So sampled text has the model's distribution,
+and greedy text is token-identical.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ def verify(
     processed = sampler.process(raw, ahead)
     peaks, best = raw.amax(-1).tolist(), processed.argmax(-1).tolist()
     greedy = sampling.greedy.tolist()
-    tokens = [
-        _check_greedy(guess, [best[place] for place in own]) if plain else []
-        for plain, guess, own in zip(greedy, guesses, places)
-    ]
-    drawing = [number for number, plain in enumerate(greedy) if not plain]
+    drawn_from = [guess.probs is not None for guess in guesses]
+    alike = [place for own, plain, q in zip(places, greedy, drawn_from) if not (plain or q) for place in own]
+    if alike:
+        some = ahead.take(alike)
+        ends = (sampler.filter(processed[alike], some) + sampler.noise(some)).argmax(-1).tolist()
+        for place, token in zip(alike, ends):
+            best[place] = token
+    tokens = [_check_alike(guess, [best[place] for place in own]) for guess, own in zip(guesses, places)]
+    drawing = [number for number, q in enumerate(drawn_from) if q and not greedy[number]]
     if drawing:
         own = [place for number in drawing for place in places[number]]
         filtered = sampler.filter(processed[own], ahead.take(own))
@@ -62,7 +67,7 @@ def _places(counts: Sequence[int]) -> list[list[int]]:
     return [list(range(end - count, end)) for end, count in zip(ends, counts)]
 
 
-def _check_greedy(guess: Guess, best: list[int]) -> list[int]:
+def _check_alike(guess: Guess, best: list[int]) -> list[int]:
     """The model's tokens, as long as the guesses before them are equal."""
     kept = 0
     while kept < len(guess.tokens) and guess.tokens[kept] == best[kept]:
@@ -73,7 +78,7 @@ def _check_greedy(guess: Guess, best: list[int]) -> list[int]:
 def _check_drawn(
     sampler: Sampler, filtered: Tensor, sampling: SamplingMetadata, guesses: Sequence[Guess]
 ) -> list[list[int]]:
-    """Rejection sampling. `filtered` holds log-weights (logits after temperature and filters) in the order of `verify`."""
+    """Rejection sampling of drawn guesses. `filtered` holds log-weights (logits after temperature and filters) in the order of `verify`."""
     probs = filtered.softmax(-1)
     places = _places([len(guess.tokens) + 1 for guess in guesses])
     chances = _chances(probs, guesses, places)
@@ -102,14 +107,8 @@ def _chances(
     rows = [row for place in places for row in place[:-1]]
     tokens = [token for guess in guesses for token in guess.tokens]
     p = probs[rows, tokens]
-    q = torch.ones_like(p)
-    begin = 0
-    for guess in guesses:
-        end = begin + len(guess.tokens)
-        if guess.probs is not None and guess.tokens:
-            index = torch.tensor(guess.tokens, device=probs.device)[:, None]
-            q[begin:end] = guess.probs.gather(-1, index).squeeze(-1)
-        begin = end
+    drawn_from = torch.cat([guess.probs for guess in guesses if guess.probs is not None])
+    q = drawn_from.gather(-1, torch.tensor(tokens, device=probs.device)[:, None]).squeeze(-1)
     flat_p, flat_q = torch.stack((p, q)).tolist()
     chances, begin = [], 0
     for guess in guesses:
@@ -121,9 +120,6 @@ def _chances(
 
 def _residual(p: Tensor, guess: Guess, step: int, weights: Tensor) -> Tensor:
     """log of max(p - q, 0) [V]; the log-weights themselves if rounding makes it 0 everywhere."""
-    if guess.probs is None:
-        rest = p.clone()
-        rest[guess.tokens[step]] = 0
-    else:
-        rest = (p - guess.probs[step]).clamp_(min=0)
+    assert guess.probs is not None, "it was drawn"
+    rest = (p - guess.probs[step]).clamp_(min=0)
     return torch.where(rest.any(), rest.log(), weights)

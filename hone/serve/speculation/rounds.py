@@ -1,0 +1,278 @@
+"""Rounds of speculation on the device: verify, accept, guess on; one CUDA graph, replayed several times before the host reads a token.
+
+A round runs the model on each sequence's last token and its guesses, draws the model's own token at each of these places, keeps those up to
+the first that no guess foretold, moves the sequence on, and guesses again. A guess is kept exactly when it is what the model's draw gives, whose
+noise depends on (seed, position, token) alone: text is what it would be without guesses, greedy or sampled. A drafter that draws its guesses
+uses the noise of the same places, so that they agree as often as two coupled draws do (Daliri et al. 2024, arXiv:2408.07978).
+
+Legend: S sequences (padded), k guesses, Q = k + 1 tokens of a sequence in a round, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.cost.serve.captured import rounds_ahead
+from hone.model.decoder import Decoder
+from hone.ops.dispatch import say_once
+from hone.serve.device.graphs import padded
+from hone.serve.device.placing import FixedInputs
+from hone.serve.paging.cache import KVCache
+from hone.serve.sampler import SampledToken
+from hone.serve.speculation.drafter import Drafter, HiddenGuesser
+from hone.serve.speculation.passes import DevicePass, Draws, Places, Verified
+from hone.serve.step import ForwardBatch, SamplingMetadata, StepInput
+
+_MOST = 32
+"""Most rounds before the host reads."""
+
+
+class RoundKey(NamedTuple):
+    """A captured round: its sequences, and whether top-k, top-p and min-p are read."""
+
+    seqs: int
+    filtered: bool
+
+
+@dataclass
+class RoundsOutput:
+    """Rounds on their way to the host."""
+
+    told: Tensor
+    """int64 [R, S, 1 + Q + k]: guesses kept, the model's tokens (-1 where logits are not finite), the guesses that follow."""
+    num_guesses: list[int]
+    """Of the first round, by sequence."""
+    width: int
+    guesses_on: bool
+    event: torch.cuda.Event | None = None
+
+    @property
+    def count(self) -> int:
+        """The rounds."""
+        return len(self.told)
+
+    def read(self) -> list[tuple[list[SampledToken], int, int, list[int]]]:
+        """For each sequence: its tokens, the guesses verified, the rounds that verified some, the guesses that follow."""
+        if self.event is not None:
+            self.event.synchronize()
+        rounds = self.told.tolist()
+        found = []
+        for place, first in enumerate(self.num_guesses):
+            chosen = []
+            for one in rounds:
+                kept, *rest = one[place]
+                chosen += [SampledToken(token, token >= 0) for token in rest[: kept + 1]]
+            later = len(rounds) - 1
+            guesses = rounds[-1][place][1 + self.width :] if self.guesses_on else []
+            found.append((chosen, first + later * (self.width - 1), (first > 0) + later, guesses))
+        return found
+
+
+@dataclass
+class _Round:
+    """The buffers of one key, and its graph where rounds are captured."""
+
+    inputs: FixedInputs
+    graph: torch.cuda.CUDAGraph | None = None
+    packed: Tensor | None = None
+    tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the rotary tables that it reads
+
+
+class Rounds:
+    """Rounds of one model over one cache, and of its drafter's heads if these guess on the device."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        table: Tensor,
+        longest: int,
+        drafter: Drafter,
+        guesser: HiddenGuesser | None = None,
+    ) -> None:
+        """`table` [places, pages]: the pages of every place of a step. Positions stay below `longest`.
+
+        Without a `guesser` a round verifies what the host gives it. Rounds are captured on a GPU, and run as they are elsewhere.
+        """
+        self._model, self._cache, self._table, self._device = model, cache, table, table.device
+        self._longest, self._k, self._most_seqs = longest, drafter.num_tokens, drafter.max_num_seqs
+        self._guesser = guesser
+        self._caches = [one for one in (cache, guesser and guesser.cache) if one is not None]
+        asked = getattr(drafter, "num_rounds", None)
+        self.ahead = 0 if guesser is None else asked or rounds_ahead(len(model.layers), model.config.active_params)
+        """Rounds that may follow one another before the host reads; 0 where each needs guesses of the host's."""
+        self._made: dict[RoundKey, _Round] = {}
+        self._told = torch.empty(0, dtype=torch.int64)
+        self._pool = torch.cuda.graph_pool_handle() if table.is_cuda else None
+        self._broken = False
+        self._pending = sorted({self._key(count, False) for count in range(1, self._most + 1)}, reverse=True)
+
+    @property
+    def _most(self) -> int:
+        return min(self._most_seqs, len(self._table))
+
+    @property
+    def guesses_on(self) -> bool:
+        """Whether rounds guess, so that one may follow another at once."""
+        return self._guesser is not None and not self._broken
+
+    def _key(self, num_seqs: int, filtered: bool) -> RoundKey:
+        return RoundKey(min(padded(num_seqs), self._most), filtered)
+
+    def takes(self, sampling: SamplingMetadata) -> bool:
+        """Whether rounds draw as these sequences ask."""
+        return not (self._broken or sampling.any_touched or sampling.any_logprobs)
+
+    def count(self, step: StepInput) -> int:
+        """The rounds that a step may run at once: each sequence decodes, with pages for all their tokens; 0: it must run otherwise."""
+        batch, most = step.batch, int(step.room.min())
+        if most < self._k or batch.num_seqs > self._most or len(step.sampled) < batch.num_seqs:
+            return 0
+        if not self.takes(step.sampling) or step.scored or step.pooling.any() or batch.any_adapters:
+            return 0
+        starts = batch.ends - batch.lengths
+        if (batch.lengths != 1 + step.num_guesses).any() or (batch.positions[_firsts(batch)] != starts).any():
+            return 0
+        if self._guesser is None:
+            return int(starts.max() + self._k < self._longest)
+        return max(0, min(_MOST, most - self._k, self._longest - 1 - self._k - int(starts.max())) // (self._k + 1))
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput, batch: ForwardBatch, count: int) -> RoundsOutput | None:
+        """Starts `count` rounds of a step, whose `batch` has the guesses; None: they cannot be captured here."""
+        sampling, width = step.sampling, self._k + 1
+        key = self._key(batch.num_seqs, sampling.any_filters)
+        one = self._made.get(key) or self._make(key)
+        if one is None:
+            return None
+        self._fill(one.inputs, key.seqs, step, batch.tokens)
+        shape = (count, key.seqs, 1 + width + self._k)
+        if self._told.numel() < np.prod(shape):
+            self._told = torch.empty(int(np.prod(shape)), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        told = self._told[: int(np.prod(shape))].view(shape)
+        for number in range(count):
+            if one.graph is None:
+                told[number] = self._round(one.inputs, key)
+            else:
+                one.graph.replay()
+                told[number].copy_(one.packed, non_blocking=True)
+        event = None
+        if one.graph is not None:
+            event = torch.cuda.Event()
+            event.record()
+        return RoundsOutput(told, step.num_guesses.tolist(), width, self._guesser is not None, event)
+
+    def capture_next(self) -> bool:
+        """Captures one more number of sequences, for an engine that has nothing else to do; False when all are there."""
+        while self._pending and not self._broken and self._pool is not None:
+            key = self._pending.pop(0)
+            if key not in self._made:
+                with torch.inference_mode():
+                    return self._make(key) is not None
+        return False
+
+    def _fill(self, inputs: FixedInputs, padded_seqs: int, step: StepInput, tokens: np.ndarray) -> None:
+        """Brings a step to the buffers, in one copy."""
+        batch, sampling, width = step.batch, step.sampling, self._k + 1
+        count, host = batch.num_seqs, inputs.next()
+        firsts = _firsts(batch)
+        ahead = np.minimum(np.arange(width), step.num_guesses[:, None])
+        host["tokens"][:count], host["tokens"][count:] = tokens[firsts[:, None] + ahead], 0
+        numbers = host["seqs"]
+        numbers[:, count:] = 0
+        numbers[0, :count], numbers[1, :count] = batch.ends - batch.lengths, step.num_guesses
+        numbers[2, :count] = 1
+        host["lengths"][:count], host["lengths"][count:] = width, 0
+        for name, of_token in (("verify", True), ("guess", False)):
+            own = {
+                "seeds": sampling.seed,
+                "temperature": sampling.temperature,
+                "top_k": np.minimum(sampling.top_k, 2**31 - 1),
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+            }
+            for what, values in own.items():
+                padded_values = np.zeros(padded_seqs, dtype=values.dtype)
+                padded_values[:count] = values
+                host[f"{name}_{what}"][:] = padded_values.repeat(width) if of_token else np.tile(padded_values, self._k)
+        inputs.send()
+
+    def _inputs(self, key: RoundKey) -> FixedInputs:
+        count, width = key.seqs, self._k + 1
+        sizes: dict[str, tuple[tuple[int, ...], type]] = {
+            "tokens": ((count, width), np.int64),
+            "seqs": ((3, count), np.int64),
+            "lengths": ((count,), np.int32),
+        }
+        for name, number in (("verify", width * count), ("guess", self._k * count)):
+            sizes |= {f"{name}_seeds": ((number,), np.int64), f"{name}_top_k": ((number,), np.int32)}
+            sizes |= {f"{name}_{what}": ((number,), np.float32) for what in ("temperature", "top_p", "min_p")}
+        return FixedInputs(sizes, self._device)
+
+    def _make(self, key: RoundKey) -> _Round | None:
+        """The round of a key, captured on a GPU; None where that fails."""
+        one = _Round(self._inputs(key))
+        if self._pool is None:
+            self._made[key] = one
+            return one
+        if self._broken:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # compiles kernels and sets libraries up before the capture
+                self._round(one.inputs, key)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                one.packed = self._round(one.inputs, key)
+        except RuntimeError as error:
+            self._broken = True
+            say_once(f"guesses are verified without CUDA graphs: {str(error).splitlines()[0]}")
+            return None
+        one.graph = graph
+        one.tables = [table for cache in self._caches for table in cache.tables.values()]
+        self._made[key] = one
+        return one
+
+    def _round(self, inputs: FixedInputs, key: RoundKey) -> Tensor:
+        """One round: int64 [S, 1 + Q + k] as `RoundsOutput.told`. Leaves the next one's tokens and places in the buffers."""
+        on, count, width = inputs.on, key.seqs, self._k + 1
+        tokens, (starts, limits, alive), lengths = on["tokens"], on["seqs"], on["lengths"]
+        table, ahead = self._table[:count], torch.arange(width, device=self._device)
+        rows = torch.arange(count, device=self._device)[:, None]
+        places = Places.of(starts[:, None] + ahead, rows, table, alive[:, None], self._cache.block_size).flat()
+        ends = (starts * alive).int() + lengths
+        context = DevicePass(self._cache, table, places, ends, lengths, width, self._longest)
+        context.taps = dict.fromkeys(self._guesser.taps if self._guesser is not None else ())
+        x = self._model.hidden(tokens.view(-1), context)
+        names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+        draws = Draws(*(on[f"verify_{name}"] for name in names))
+        found, peaks = draws.draw(self._model.head(x), places.positions + 1, key.filtered)
+        chosen = found.view(count, width)
+        told = torch.where(peaks.isfinite(), found, -1).view(count, width)
+        agree = (tokens[:, 1:] == chosen[:, :-1]) & (ahead[:-1] < limits[:, None])
+        kept = agree.long().cumprod(1).sum(1)
+        starts += (kept + 1) * alive
+        limits.fill_(self._k)
+        guesses = tokens[:, 1:]
+        if self._guesser is not None:
+            guess_draws = Draws(*(on[f"guess_{name}"] for name in names))
+            state = Verified(
+                x, context.taps or {}, chosen, kept, starts, alive, table, places, ends, lengths, self._longest,
+                guess_draws, key.filtered,
+            )  # fmt: skip
+            guesses = self._guesser.guess_in_round(state)
+        packed = torch.cat((kept[:, None], told, guesses), 1)
+        tokens.copy_(torch.cat((chosen.gather(1, kept[:, None]), guesses), 1))
+        return packed
+
+
+def _firsts(batch: ForwardBatch) -> np.ndarray:
+    """[S] Index of each sequence's first token among the T."""
+    return batch.last_indices() + 1 - batch.lengths

@@ -1,0 +1,124 @@
+"""Rounds that verify and guess with places computed on the device: the tokens of the model alone, whatever is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hone.serve.engine import Engine
+from hone.serve.paging.paged import BlockTable
+from hone.serve.request import SamplingParams
+from hone.serve.speculation.drafter import Drafter
+from hone.serve.speculation.rounds import Rounds
+from tests.serve.small import (
+    assert_all_free,
+    decoder,
+    dense_greedy,
+    drain,
+    engine,
+    greedy,
+    poison_freed_pages,
+    request,
+    tokens_of,
+)
+from tests.serve.speculation.test_heads import KINDS, OPTIONS, PROMPTS, taught
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("heads")
+    return {kind: taught(where / kind, kind, decoder(), 61, **OPTIONS[kind]) for kind in KINDS}
+
+
+def with_rounds(one: Engine, num_rounds: int) -> Engine:
+    """On a CPU an engine has no rounds, which are there for graphs: this one runs them, launch by launch."""
+    runner, drafter = one.runner, one.spec.drafter
+    assert isinstance(drafter, Drafter) and runner._table is None
+    longest = one.max_model_len
+    table = runner._table = BlockTable(8, -(-longest // runner.cache.block_size), torch.device("cpu"))
+    given = drafter if runner.hidden_guesser is None else drafter.model_copy(update={"num_rounds": num_rounds})
+    runner.rounds = Rounds(runner.model, runner.cache, table.tensor, longest, given, runner.hidden_guesser)
+    runner.cache.wipe(range(runner.cache.num_pages + 1))  # the reference of paged attention reads whole pages
+    for cache in runner.draft_caches:
+        cache.wipe(range(cache.num_pages + 1))
+    one.scheduler.rounds, one.scheduler.longest = runner.rounds.ahead, longest
+    return one
+
+
+def served(kind: str, folder: Path | None, num_rounds: int, **spec: object) -> Engine:
+    return with_rounds(engine(decoder(), folder, drafter={"kind": kind}, **spec), num_rounds)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_identical(kind: str, num_rounds: int, heads: dict[str, Path]) -> None:
+    one = served(kind, heads[kind], num_rounds)
+    poison_freed_pages(one)
+    for prompt, completion in zip(PROMPTS, one.generate(PROMPTS, greedy(24))):
+        assert completion.tokens == dense_greedy(decoder(), prompt, 24)
+    counts = one.stats()
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert counts["verified_sequences"] > 0
+    assert_all_free(one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_follow_one_another_in_a_step(kind: str, heads: dict[str, Path]) -> None:
+    one = served(kind, heads[kind], 6)
+    tokens = one.generate([PROMPTS[1]], greedy(25))[0].tokens
+    counts = one.stats()
+    assert tokens == dense_greedy(decoder(), PROMPTS[1], 25)
+    assert counts["steps"] < 9, "a prompt, then up to six rounds a step"
+    assert 1 + counts["accepted_tokens"] / counts["verified_sequences"] > 1.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_text_is_what_it_is_without_guesses(kind: str, heads: dict[str, Path]) -> None:
+    """Guesses and tokens are draws of the same noise: a seeded request gives the same text, in rounds, without, and with no drafter."""
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.8, seed=seed, top_k=top_k, ignore_eos=True)
+        for seed, top_k in ((1, 0), (2, 0), (3, 5), (4, 0))
+    ]
+    plain = [one.tokens for one in engine(decoder()).generate(PROMPTS, params)]
+    for one in (served(kind, heads[kind], 4), engine(decoder(), heads[kind])):
+        assert [each.tokens for each in one.generate(PROMPTS, params)] == plain
+        assert one.stats()["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_amid_rounds_ends_the_text(kind: str, heads: dict[str, Path]) -> None:
+    whole = dense_greedy(decoder(), PROMPTS[1], 20)
+    stop = whole[7]
+    one = served(kind, heads[kind], 8)
+    found = one.generate([PROMPTS[1]], greedy(20, stop_token_ids=[stop]))[0]
+    assert found.tokens == whole[: whole.index(stop) + 1] and found.finish == "stop"
+    assert_all_free(one)
+
+
+def test_requests_that_come_and_go_and_do_not_guess(heads: dict[str, Path]) -> None:
+    one = served("eagle3", heads["eagle3"], 4, num_pages=40)
+    poison_freed_pages(one)
+    for name, prompt in enumerate(PROMPTS * 3):
+        one.add(request(str(name), prompt, greedy(4 + 3 * name)))
+    one.add(request("penalized", PROMPTS[3], greedy(12, repetition_penalty=1.2, logprobs=1)))
+    found = drain(one)
+    for name, prompt in enumerate(PROMPTS * 3):
+        assert tokens_of(found[str(name)]) == dense_greedy(decoder(), prompt, 4 + 3 * name)
+    plain = engine(decoder()).generate([PROMPTS[3]], greedy(12, repetition_penalty=1.2))[0]
+    assert tokens_of(found["penalized"]) == plain.tokens
+    assert_all_free(one)
+
+
+def test_rounds_verify_what_the_host_guesses() -> None:
+    prompt = [1, 2, 3, 4, 5] * 4
+    one = served("prompt_lookup", None, 1)
+    assert one.generate([prompt], greedy(40))[0].tokens == dense_greedy(decoder(), prompt, 40)
+    assert one.stats()["verified_sequences"] > 0 and one.runner.rounds is not None and one.runner.rounds._made
+
+
+def test_text_up_to_the_longest_is_whole(heads: dict[str, Path]) -> None:
+    one = served("medusa", heads["medusa"], 8, max_model_len=32)
+    found = one.generate([PROMPTS[1]], greedy(100))[0]
+    assert found.tokens == dense_greedy(decoder(), PROMPTS[1], 32 - len(PROMPTS[1]))
