@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.serve.engine import Engine
+from hone.serve.engine import Engine, EngineSpec
 from hone.serve.paging.paged import BlockTable
 from hone.serve.request import SamplingParams
 from hone.serve.speculation.drafter import Drafter
@@ -122,3 +122,37 @@ def test_text_up_to_the_longest_is_whole(heads: dict[str, Path]) -> None:
     one = served("medusa", heads["medusa"], 8, max_model_len=32)
     found = one.generate([PROMPTS[1]], greedy(100))[0]
     assert found.tokens == dense_greedy(decoder(), PROMPTS[1], 32 - len(PROMPTS[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnGPU:
+    """A float16 model whose rounds are CUDA graphs."""
+
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+        where, model = tmp_path_factory.mktemp("heads"), decoder(head_dim=64, max_seq_len=512)
+        return {kind: taught(where / kind, kind, model, 61, **OPTIONS[kind]) for kind in KINDS}
+
+    @pytest.mark.parametrize("seqs", [1, 8])
+    @pytest.mark.parametrize("kind", [*KINDS, "prompt_lookup"])
+    def test_the_same_tokens_as_without_a_drafter(self, kind: str, seqs: int, folders: dict[str, Path]) -> None:
+        model = decoder(head_dim=64, max_seq_len=512).to("cuda", torch.float16)
+        fields = {"block_size": 16, "num_pages": 80, "max_num_seqs": seqs, "max_num_batched_tokens": 40}
+        for draw in (dict[str, float](temperature=0), {"temperature": 0.8}, {"temperature": 0.8, "top_k": 9}):
+            found = []
+            for spec in (fields, {**fields, "drafter": {"kind": kind}}):
+                one = Engine(
+                    model, EngineSpec.read(spec), draft=folders.get(kind) if spec is not fields else None, device="cuda"
+                )
+                for name in range(10):
+                    params = SamplingParams(max_tokens=9 + 4 * name, seed=name, ignore_eos=True, **draw)
+                    one.add(request(str(name), PROMPTS[name % 4] + [name] * (name > 3), params))
+                outputs = drain(one)
+                assert not any(output.error for each in outputs.values() for output in each)
+                found.append({name: tokens_of(each) for name, each in outputs.items()})
+                assert_all_free(one)
+            assert found[0] == found[1]
+            assert one.runner.rounds is not None and not one.runner.rounds._broken
+            if kind != "prompt_lookup":
+                assert one.runner.rounds._made and one.stats()["accepted_tokens"] > 0
