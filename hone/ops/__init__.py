@@ -8,7 +8,7 @@ from hone.ops.activation.api import clamped_swiglu, geglu, swiglu
 from hone.ops.attention.api import attend, attend_backward, merge
 from hone.ops.dispatch import choose
 from hone.ops.fp8.api import fp8_trained_linear
-from hone.ops.linear.api import fp8_linear, linear, quantized_linear
+from hone.ops.linear.api import fp8_linear, gated_linear, linear, quantized_linear
 from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
 from hone.ops.lora.api import frozen_linear, lora_linear
@@ -48,6 +48,7 @@ __all__ = [
     "fp8_linear",
     "fp8_trained_linear",
     "frozen_linear",
+    "gated_linear",
     "geglu",
     "grouped_linear",
     "input_codes",

@@ -19,6 +19,7 @@ from hone.base.errors import SpecError
 from hone.ops.attention_rules import attend, attend_backward, attend_latent, attend_paged
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import GATHERED, HALVES, ON_CPU, UP_TO_32
+from hone.ops.linear.shapes import GATED_FILL, gated_fill
 from hone.ops.moe.rules import choose_experts, expert_swiglu, grouped_linear
 from hone.ops.where import Choice, Where
 
@@ -188,6 +189,22 @@ def _linear(
     return Choice("triton", f"{rows} rows: the weight is read once, split over the whole GPU")
 
 
+def _gated_linear(
+    where: Where, *, dtype: torch.dtype | None, rows: int, features: int, in_features: int, in_rows: bool, plain: bool
+) -> Choice:  # fmt: skip
+    """As `_linear`, of a weight of 2 `features` rows; `in_rows`: its rows are contiguous and aligned."""
+    if not plain:
+        return Choice("separate", "gradients and autocast need a product and a gate of their own")
+    if not where.runs_gluon or dtype not in HALVES:
+        return Choice("separate", "the kernel is made for Hopper's asynchronous products of 16 bits")
+    if in_features % 8 or features % 8 or not (in_features and in_rows):
+        return Choice("separate", f"rows of {in_features} or {features} numbers are not 16-byte aligned")
+    filled = gated_fill(rows, features, where.num_sms)
+    if filled < GATED_FILL:
+        return Choice("separate", f"{rows} rows fill {filled:.0%} of the kernel's tiles: the library has smaller ones")
+    return Choice("gluon", f"{rows} rows: the product is gated before it is written")
+
+
 def _quantized_linear(
     where: Where,
     *,
@@ -291,6 +308,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     "attend_shared": lambda where, **case: attend_paged(where, rows=1, **case),
     "scan": _scan,
     "linear": _linear,
+    "gated_linear": _gated_linear,
     "quantized_linear": _quantized_linear,
     "fp8_linear": _fp8_linear,
     "fp8_block_product": _fp8_block_product,
@@ -336,6 +354,7 @@ NO_GPU: dict[str, Choice] = {
     **dict.fromkeys(_SWEEPS, Choice("reference", "no GPU: torch, a column at a time")),
     **dict.fromkeys(_PASSES, Choice("reference", "no GPU: torch in few passes over memory")),
     "linear": Choice("reference", "no GPU: torch's product"),
+    "gated_linear": Choice("separate", "no GPU: a product, then its gate"),
     **dict.fromkeys(_SLOTS, Choice("reference", "no GPU: torch's products, a slot at a time")),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
@@ -368,6 +387,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "attend_latent": ("reference", "triton", "gluon"),
     "scan": ("reference", "triton", "gluon"),
     "linear": ("reference", "compiled", "cublas", "triton"),
+    "gated_linear": ("separate", "gluon"),
     "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
     "fp8_block_product": ("reference", "cublas", "triton"),

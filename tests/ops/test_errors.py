@@ -194,6 +194,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"x \(3, 32\)", lambda: ops.linear(X[:, :32], W)),
         (r"bias .* \(7,\)", lambda: ops.linear(X, W, torch.ones(7))),
     ],
+    "gated_linear": [
+        (r"x \(3, 32\)", lambda: ops.gated_linear(X[:, :32], W)),
+        (r"weight \(7, 64\) .* halves", lambda: ops.gated_linear(X, W[:7])),
+    ],
     "quantized_linear": [
         ("float32", lambda: ops.quantized_linear(X, W, SCALES)),
         (r"scales \(7, 2\)", lambda: ops.quantized_linear(X, CODES, SCALES[:7])),
@@ -346,6 +350,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
             X, lambda dtype: W, None, W[:, 0], [W[:2]], [W[:, :2]], [W[:, 0]], scales=(1.0,), backend="tritno"
         ),
         "linear": lambda: ops.linear(X, W, backend="tritno"),
+        "gated_linear": lambda: ops.gated_linear(X, W, backend="tritno"),
         "quantized_linear": lambda: ops.quantized_linear(X, CODES, SCALES, backend="tritno"),
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
         "lora_shrink": lambda: ops.lora_shrink(X, W.expand(2, 8, 64), PLACES - 1, RANKS, backend="tritno"),

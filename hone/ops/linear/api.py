@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops import formats
+from hone.ops.activation.api import swiglu
 from hone.ops.dispatch import backend_of
 from hone.ops.linear import reference
 from hone.ops.linear.cpu_weights import CpuWeight, block_weight, byte_weight, dense_weight, pack_blocks
@@ -46,6 +47,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
 
         return product(x, dense_weight(weight, bias))
     return _skinny_op(x, weight, bias) if chosen == "triton" else F.linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(x w_gate^T) * (x w_up^T): x [..., R], weight [2F, R] with the gate's rows first, [..., F]. arXiv:2002.05202.
+
+    Many rows without gradients run in one kernel on Hopper, which does not write the product to memory; all else is
+    `linear`, then `swiglu`. Both round the product and the gate to x's dtype. Raises SpecError for shapes that do not fit.
+    """
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or len(weight) % 2:
+        raise SpecError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in columns, or the weight has no two halves of rows",
+            fix="give x [..., R] and weight [2F, R]: the gate's F rows, then the up projection's",
+        )
+    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    chosen = backend_of(
+        "gated_linear",
+        x.device,
+        backend,
+        dtype=x.dtype if x.dtype == weight.dtype else None,
+        rows=x.numel() // max(1, x.shape[-1]),
+        features=len(weight) // 2,
+        in_features=weight.shape[1],
+        in_rows=weight.stride(1) == 1 and weight.stride(0) % 8 == 0,
+        plain=not (wants_grad or torch.is_autocast_enabled(x.device.type)),
+    )
+    if chosen != "gluon":
+        return swiglu(linear(x, weight))
+    return (_gated_op if torch.compiler.is_compiling() else _gated)(x, weight)
 
 
 def quantized_linear(
@@ -191,6 +220,20 @@ def _skinny_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @_skinny_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _gated(x: Tensor, weight: Tensor) -> Tensor:
+    from hone.ops.linear.gluon_gated import gated
+
+    return gated(_rows(x), weight).view(*x.shape[:-1], len(weight) // 2)
+
+
+_gated_op = torch.library.custom_op("hone::gated_linear", _gated, mutates_args=())
+
+
+@_gated_op.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
 @torch.library.custom_op("hone::quantized_linear", mutates_args=())

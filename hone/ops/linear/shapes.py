@@ -77,6 +77,16 @@ def _parts(tiles: int, steps: int, wanted: int) -> int:
     return max(1, min(-(-wanted // tiles), steps // 8, 16))
 
 
+GATED_FILL = 0.8
+"""The least `gated_fill` with which one kernel for a product and its gate is faster than two."""
+
+
+def gated_fill(rows: int, features: int, num_sms: int) -> float:
+    """The part of `gluon.gated`'s work that is wanted: its tiles have 128 rows and features, and `num_sms` of them run at a time."""
+    tiles = -(-rows // 128) * -(-features // 128)
+    return rows * features / (-(-tiles // num_sms) * num_sms * 128 * 128) if tiles else 0.0
+
+
 def power_of_2(number: int) -> int:
     """The least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -122,7 +122,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _place(t, num_rows, num_features, SPAN: gl.constexpr):
+def place(t, num_rows, num_features, SPAN: gl.constexpr):
     """(tile of rows, tile of features) of tile `t`: SPAN tiles of rows go through all features together."""
     group = t // (SPAN * num_features)
     inside = t - group * SPAN * num_features
@@ -139,7 +139,7 @@ def _load_rows(x_desc, w_desc, tiles, mem, most, num_features, steps, SPAN: gl.c
     num_rows = gl.load(tiles + most * 3)
     done = 0
     for t in range(gl.program_id(0), num_rows * num_features, gl.num_programs(0)):
-        m, n = _place(t, num_rows, num_features, SPAN)
+        m, n = place(t, num_rows, num_features, SPAN)
         expert = gl.load(tiles + m * 3)
         row = gl.load(tiles + m * 3 + 1)
         for k in range(steps):
@@ -201,7 +201,7 @@ def _sum_rows(
     num_rows = gl.load(tiles + most * 3)
     done = 0
     for t in range(gl.program_id(0), num_rows * num_features, gl.num_programs(0)):
-        m, n = _place(t, num_rows, num_features, SPAN)
+        m, n = place(t, num_rows, num_features, SPAN)
         row = gl.load(tiles + m * 3 + 1) + 64 * PART
         left = gl.load(tiles + m * 3 + 2) - row
         acc = gl.zeros([64, BN], gl.float32, layout)

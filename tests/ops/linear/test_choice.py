@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hone.ops.dispatch import Where, choose
+from hone.ops.linear.shapes import gated_fill
 
 HOPPER = Where("cuda", (9, 0), 132, (3, 6))
 AMPERE = Where("cuda", (8, 0), 108, (3, 6))
@@ -49,6 +50,37 @@ FP8 = {"dtype": torch.bfloat16, "rows": 16, "out_features": 4096, "in_features":
 def test_linear(where: Where, change: dict, backend: str, says: str) -> None:
     choice = choose("linear", where, **{**LINEAR, **change})
     assert choice.backend == backend and says in choice.reason
+
+
+GATED = {"dtype": torch.bfloat16, "rows": 8192, "features": 14336, "in_features": 4096, "in_rows": True, "plain": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "backend", "says"),
+    [
+        (HOPPER, {}, "gluon", "before it is written"),
+        (HOPPER, {"rows": 1}, "separate", "1 rows fill"),
+        (HOPPER, {"rows": 512, "features": 256}, "separate", "smaller"),
+        (HOPPER, {"plain": False}, "separate", "gradients"),
+        (HOPPER, {"dtype": torch.float32}, "separate", "16 bits"),
+        (HOPPER, {"dtype": None}, "separate", "16 bits"),
+        (HOPPER, {"in_features": 4100}, "separate", "16-byte"),
+        (HOPPER, {"features": 14330}, "separate", "16-byte"),
+        (HOPPER, {"in_rows": False}, "separate", "16-byte"),
+        (AMPERE, {}, "separate", "Hopper"),
+        (CPU, {}, "separate", "no GPU"),
+    ],
+)
+def test_gated_linear(where: Where, change: dict, backend: str, says: str) -> None:
+    choice = choose("gated_linear", where, **{**GATED, **change})
+    assert choice.backend == backend and says in choice.reason
+
+
+def test_tiles_that_are_wanted() -> None:
+    assert gated_fill(128, 128 * 132, 132) == 1.0
+    assert gated_fill(64, 128 * 132, 132) == 0.5
+    assert gated_fill(128, 128 * 133, 132) == pytest.approx(133 / 264)
+    assert gated_fill(0, 128, 132) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
+from hone.ops.linear.gluon_gated import SPAN, STAGES, STEP, WIDTH, gated_product
 from hone.ops.linear.gluon_quantized import max_registers, w4_stream
 from hone.ops.linear.gluon_sparse import max_registers as sparse_registers
 from hone.ops.linear.gluon_sparse import sparse_stream
@@ -16,6 +17,7 @@ from hone.ops.linear.shapes import QuantizedShape, fp8_shape, quantized_shape, s
 from hone.ops.linear.triton_codes import row_codes
 from hone.ops.linear.triton_fp8 import fp8_product
 from hone.ops.linear.triton_skinny import skinny
+from hone.ops.moe.gluon_grouped import MAX_REGISTERS, REGISTERS
 from tests.ops.compiled import compile_gluon, compile_triton, descriptor
 
 PLAIN = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -44,6 +46,27 @@ def test_skinny(rows: int) -> None:
     assert record.clean, record.line()
     assert record.count("HGMMA") and record.count("LDGSTS") and not record.count("LDSM"), record.line()
     assert 0 not in record.waits()[:-1], "the loop leaves a product in flight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gated(dtype: str) -> None:
+    record = compile_gluon(
+        gated_product,
+        {
+            "x_desc": descriptor(dtype, [64, STEP]),
+            "w_desc": descriptor(dtype, [WIDTH, STEP]),
+            "out_desc": descriptor(dtype, [64, WIDTH]),
+        }
+        | integers("num_rows num_features steps F"),
+        {"STAGES": STAGES, "SPAN": SPAN, "REGS": REGISTERS},
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+        divisible=("F",),
+    )
+    assert record.clean, record.line()
+    assert record.count("HGMMA") == 8 and record.count("UTMALDG") == 4 and record.count("UTMASTG") == 2, record.line()
+    assert 1 in record.waits(), "the loop leaves a product in flight"
 
 
 def compiled(shape: QuantizedShape, bits: int, group: int, dtype: str = "bf16"):

@@ -18,7 +18,7 @@ from hone.model.linear import Dense
 from hone.model.quantized.packed_int import PackedInt
 from hone.model.quantized.scheme import Scheme
 from hone.model.shape import Shape
-from hone.ops import formats, fp8_linear, linear, quantized_linear, sparse_linear
+from hone.ops import formats, fp8_linear, gated_linear, linear, quantized_linear, sparse_linear
 from hone.ops.dispatch import locate
 from hone.ops.linear.api import fp8_codes
 from hone.ops.linear.reference import fp8_values
@@ -248,3 +248,16 @@ def test_a_quantized_checkpoint_decodes_as_its_dense_weights(
         with torch.no_grad():
             found, wanted = packed(tokens).double(), dense(tokens).double()
         assert far_from(found, wanted) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gated_linear(hopper, dtype: torch.dtype) -> None:
+    for rows, features, columns in [(1, 8, 64), (77, 1000, 512), (130, 136, 256), (300, 3072, 1024), (1000, 640, 72)]:
+        x = torch.randn(rows, columns, device="cuda").to(dtype)
+        weight = (torch.randn(2 * features, columns, device="cuda") * columns**-0.5).to(dtype)
+        both = x.double() @ weight.double().T
+        wanted = F.silu(both[:, :features]) * both[:, features:]
+        got = twice(lambda x=x, w=weight: gated_linear(x, w, backend="gluon"), (rows, features))
+        assert far_from(got, wanted) <= 1.05 * far_from(gated_linear(x, weight, backend="separate"), wanted) + 1e-4
+    wide = torch.randn(2, 150, 2 * columns, device="cuda").to(dtype)[..., columns:]  # rows apart in memory
+    assert torch.equal(gated_linear(wide, weight, backend="gluon"), gated_linear(wide.clone(), weight, backend="gluon"))
