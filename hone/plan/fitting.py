@@ -91,14 +91,17 @@ class Tried(NamedTuple):
     wrong: str
     kl: Estimate | None = None
     """Quoted, in nats a token; see `quoted_kl`."""
+    most: bool = False
+    """Whether bytes and seconds are the most that may be: the fewest bytes are chosen when losses are measured."""
 
     def line(self, chosen: bool) -> str:
         """A row of the table that says why."""
         mark = "chosen" if chosen else self.wrong or "not needed: a better one fits"
         quality = "" if self.kl is None else f"KL {self.kl.value:.4f}*"
-        size, latency = human_bytes(self.model_bytes), f"{1e3 * self.latency_s:.2f} ms/token"
+        up_to = "<= " if self.most else ""
+        size, latency = up_to + human_bytes(self.model_bytes), f"{up_to}{1e3 * self.latency_s:.2f} ms/token"
         latency = latency if self.latency_s == self.latency_s else "-"  # not planned
-        return f"{self.name:36} {size:>10} {latency:>16} {quality:>10}  {mark}"
+        return f"{self.name:36} {size:>13} {latency:>18} {quality:>10}  {mark}"
 
 
 def quoted() -> dict[str, Any]:
@@ -149,9 +152,9 @@ def fitted(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) -> 
         except FitError:
             tried.append(Tried(option.name, most, float("nan"), "too large with the fewest bits"))
             continue
-        size = planned.estimates["model_bytes"].value
-        one = _tried(option.name, planned.facts, size, machine, most, longest)._replace(
-            kl=quoted_kl(option.method, known)
+        size = planned.estimates["model_bytes"]
+        one = _tried(option.name, planned.facts, size.value, machine, most, longest)._replace(
+            kl=quoted_kl(option.method, known), most=size.bound
         )
         if spec.max_kl is not None and not option.allocated and not one.wrong:
             one = one._replace(wrong=_loses(one.kl, spec.max_kl))

@@ -65,6 +65,7 @@ def compression_of(
         ends_bytes=sum(step.ends_bytes for step in spec.model_steps),
         cache_bytes=0.0 if spec.cache is None else spec.cache.range_bytes(model.config),
         check_sequences=num_spare,
+        reshaped=spec.reshapes,
         probes=probes,
         differentiated=differentiated,
     )

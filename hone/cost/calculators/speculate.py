@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from hone.cost.calculators.sheet import Calculator, Sheet
+from hone.cost.serve.speculation import expected_tokens
 
 PAPER = "Leviathan et al. 2023, arXiv:2211.17192"
 
@@ -20,9 +21,10 @@ class Speculate(Calculator):
         """Expected tokens a step, and the speed beside a step a token; verification is free, as where memory is the limit."""
         found = Sheet(f"speculation: {self.drafted} drafted tokens, each accepted with {self.acceptance:.0%}")
         given = {"a": self.acceptance, "K": self.drafted}
+        expected = expected_tokens([self.acceptance] * self.drafted)
         if self.acceptance == 1:
-            tokens = found.add("tokens of a step", "K + 1", "tokens", PAPER, K=self.drafted)
+            tokens = found.add("tokens of a step", "K + 1", "tokens", PAPER, expected, K=self.drafted)
         else:
-            tokens = found.add("tokens of a step", "(1 - a ** (K + 1)) / (1 - a)", "tokens", PAPER, **given)
+            tokens = found.add("tokens of a step", "(1 - a ** (K + 1)) / (1 - a)", "tokens", PAPER, expected, **given)
         found.add("times faster", "E / (c * K + 1)", "", PAPER, E=tokens, c=self.draft_cost, K=self.drafted)
         return found

@@ -67,6 +67,8 @@ class Compression:
     """Bytes moved for each token and layer by the statistics of keys and values, in a pass of their own; 0 without it."""
     check_sequences: int = 0
     """Sequences on which the predictions of both models are compared at the end."""
+    reshaped: bool = False
+    """Whether layers have other shapes than the given model's: then rank 0 alone compares both, each loaded again layer by layer."""
     ends_bytes: float = 0.0
     """Bytes moved besides for each weight outside the layers."""
     adapter_bytes: int = 0
@@ -91,6 +93,12 @@ class Compression:
         """The fraction of the calibration (or of other `sequences`) on the rank that has most: whole batches of it."""
         batches = -(-(self.num_sequences if sequences is None else sequences) // self.batch_size)
         return -(-batches // num_ranks) / batches if batches else 0.0
+
+    def checked_share(self, num_ranks: int, rank: int | None = None) -> float:
+        """The fraction of the check's sequences on `rank` (None: on the one that has most)."""
+        if self.reshaped:
+            return 0.0 if rank else 1.0
+        return self.share(num_ranks, self.check_sequences)
 
     @property
     def states_bytes(self) -> int:

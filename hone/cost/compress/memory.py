@@ -45,7 +45,7 @@ def _peak(machine: Machine, work: Compression, passes: Passes, rank: int) -> dic
     """Bytes that are in memory at once on `rank`, with what `passes` hold."""
     gpu, width = machine.device.startswith("cuda"), BYTES[work.dtype]
     largest = [*work.dims.layer_params, *(one.size for head in work.head for one in head)]
-    share, checked = work.share(machine.num_ranks), work.share(machine.num_ranks, work.check_sequences)
+    share, checked = work.share(machine.num_ranks), work.checked_share(machine.num_ranks, rank)
     saved = sum(saved_values(one, work.dims.hidden_size) for one in work.dims.layers)
     states = share * passes.variants * work.states_bytes
     states += checked * 2 * work.check_sequences * work.seq_len * work.dims.hidden_size * width
@@ -109,7 +109,8 @@ def _moments(machine: Machine, work: Compression, index: int, rank: int) -> Iter
     yield {"sums of x x^T": 2 * sums, "between ranks": between}
     ranks = share_out([one.steps for one in matrices], machine.num_ranks, machine.device)
     shards = work.shard_bytes or (0,)  # what only measures writes none
-    stored = shards[min(index + 1, len(shards) - 1)]
+    inside = len(work.layers) + len(work.head)
+    stored = shards[min(index + 1, len(shards) - 1) if index < inside else 0]  # the embedding's is outside the layers
     share = stored / max(sum(one.size for one in matrices), 1)
     written = last = 0.0
     for one, owner in zip(matrices, ranks, strict=True):

@@ -136,7 +136,10 @@ def _compared(machine: Machine, work: Compression, forward: float, sequences: in
     layers = models * len(work.layers) * forward * sequences / work.num_sequences
     heads = 2 * seconds(machine, matmul=(tokens, vocab_size, work.dims.hidden_size), dtype=work.dtype).value
     whole = layers + heads + COMPARED * loss_seconds(machine, tokens, vocab_size, train=False)
-    return whole * (1 / machine.num_ranks if models == 1 else work.share(machine.num_ranks, sequences))
+    if models == 1:
+        return whole / machine.num_ranks
+    again = sum(_load(machine, work, index) for index in range(len(work.layers))) if work.reshaped else 0.0
+    return whole * work.checked_share(machine.num_ranks) + models * again
 
 
 def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -101,3 +102,15 @@ def from_trace(gaps_s: Sequence[float] | np.ndarray, horizon_s: float, seed: int
         drawn.append(gaps[start : start + width])
         total += float(drawn[-1].sum())
     return np.cumsum(np.concatenate(drawn))
+
+
+def read_gaps(path: Path) -> list[float]:
+    """Seconds between failures from a file of hours, one a line. SpecError: no such file, or a line that is no number."""
+    try:
+        return [3600 * float(line) for line in path.read_text(encoding="utf8").split()]
+    except OSError as error:
+        raise SpecError(f"failures={path} cannot be read: {error.strerror}", fix="check the path") from None
+    except ValueError as error:
+        raise SpecError(
+            f"{path} is no record of failures: {error}", fix="write the hours between two failures, one a line"
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hone.base.errors import SpecError
@@ -61,10 +61,6 @@ class ClockModel(NamedTuple):
     def point(self, mhz: float) -> Point:
         """What the model expects of a measurement at `mhz`."""
         return Point(mhz, self.time_s(mhz), self.energy_j(mhz))
-
-    def cheapest_mhz(self, clocks: Iterable[float]) -> float:
-        """The clock of least energy among `clocks`."""
-        return min(clocks, key=lambda mhz: (self.energy_j(mhz), -mhz))
 
 
 def fit(points: Sequence[Point], idle_w: float | None = None) -> ClockModel:

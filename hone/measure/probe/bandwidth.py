@@ -102,13 +102,17 @@ def _ones(length: int) -> Any:
     return values
 
 
+_PLACED = 0.9
+"""Fraction of a buffer's pages that must be on the node that its rate is told of."""
+
+
 def node_pairs(topology: Topology, memory_bytes: int, *, quick: bool) -> tuple[list[NodePair], list[str]]:
     """Triad and latency of the processors of each node on the memory of each; and which nodes were left out, and why.
 
     Memory is placed by its first touch, by a thread on a processor of its node. A node without processors (CXL) has none that could:
     there pages are bound, where the kernel lets this process.
     """
-    from hone.measure.topology.policy import bound_pages
+    from hone.measure.topology.policy import bound_pages, nodes_of_pages
 
     found, notes = [], []
     sources = topology.compute_nodes
@@ -129,6 +133,10 @@ def node_pairs(topology: Topology, memory_bytes: int, *, quick: bool) -> tuple[l
             else:
                 for one in buffers:
                     one.view(np.uint8).fill(1)
+            where = nodes_of_pages(buffers[0].address, size)
+            if where is not None and where.get(memory.id, 0) < _PLACED * sum(where.values()):
+                notes.append(f"node {memory.id} was left out: pages meant for it are on nodes {sorted(where)}")
+                break
             found.append(_pair(topology, source, memory, buffers, size))
     return found, notes
 

@@ -96,10 +96,6 @@ class Topology(BaseModel):
         """Logical processors that work at once: those allowed, or fewer by the quota."""
         return max(1, min(len(self.cpus), int(self.quota or len(self.cpus))))
 
-    def node_of(self, cpu: int) -> int | None:
-        """The node of a logical processor; None for one that is not allowed."""
-        return next((node.id for node in self.nodes if cpu in node.cpus), None)
-
     def cache_levels(self, cpu: int | None = None) -> tuple[Cache, ...]:
         """The caches of data that one logical processor (default: the first allowed) passes, nearest first."""
         cpu = self.cpus[0] if cpu is None else cpu

@@ -19,8 +19,6 @@ CLOSED = 0.10
 """Relative half-width of a closed form against the plan of the same configuration (tests/plan/search/test_bounds.py), beside that of the
 machine's rates, which all configurations of one machine share."""
 
-EVIDENCE = ("bound", "simulated", "executed")
-
 
 @dataclass(frozen=True)
 class Format:
@@ -67,6 +65,7 @@ class Way:
     serve_bytes: float | None = None
     quality: Known | None = None
     evidence: str = "bound"
+    """bound, simulated or executed."""
     why: str = ""
     notes: tuple[str, ...] = ()
     measured: dict[str, float] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 from hone.cost.serve.schedule import StepKind
@@ -19,16 +18,6 @@ class StepTimes(Protocol):
 
         `again`: the replica has run a step with prompts of as many tokens (padded), so that a GPU replays its graph.
         """
-
-
-class FixedSteps:
-    """Every step takes what `draw` says, whatever is in it: one server of queueing theory."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        self._draw = draw
-
-    def step_s(self, kind: StepKind, *, again: bool = False) -> float:
-        return self._draw()
 
 
 class PredictedSteps:

@@ -68,3 +68,22 @@ def test_the_sheet_prints_both_saves():
     assert found["asynchronous: share of time that is work"] > found["share of time that is work"]
     assert 0 < found["the asynchronous save is faster by"] < 0.1
     assert found["price of failures and saves"] == pytest.approx(49_152 * (found["wall time"] / 3600 - 1296))
+
+
+def test_recorded_failures_are_played(tmp_path):
+    """Gaps that are exponential give Daly's wall time; those of a record with bursts less, because a failure in a burst loses little."""
+    draw = np.random.default_rng(5)
+    (tmp_path / "even.txt").write_text("\n".join(f"{one:.6f}" for one in draw.exponential(3.0, 4000)))
+    bursts = np.concatenate([np.concatenate([draw.exponential(0.05, 9), [29.55]]) for _ in range(400)])
+    (tmp_path / "bursts.txt").write_text("\n".join(f"{one:.6f}" for one in bursts))
+    middle = "wall time, 50 % of 51 jobs with recorded failures take less"
+    even, clustered = (
+        Checkpoints(failures=str(tmp_path / name), work_h=400).sheet() for name in ("even.txt", "bursts.txt")
+    )
+    assert even["time between failures of the job"] == pytest.approx(3.0, rel=0.05)
+    assert even[middle] == pytest.approx(even["wall time"], rel=0.03)
+    assert clustered[middle] < clustered["wall time"]
+    (tmp_path / "words.txt").write_text("often")
+    for name in ("words.txt", "none.txt"):
+        with pytest.raises(SpecError, match=r"record of failures|cannot be read"):
+            Checkpoints(failures=str(tmp_path / name)).sheet()

@@ -139,14 +139,21 @@ def test_streams_and_traffic_have_positive_rates() -> None:
     assert node_pairs(topology, 1 << 30, quick=True) == ([], []) or len(topology.nodes) > 1
 
 
-def test_pairs_of_nodes(tmp_path: Path) -> None:
-    """This machine's processors under the names of two nodes: the work is real, its placement is not."""
+def test_pairs_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's processors under the names of two nodes: the work is real, its placement is not, which is said where pages are asked."""
+    from hone.measure.topology import policy
+
+    monkeypatch.setattr(policy, "nodes_of_pages", lambda *_: None)
     cpus = sorted(os.sched_getaffinity(0))
     root = machine(tmp_path, [cpus, [], []], memory_gib=[1, 0, 1])
     topology = read_topology(root, allowed=cpus)
     two = topology.model_copy(update={"nodes": (topology.nodes[0], topology.nodes[0].model_copy(update={"id": 1}))})
     found, notes = node_pairs(two, 64 << 20, quick=True)
     assert [(pair.cpu_node, pair.memory_node) for pair in found] == [(0, 0), (1, 0), (0, 1), (1, 1)] and notes == []
+    monkeypatch.setattr(policy, "nodes_of_pages", lambda *_: {0: 256})
+    found, notes = node_pairs(two, 64 << 20, quick=True)
+    assert [(pair.cpu_node, pair.memory_node) for pair in found] == [(0, 0), (1, 0)]
+    assert notes == ["node 1 was left out: pages meant for it are on nodes [0]"]
     _, notes = node_pairs(topology, 64 << 20, quick=True)
     assert len(notes) == 1 and notes[0].startswith("node 2 has no processors and was left out"), notes
 

@@ -47,7 +47,7 @@ def test_two_sockets_of_two_nodes(tmp_path: Path) -> None:
     assert kinds["0000:17:00.0"] == ("gpu", "NVIDIA", 1) and kinds["0000:31:00.0"] == ("network", "0x15b3", 0)
     assert kinds["0001:17:00.0"] == ("disk", "0x144d", None), "-1 is not told, not node -1"
     assert "0000:05:00.0" not in kinds, "the display of a server's management chip is no GPU"
-    assert found.node_of(13) == 3
+    assert [node.id for node in found.nodes if 13 in node.cpus] == [3]
 
 
 def test_a_node_of_memory_alone_has_no_processors(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hone.plan.simulate.events import EventLoop
 from hone.plan.simulate.figures import Goal, attainment, figures, littles_gap, to_csv
 from hone.plan.simulate.replica import EngineSizes
 from hone.plan.simulate.run import Conduct, simulate
-from hone.plan.simulate.steps import FixedSteps
 from hone.plan.simulate.traces import Trace, synthetic
+from tests.plan.simulate.fixed import FixedSteps
 
 ONE_SERVER = EngineSizes(64, 16, 1, 16, 64, enable_prefix_caching=False)
 """One request at a time, each one step: a single server with first come, first served."""

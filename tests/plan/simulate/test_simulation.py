@@ -15,10 +15,11 @@ from hone.plan.simulate.opening import machine_named, open_simulation
 from hone.plan.simulate.replica import EngineSizes
 from hone.plan.simulate.simulation import run_simulation
 from hone.plan.simulate.spec import SimulationSpec
-from hone.plan.simulate.steps import FixedSteps, kind_of
+from hone.plan.simulate.steps import kind_of
 from hone.plan.simulate.traces import Arrival, Trace, synthetic
 from hone.serve.request import Request
 from hone.serve.spec import EngineSpec
+from tests.plan.simulate.fixed import FixedSteps
 from tests.serve.small import decoder, drain, engine, greedy
 
 LLAMA = {

@@ -10,9 +10,9 @@ import pytest
 from hone.base.errors import SpecError
 from hone.plan.simulate.replica import EngineSizes
 from hone.plan.simulate.run import simulate
-from hone.plan.simulate.steps import FixedSteps
 from hone.plan.simulate.trace_files import MOONCAKE_BLOCK, read_trace
 from hone.plan.simulate.traces import Arrival, Trace, at_rate, synthetic
+from tests.plan.simulate.fixed import FixedSteps
 
 DATA = Path(__file__).parent / "data"
 BURST_1 = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
