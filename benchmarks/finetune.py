@@ -6,9 +6,8 @@
 
 Every part is a process of its own with `--limit` seconds, so that one that fails, hangs or runs out of memory leaves the others.
 Rows are printed as they come and go to $OUT/finetune.jsonl if OUT is set; a table of all of them ends the run. Weights and tokens
-are random, rank 16 on all linears, AdamW in float32 on the factors alone. Beside each step stand the forecasts: bytes from
-`hone.cost`, and the seconds of its products at the rate that a 4096 cubed product had in the same process (a bound, not a guess
-of the step). Reads no setting of the device and changes none.
+are random, rank 16 on all linears, AdamW in float32 on the factors alone. Beside each step stand the forecasts of a plan: bytes and seconds from
+`hone.cost`, at the rates of this machine's calibration or, without one, of the ledger's of such a GPU. Reads no setting of the device and changes none.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ from torch import Tensor
 from benchmarks import ledger
 from benchmarks.finetune_peer import peer_step
 from benchmarks.kernels.lora import RANK, Row, checks, rates
-from benchmarks.kernels.timing import median_seconds
+from benchmarks.predicted.rates import kept, stored
 from benchmarks.train import SHAPES
-from hone.cost.activations.segments import Segment, adapted_values, gradient_values, keep_all
-from hone.cost.chunks import kernel_chunk_tokens
+from hone.cost.activations.segments import Segment, keep_all
+from hone.cost.train.figures import growth_bytes, step_seconds
+from hone.cost.train.training import Training
+from hone.measure.machine import describe
 from hone.model.adapters.dora_linear import DoRALinear
 from hone.model.config import ModelConfig
 from hone.model.context import Causal, Packed
@@ -43,9 +44,12 @@ from hone.model.decoder import Decoder, unmade
 from hone.model.quantized.nf4_base import nf4_base
 from hone.model.weights.model import ModelSource, expected_shapes
 from hone.ops import linear_cross_entropy
-from hone.train.optimizers.adamw_8bit import BLOCK, AdamW8bitRule
+from hone.train import OPTIMIZERS
+from hone.train.optimizers.adamw_8bit import AdamW8bitRule
 from hone.train.optimizers.base import Entry, Parameter
 from hone.train.passes import run_layers
+from hone.train.to_cost.adapted import adapted_linears
+from hone.train.to_cost.training import LEAN
 
 PARTS = (
     "checks",
@@ -151,14 +155,11 @@ def step_rows(
     name += ", their inputs on the host, AdamW in 8 bits" if tight else ""
     name += f", documents of {args.document} tokens packed" if args.document else ""
     name += f", {shape}, {rows} x {seq_len}"
-    planned = (
-        weights
-        + (4 + (2 + 8 / BLOCK if tight else 8)) * sum(one.numel() for one in trained)
-        + activation_bytes(config, rows * seq_len, device, recomputed, tight)
-    )
+    frozen = weights - sum(4 * one.numel() for one in trained) if codes else None
+    planned, planned_s = forecast(config, rows, seq_len, segments, device=device, weights=frozen, eight=tight)
     yield {
         "figure": f"hone {name}", "value": rows * seq_len / seconds, "unit": "tokens/s", "peak_gib": peak, "seconds": seconds,
-        "forecast_gib": planned / GIB, "forecast_seconds": bound_seconds(config, rows, seq_len, recomputed) if cuda else None,
+        "forecast_gib": planned / GIB, "forecast_seconds": planned_s,
         "weights_gib": weights / GIB, "made_s": made_s, "trained": sum(one.numel() for one in trained),
         "passed": math.isfinite(losses[-1]) and losses[-1] < losses[0], "losses": losses, "n": args.steps,
     }  # fmt: skip
@@ -217,27 +218,25 @@ def held_bytes(model: torch.nn.Module) -> int:
     return sum(held.values())
 
 
-def activation_bytes(config: ModelConfig, tokens: int, device: str, recomputed: bool, to_host: bool) -> float:
-    """Bytes of activations at the peak of a step: what layers keep, a layer's gradients, a chunk of logits."""
-    dims = config.dims()
-    width = 2 if device.startswith("cuda") else 4
-    layer = [adapted_values(one, config.hidden_size) for one in dims.layers]
-    kept = sum(layer) if not recomputed else max(layer) + config.hidden_size * (2 if to_host else len(layer))
-    making = max(gradient_values(one, config.hidden_size) for one in dims.layers)
-    logits = kernel_chunk_tokens(tokens) * config.vocab_size if device.startswith("cuda") else 0
-    return width * (tokens * (kept + making + 2 * config.hidden_size) + logits)
+def forecast(
+    config: ModelConfig, rows: int, seq_len: int, segments: tuple[Segment, ...], *, device: str, weights: int | None, eight: bool
+) -> tuple[float, float | None]:  # fmt: skip
+    """(bytes at the peak, seconds) of a step as `hone train --plan` finds them; None where no rates of such a device are known.
 
-
-def bound_seconds(config: ModelConfig, rows: int, seq_len: int, recomputed: bool) -> float:
-    """Seconds of a step's products at the measured rate of a large one: frozen weights have no gradient of their own."""
-    size = 4096
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * size**3 / median_seconds(lambda: a @ b, captured=False)
-    dims, passes = config.dims(), 3 if recomputed else 2
-    linears = sum(wide * into for layer in dims.layers for wide, into in layer.matmuls)
-    mixing = sum(layer.mixer.mixing_flops(seq_len) for layer in config.layers)
-    each = 2 * passes * linears + (passes + 1.5) * mixing + 4 * config.vocab_size * config.hidden_size
-    return rows * seq_len * each / rate
+    `weights`: bytes of the frozen weights, if they stay codes; `eight`: moments have 8 bits."""
+    optimizer = OPTIMIZERS.read({"kind": "adamw_8bit" if eight else "adamw"})
+    own, dtype = config.trained_dims(), "bfloat16" if device.startswith("cuda") else "float32"
+    work = Training(
+        model=config.dims(), steps=1, batch_size=rows, seq_len=seq_len, dtype=dtype, segments=segments, packed=False,
+        update=optimizer.cost(own, dtype, device), trained=own, lean=config.adapters[0].kind in LEAN, frozen_bytes=weights,
+        adapted=adapted_linears(config),
+    )  # fmt: skip
+    machine = describe(device)
+    if machine.calibration is None:
+        alike = [name for name, one in stored().items() if machine.processor == one["processor"]]
+        machine = machine.model_copy(update={"calibration": kept(alike[-1]) if alike else None})
+    seconds = None if machine.calibration is None else step_seconds(work, machine).value
+    return growth_bytes(work, device).value, seconds
 
 
 def peer_rows(args: argparse.Namespace, *, codes: bool, recomputed: bool) -> Iterator[Row]:
@@ -323,6 +322,7 @@ def paired(rows: list[Row]) -> list[Row]:
             continue
         line = {key: row[key] for key in ("figure", "value", "unit", "n", "seconds")}
         line |= {"peak_bytes": row["peak_gib"] * GIB, "predicted_peak_bytes": row["forecast_gib"] * GIB}
+        line |= {"predicted_seconds": row["forecast_seconds"]} if row.get("forecast_seconds") else {}
         peer = theirs.get(row["part"])
         if peer is not None:
             line |= {"peer": peer["figure"], "peer_value": peer["value"], "peer_peak_bytes": peer["peak_gib"] * GIB}

@@ -10,6 +10,7 @@ from hone.base.figure import Estimate
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, kernel_rate, linear_seconds, matmul_seconds, seconds
+from hone.cost.train.adapted import AdaptedLinear, adapters_seconds, decoding_seconds
 from hone.cost.train.update import UpdateCost, adamw, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
@@ -96,6 +97,8 @@ def train_step_seconds(
     piece_len: int | None = None,
     sequence_ranks: int = 1,
     trained: ModelDims | None = None,
+    adapted: Sequence[Sequence[AdaptedLinear]] = (),
+    frozen_bytes: float | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
@@ -104,12 +107,12 @@ def train_step_seconds(
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
     `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
     length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
-    `trained`: the weights that are trained, as in `pass_seconds` (None: all).
+    `trained`, `adapted` and `frozen_bytes`: as in `pass_seconds`.
     """
     once = pass_seconds(
         dims, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
         replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
-        piece_len=piece_len, sequence_ranks=sequence_ranks, trained=trained,
+        piece_len=piece_len, sequence_ranks=sequence_ranks, trained=trained, adapted=adapted, frozen_bytes=frozen_bytes,
     )  # fmt: skip
     last = update_seconds(update or adamw(trained or dims), trained or dims, machine, dtype)
     value = micro_batches * once.value + last.value
@@ -159,11 +162,15 @@ def pass_seconds(
     piece_len: int | None = None,
     sequence_ranks: int = 1,
     trained: ModelDims | None = None,
+    adapted: Sequence[Sequence[AdaptedLinear]] = (),
+    frozen_bytes: float | None = None,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
 
     `fp8`: the products of layers' linears that are of fp8 codes, which are cast before, as in `train_step_seconds`.
     `trained`: of each layer the last products, those of adapters; the weights of all others are frozen and get no gradient.
+    `adapted`: the linears of each layer that LoRA or DoRA adapts, if all its adapters do (else products of adapters are as others).
+    `frozen_bytes`: of all frozen weights, if those of linears stay codes (None: they do not), which each product decodes.
     """
     vocab, hidden = dims.vocab_size, dims.hidden_size
     products: list[Product] = []
@@ -174,6 +181,8 @@ def pass_seconds(
         frozen = 0 if trained is None else len(layer.matmuls) - len(trained.layers[index].matmuls)
         for place, (out_features, in_features) in enumerate(layer.matmuls):
             shape = batch_tokens, out_features, in_features
+            if adapted and place >= frozen:
+                continue
             if fp8 and not any(size % 16 for size in shape):
                 linears.append((shape, again))
             else:
@@ -195,6 +204,7 @@ def pass_seconds(
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         **coded,
+        **_beside_frozen(machine, dims, trained, adapted, frozen_bytes, times, batch_tokens, dtype),
         "attention": attention,
         "element-wise": sum(
             traffic_seconds(
@@ -213,6 +223,21 @@ def pass_seconds(
     )
     starts += 4 * AROUND_OPS + LOOKED_AT_OPS * len(replayed)
     return sum_up(machine, parts, starts, dtype)
+
+
+def _beside_frozen(
+    machine: Machine, dims: ModelDims, trained: ModelDims | None, adapted: Sequence[Sequence[AdaptedLinear]],
+    frozen_bytes: float | None, again: Counter[int], tokens: int, dtype: str,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of what adapters add to frozen linears, and of the weights that codes become."""
+    found = {}
+    if adapted:
+        linears = [(one, 1 + again[index]) for index, layer in enumerate(adapted) for one in layer]
+        found[f"{len(linears)} adapters"] = adapters_seconds(machine, linears, tokens, dtype)
+    if trained is not None and frozen_bytes is not None:
+        passes = [2 + again[index] for index in range(dims.num_layers)]
+        found["weights of codes"] = decoding_seconds(machine, dims, trained, frozen_bytes, passes, dtype)
+    return found
 
 
 def _chunks(tokens: int, chunk: int) -> list[int]:

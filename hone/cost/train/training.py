@@ -10,6 +10,7 @@ from hone.cost.chunks import loss_chunk
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.steps import code_bytes
+from hone.cost.train.adapted import AdaptedLinear
 from hone.cost.train.context import Sharing, Sizes
 from hone.cost.train.experts import ExpertRows
 from hone.cost.train.offload import Load, Offload, OnDevice
@@ -100,6 +101,8 @@ class Training:
     """Whether all adapters are LoRA, whose products keep their inputs alone."""
     frozen_bytes: float | None = None
     """Bytes of the frozen weights where they stay codes; None: they are in `dtype`."""
+    adapted: tuple[tuple[AdaptedLinear, ...], ...] = ()
+    """The linears of each layer under LoRA or DoRA, where all adapters are; empty: they are not."""
     exported: int = 0
     """Weights of the finished folder where an adapter is saved as another one; 0: those that are trained."""
 
@@ -198,6 +201,8 @@ class Training:
             "piece_len": self.piece_len,
             "sequence_ranks": self.tensor.degree if self.tensor.sequence else 1,
             "trained": self.trained,
+            "adapted": self.adapted,
+            "frozen_bytes": self.frozen_bytes,
         }
 
     @property

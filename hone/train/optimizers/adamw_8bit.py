@@ -33,6 +33,9 @@ STATE_BYTES = 2 + 2 * 4 / BLOCK
 MOVED_BYTES = 180
 """Bytes per weight: each of about 25 element-wise operations of a step reads and writes 4 to 12."""
 
+CHUNK_OPS = 44
+"""Kernels that the step of a chunk starts, beside views of what is there."""
+
 WORK_BYTES = 40
 """Bytes per weight of a chunk: both moments, their codes as integers, temporaries."""
 
@@ -78,7 +81,7 @@ class AdamW8bit(Optimizer):
         return UpdateCost(
             state_bytes=STATE_BYTES * eight + ADAMW_STATE_BYTES * rest,
             moved_bytes=MOVED_BYTES * eight + ADAMW_MOVED_BYTES * rest,
-            num_ops=ADAMW_OPS + round(30 * max(eight / chunk, len(large))),
+            num_ops=ADAMW_OPS + round(CHUNK_OPS * max(eight / chunk, len(large))),
             work_bytes=WORK_BYTES * min(chunk, max(large, default=0)),
             op_bytes=4.0 * min(chunk, max(large, default=0)) or None,
         )

@@ -18,6 +18,7 @@ from hone.train.adapters.saving import exported
 from hone.train.fp8.fits import fp8_products
 from hone.train.growth.init import growths_of
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
+from hone.train.to_cost.adapted import adapted_linears
 
 if TYPE_CHECKING:
     from hone.feed.load import Packing
@@ -94,6 +95,7 @@ def training_of(
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
         trained=config.trained_dims(),
         lean=bool(config.adapters) and all(one.kind in LEAN for one in config.adapters),
+        adapted=adapted_linears(config),
         frozen_bytes=codes_of(config, given.get("model")),
         exported=exported(config).trained_params if config.adapters else 0,
     )

@@ -1,0 +1,105 @@
+"""Seconds of adapters around frozen linears in a training step: their thin products, passes over outputs, casts of factors, decoded weights.
+
+What `hone.ops.lora_linear` and `dora_linear` do, at calibrated rates. Shapes: T tokens, K inputs, N outputs, r rank of a piece, R of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from hone.cost.cache import BYTES
+from hone.cost.dims import ModelDims
+from hone.cost.roofline import copy_rate, kernel_rate, matmul_seconds, seconds
+from hone.measure.calibration import Layout
+from hone.measure.machine import Machine
+
+SMALL = 1 << 16
+"""Bytes up to which an operation takes as long as one of these, which is calibrated."""
+
+LENGTH_OPS = 14
+"""Operations on a piece's [N, r] numbers and fewer with which DoRA finds the lengths of its rows, and the gradient of the lengths."""
+
+
+class AdaptedLinear(NamedTuple):
+    """A frozen linear under LoRA or DoRA."""
+
+    in_features: int
+    out_features: int
+    """Of all pieces."""
+    pieces: tuple[tuple[int, int], ...]
+    """(rows, rank) of each wrapped piece."""
+    stretched: bool = False
+    """DoRA: rows get a trained length."""
+    gated: bool = False
+    """Its inputs are a SwiGLU's, which the backward pass computes again."""
+
+
+def adapters_seconds(machine: Machine, linears: Iterable[tuple[AdaptedLinear, int]], tokens: int, dtype: str) -> float:
+    """Seconds of all that adapters add to the forward and backward passes of `linears`, (linear, how often it runs forward)."""
+    known: dict[tuple[AdaptedLinear, int], float] = {}
+    total = 0.0
+    for one in linears:
+        if one not in known:
+            known[one] = _seconds(machine, *one, tokens, dtype)
+        total += known[one]
+    return total
+
+
+def _seconds(machine: Machine, linear: AdaptedLinear, forwards: int, tokens: int, dtype: str) -> float:
+    width, inputs, outputs = BYTES[dtype], linear.in_features, linear.out_features
+    ranks = sum(rank for _, rank in linear.pieces)
+
+    def product(m: int, n: int, k: int, layout: Layout, *, added: bool = False) -> float:
+        """`added`: to numbers that are there, which are read, too."""
+        num_bytes = width * (m * n * (2 if added else 1) + m * k + n * k)
+        return matmul_seconds(machine, (m, n, k), layout, num_bytes, dtype)
+
+    forward = product(tokens, ranks, inputs, "forward")
+    backward = forward + product(ranks, inputs, tokens, "weight_gradient")
+    backward += product(tokens, inputs, ranks, "input_gradient", added=True)
+    for rows, rank in linear.pieces:
+        forward += product(tokens, rows, rank, "forward", added=True)
+        backward += product(tokens, rank, rows, "input_gradient") + product(rows, rank, tokens, "weight_gradient")
+        for size in (rank * inputs, rows * rank):  # float32 factors are cast, and their gradients back
+            cast = _passed(machine, (4 + width) * size)
+            forward, backward = forward + cast, backward + cast
+    if len(linear.pieces) > 1:
+        joined = _passed(machine, 2 * width * ranks * inputs)
+        forward, backward = forward + joined, backward + joined
+    if linear.gated:
+        backward += _kernel(machine, "swiglu", width * 3 * tokens * inputs, dtype)
+    if linear.stretched:
+        forward += product(outputs, ranks, inputs, "forward")  # of the weight with A, for the lengths
+        forward += sum(LENGTH_OPS * _passed(machine, 8 * rows * rank) for rows, rank in linear.pieces)
+        forward += _passed(machine, 2 * width * tokens * outputs)
+        backward += _passed(machine, 3 * width * tokens * outputs)
+    return forwards * forward + backward
+
+
+def decoding_seconds(
+    machine: Machine, dims: ModelDims, trained: ModelDims, frozen_bytes: float, passes: Sequence[int], dtype: str
+) -> float:
+    """Seconds in which the layers' frozen weights, which take `frozen_bytes` together with the dense ones, become matrices: layer i
+    `passes[i]` times."""
+    width = BYTES[dtype]
+    coded = [one.matmul_params - own.matmul_params for one, own in zip(dims.layers, trained.layers, strict=True)]
+    dense = dims.num_params - trained.num_params - sum(coded)
+    each = max(frozen_bytes - width * dense, 0.0) / max(sum(coded), 1) + width
+    moved = each * sum(count * times for count, times in zip(coded, passes, strict=True))
+    largest = max((rows * columns for layer in dims.layers for rows, columns in layer.matmuls), default=1)
+    return seconds(machine, num_bytes=moved, op_bytes=each * largest, dtype=dtype).value
+
+
+def _passed(machine: Machine, num_bytes: float) -> float:
+    """Seconds of an operation that moves so many bytes; small ones take as long as one of SMALL."""
+    calibration = machine.calibration
+    if calibration is None:
+        return seconds(machine, num_bytes=num_bytes).value
+    size = max(num_bytes, SMALL)
+    return size / copy_rate(calibration, size)
+
+
+def _kernel(machine: Machine, kernel: str, num_bytes: float, dtype: str) -> float:
+    rate = kernel_rate(machine, kernel, dtype, num_bytes)
+    return seconds(machine, num_bytes=num_bytes, dtype=dtype).value if rate is None else num_bytes / rate
