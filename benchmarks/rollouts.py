@@ -55,15 +55,20 @@ def say(**row: Any) -> None:
 
 
 def sums(folder: Path, tokenizer: dict[str, Any] | None = None) -> PackedTokens:
-    """The sixteen sums, four times each, as conversations; `tokenizer`: of the data stage, default: a small one of their own."""
-    rows = [{"prompt": f"{one}+{two}", "completion": str(one + two)} for one in range(4) for two in range(4)] * 4
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = {
-        "source": str(folder / "sums.jsonl"), "validation_fraction": 0.2,
-        "dedups": [],
-        "tokenizer": {**(tokenizer or {"vocab_size": 300}), "chat": {"kind": "prompt_completion", "template": "zephyr"}},
-    }  # fmt: skip
-    return PackedTokens(Data.read(spec).make(folder / "data-sums", run=Run(quiet=True)).folder)
+    """The sixteen sums, four times each, as conversations; `tokenizer`: of the data stage, default: a small one of their own.
+
+    Where `folder` has them they are read, for machines without what data stages need."""
+    if not (folder / "data-sums").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": f"{one}+{two}", "completion": str(one + two)} for one in range(4) for two in range(4)] * 4
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec = {
+            "source": str(folder / "sums.jsonl"), "validation_fraction": 0.2,
+            "dedups": [],
+            "tokenizer": {**(tokenizer or {"vocab_size": 300}), "chat": {"kind": "prompt_completion", "template": "zephyr"}},
+        }  # fmt: skip
+        Data.read(spec).make(folder / "data-sums", run=Run(quiet=True))
+    return PackedTokens(folder / "data-sums")
 
 
 def learns(args: argparse.Namespace, data: PackedTokens, seed: int) -> float:
@@ -161,9 +166,10 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--data", type=Path, help="folder of an earlier run's data; made where it is not there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        data = sums(Path(folder))
+        data = sums(args.data or Path(folder))
         grown = [learns(args, data, seed) for seed in range(args.seeds)]
         if len(grown) in T_95:
             half = T_95[len(grown)] * statistics.stdev(grown) / len(grown) ** 0.5

@@ -8,13 +8,15 @@ processes share a device, so that seconds mean nothing here.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gzip
 import json
 import multiprocessing
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +36,9 @@ Found = dict[str, dict[int, dict[str, float]]]
 def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
     """Measures or, with `--from`, adds rows to ledger/`name`.jsonl. `more` adds options of the module."""
     parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="file", type=Path, help="a file that a run wrote: add its rows to the ledger")
+    parser.add_argument(
+        "--from", dest="files", type=Path, nargs="+", help="files of runs: add their rows to the ledger"
+    )
     parser.add_argument("--model", type=Path, help="folder with calibration.jsonl.gz and heldout.jsonl.gz in it")
     parser.add_argument("--out", type=Path, help="where runs are kept, a line each")
     parser.add_argument("--arms", nargs="*", help="some of the arms")
@@ -51,10 +55,15 @@ def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser]
     if more is not None:
         more(parser)
     options = parser.parse_args()
-    if options.file is None:
-        measured(module, options)
+    if options.files is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            options.scratch = Path(scratch)
+            measured(module, options)
         return
-    header, *lines = (json.loads(line) for line in options.file.read_text(encoding="utf8").splitlines())
+    parts = [[json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] for file in options.files]
+    header, lines = parts[0][0], [line for part in parts for line in part[1:]]
+    if any(part[0]["sizes"] != header["sizes"] for part in parts):
+        parser.error(f"{', '.join(map(str, options.files))} are of different sizes")
     rows = module.rows(found_of(lines), header)
     for row in rows:
         print(f"{row['figure']:<110} {row['value']:.4f} {row['unit']}; {row.get('note', '')}")
@@ -70,10 +79,13 @@ def measured(module: ModuleType, options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in module.SIZES}
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     tasks = [(module.__name__, arm, seed, options) for seed in seeds for arm in options.arms or module.ARMS]
+    for name in ("calibration", "heldout"):
+        np.save(options.scratch / f"{name}.npy", _read(options.model, f"{name}.jsonl.gz"))
+    multiprocessing.set_forkserver_preload([module.__name__])  # what it imports is imported once
     tasks.sort(key=lambda one: -getattr(module, "COSTS", {}).get(one[1], 0))  # the longest ones first
     with options.out.open("w", encoding="utf8") as file:
         file.write(json.dumps({"stamp": stamp, "sizes": sizes, "model": options.model.name}) + "\n")
-        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        with multiprocessing.get_context("forkserver").Pool(options.workers) as pool:
             for line in pool.imap_unordered(_one, tasks):
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -115,18 +127,26 @@ def dtype_of(options: argparse.Namespace) -> tuple[str, torch.dtype]:
     return ("bf16", torch.bfloat16) if options.device.startswith("cuda") else ("fp32", torch.float32)
 
 
-@cache
-def tokens_of(model: Path, name: str, most: int = 0) -> np.ndarray:
-    """The documents of a .jsonl.gz file beside the model as one stream, each with the end-of-text token; at least `most`, 0: all."""
-    tokenizer, parts, total = load_tokenizer(model), [], 0
+def tokens_of(options: argparse.Namespace, name: str) -> np.ndarray:
+    """The documents of NAME.jsonl.gz beside the model as one stream, each with the end-of-text token."""
+    return np.load(options.scratch / f"{name}.npy", mmap_mode="r")  # type: ignore[no-any-return]
+
+
+def _read(model: Path, name: str) -> np.ndarray:
+    tokenizer, parts = load_tokenizer(model), []
     end = Checkpoint(model).config.eos_token_ids[:1]
     with gzip.open(model / name, "rt", encoding="utf8") as file:
         for line in file:
             parts.append(np.asarray([*tokenizer.encode(json.loads(line)["text"]), *end], np.int64))
-            total += len(parts[-1])
-            if most and total >= most:
-                break
     return np.concatenate(parts)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Lets one process at a time pass."""
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def stretch(text: np.ndarray, starts: np.ndarray, length: int) -> Batch:

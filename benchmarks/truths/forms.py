@@ -26,7 +26,7 @@ from benchmarks.truths import common
 from hone.base.interval import half_width, paired
 from hone.model.context import Causal
 from hone.model.decoder import Decoder, build
-from hone.model.hf import load
+from hone.model.hf import Checkpoint, load
 from hone.model.incremental import generate
 from hone.model.shape import Shape
 from hone.train import OBJECTIVES
@@ -45,38 +45,53 @@ ARMS: dict[str, dict[str, Any]] = {
     ON_OWN: {**_PURE, "text": {"kind": "student", "prompt_tokens": PROMPT, "share": 1.0}},
 }
 COSTS = {"the teacher's text": 3, ON_OWN: 2, ON_POLICY: 1}
-SIZES = {"steps": 200, "start_steps": 200, "rows_a_step": 128, "seq_len": 64, "lr": 2e-3, "score_rows": 1024}
+"""Those that write text take longest and begin first."""
+SIZES = {"steps": 100, "start_steps": 200, "rows_a_step": 128, "seq_len": 64, "lr": 1e-3, "score_rows": 1024}
 ROWS = 64
 """Sequences that are scored at once."""
 
 
 def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Figures of one student."""
-    precision, dtype = common.dtype_of(options)
-    text = common.tokens_of(options.model, "calibration.jsonl.gz")
-    held_out = common.tokens_of(options.model, "heldout.jsonl.gz")
+    dtype = common.dtype_of(options)[1]
+    held_out = common.tokens_of(options, "heldout")
     teacher = load(options.model, options.device, dtype).eval().requires_grad_(False)
-    config = STUDENT.config(teacher.config.vocab_size, eos=teacher.config.eos_token_ids[0])
-    student = build(config, device=options.device, seed=seed)
-
-    def fit(steps: int, first: int, objective: dict[str, Any], given: Any) -> None:
-        trainer = Trainer(
-            student, steps=steps, schedule=Cosine(warmup=10), optimizer=AdamW(lr=options.lr), precision=precision,
-            objective=OBJECTIVES.read(objective), teacher=given,
-        )  # fmt: skip
-        for step in range(first, first + steps):
-            trainer.step(common.drawn(text, seed, step, options.rows_a_step, options.seq_len))
-
-    fit(options.start_steps, 0, {"kind": "next_token"}, None)
-    student.float()  # as it would be read from a folder
+    student = begun(seed, options)
     objective = dict(ARMS[arm])
     given: Any = Live(teacher, sampled="drawn" in arm, k=KEPT) if arm.startswith("cached") else teacher
     for name in ("teacher", "text"):
         if isinstance(objective.get(name), dict) and objective[name]["kind"] in ("student", "teacher", "peer"):
             objective[name] = {**objective[name], "seed": 1000 + seed}
     spec = OBJECTIVES.read(objective)
-    fit(options.steps, options.start_steps, objective, given if spec.from_teacher or spec.from_cache else None)
+    given = given if spec.from_teacher or spec.from_cache else None
+    fit(student, options.steps, options.start_steps, objective, given, seed, options)
     return scores(student.eval(), teacher, held_out, options)
+
+
+def fit(
+    student: Decoder, steps: int, first: int, objective: dict[str, Any], given: Any, seed: int, options: argparse.Namespace
+) -> None:  # fmt: skip
+    """Trains on the batches of `seed` from number `first` on, the same for all arms."""
+    text = common.tokens_of(options, "calibration")
+    trainer = Trainer(
+        student, steps=steps, schedule=Cosine(warmup=10), optimizer=AdamW(lr=options.lr), precision=common.dtype_of(options)[0],
+        objective=OBJECTIVES.read(objective), teacher=given,
+    )  # fmt: skip
+    for step in range(first, first + steps):
+        trainer.step(common.drawn(text, seed, step, options.rows_a_step, options.seq_len))
+
+
+def begun(seed: int, options: argparse.Namespace) -> Decoder:
+    """The student with which every arm of a seed begins, trained by the first process that asks, which others wait for."""
+    config = Checkpoint(options.model).config
+    student = build(STUDENT.config(config.vocab_size, eos=config.eos_token_ids[0]), device=options.device, seed=seed)
+    path = options.scratch / f"begun-{seed}.pt"
+    with common.only_one(path):
+        if not path.exists():
+            fit(student, options.start_steps, 0, {"kind": "next_token"}, None, seed, options)
+            torch.save(student.state_dict(), path)
+    student.load_state_dict(torch.load(path, map_location=options.device, weights_only=True))
+    return student.float()  # as it would be read from a folder
 
 
 @torch.no_grad()

@@ -74,10 +74,8 @@ def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float
     precision, dtype = common.dtype_of(options)
     reference = load(options.model, options.device, dtype).eval().requires_grad_(False)
     trained, unseen = (
-        Pairs(reference, common.tokens_of(options.model, name), count, 2 * seed + place, options)
-        for place, (name, count) in enumerate(
-            (("calibration.jsonl.gz", options.pairs), ("heldout.jsonl.gz", options.held_out_pairs))
-        )
+        Pairs(reference, common.tokens_of(options, name), count, 2 * seed + place, options)
+        for place, (name, count) in enumerate((("calibration", options.pairs), ("heldout", options.held_out_pairs)))
     )
     trainer = Trainer(
         load(options.model, options.device, torch.float32), steps=options.steps, schedule=Cosine(warmup=10),

@@ -45,8 +45,8 @@ SIZES = {"steps": 300, "rows_a_step": 32, "seq_len": 512, "lr": 2e-4, "score_tok
 def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Losses of one training, and of the given model."""
     precision, dtype = common.dtype_of(options)
-    held_out = common.tokens_of(options.model, "heldout.jsonl.gz", options.score_tokens)[: options.score_tokens]
-    text = common.tokens_of(options.model, "calibration.jsonl.gz")
+    held_out = common.tokens_of(options, "heldout")[: options.score_tokens]
+    text = common.tokens_of(options, "calibration")
 
     def loss(model: Decoder, grid: str | None) -> float:
         if grid:

@@ -3,7 +3,7 @@
     python -m benchmarks.truths.rewards --model FOLDER --device cuda --workers 6 --out FILE;  ... --from FILE
 
 The task of `benchmarks.rollouts`: sums of two digits up to 3, worth 1.2 when right and 0.2 for another digit. Two models: the small one of that
-benchmark with random weights, and the given one. Each first reads `--first-steps` steps of questions with answers, so that some of
+benchmark with random weights, and the given one. Each first reads some steps of questions with answers, so that some of
 its own are right; then GRPO makes `--steps` steps. Before and after, the model writes `--answers` answers at temperature 1 to each of the
 sixteen questions, of which no step is made: the growth is the difference of their mean rewards, not that of single steps, whose noise
 hid it earlier (+0.025 +- 0.049 of three seeds of 60 steps).
@@ -35,22 +35,32 @@ from hone.train.schedules.cosine import Cosine
 
 SMALL, GIVEN = "a small model", "the given model"
 ARMS: dict[str, dict[str, float]] = {
-    SMALL: {"first_lr": 4e-3, "lr": 1e-3},
-    GIVEN: {"first_lr": 3e-4, "lr": 3e-5},
+    SMALL: {"first_steps": 40, "first_lr": 4e-3, "lr": 1e-3},
+    GIVEN: {"first_steps": 8, "first_lr": 3e-4, "lr": 3e-5},
 }
-SIZES = {"steps": 100, "first_steps": 60, "rows_a_step": 4, "answers": 128, "lr_times": 1.0}
+PILOTS = {
+    f"{name}, {steps} first, lr {lr:g}": {**ARMS[name], "first_steps": steps, "lr": lr}
+    for name, sizes, rates in ((SMALL, (20, 40), (1e-3, 4e-3)), (GIVEN, (4, 8), (3e-5, 1e-4)))
+    for steps in sizes
+    for lr in rates
+}
+"""Those of seed 100."""
+SIZES = {"steps": 100, "rows_a_step": 4, "answers": 128}
 LENGTH = 128
+DATA = "folder of an earlier run's data, for machines without what data stages need; made where it is not there"
 
 
 def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """The mean reward before and after one training."""
-    precision, rates, first = common.dtype_of(options)[0], ARMS[arm], options.first_steps
+    precision, rates = common.dtype_of(options)[0], {**ARMS, **PILOTS}[arm]
+    first = int(rates["first_steps"])
     with tempfile.TemporaryDirectory() as scratch:
-        if arm == SMALL:
-            data = sums(Path(scratch))
+        kept = options.data or Path(scratch)
+        if arm.startswith(SMALL):
+            data = sums(kept / "small")
             model = build(SHAPE.config(data.vocab_size, eos=data.eos_token_id), device=options.device, seed=seed)
         else:
-            data = sums(Path(scratch), {"path": str(options.model)})
+            data = sums(kept / "given", {"path": str(options.model)})
             model = load(options.model, options.device, torch.float32)
         taught = Trainer(model, steps=first, schedule=Cosine(warmup=3), optimizer=AdamW(lr=rates["first_lr"]))
         for step in range(first):
@@ -58,7 +68,7 @@ def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float
         given = {"kind": "grpo", "num_generations": 16, "max_completion_length": 4, "rewards": REWARDS}
         trainer = Trainer(
             model.float(), steps=options.steps, schedule=Cosine(warmup=3), precision=precision,
-            optimizer=AdamW(lr=rates["lr"] * options.lr_times), objective=OBJECTIVES.read(given), setting=Setting(data.folder, seed),
+            optimizer=AdamW(lr=rates["lr"]), objective=OBJECTIVES.read(given), setting=Setting(data.folder, seed),
         )  # fmt: skip
         found = {"before": rewarded(trainer, data, options.answers)}
         for step in range(options.steps):
@@ -91,7 +101,7 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
             "interval": half_width(after), "peer": "before GRPO", "peer_value": statistics.fmean(before), "difference": grown.by,
             "difference_interval": grown.half, "technique": "objective/grpo",
             "note": f"grew by {grown.by:+.4f} +- {grown.half:.4f} (95 %, {len(after)} seeds); {sizes['steps']} steps of {sizes['rows_a_step']} rows of questions, 16 answers each, after "
-            f"{sizes['first_steps']} steps on answers; lr {ARMS[arm]['lr'] * sizes['lr_times']:g}; {sizes['answers']} measured answers a question",
+            f"{ARMS[arm]['first_steps']} steps on answers; lr {ARMS[arm]['lr']:g}; {sizes['answers']} measured answers a question",
         })  # fmt: skip
     return made
 
@@ -99,4 +109,4 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     from benchmarks.truths import rewards
 
-    common.main(rewards, "truths")
+    common.main(rewards, "truths", lambda parser: parser.add_argument("--data", type=Path, help=DATA))
