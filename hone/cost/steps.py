@@ -98,7 +98,7 @@ def train_step_seconds(
     sequence_ranks: int = 1,
     trained: ModelDims | None = None,
     adapted: Sequence[Sequence[AdaptedLinear]] = (),
-    frozen_bytes: float | None = None,
+    code_width: float | None = None,
 ) -> Estimate:
     """One optimizer step: `micro_batches` forward and backward passes of `batch_tokens` each, then the update.
 
@@ -107,12 +107,12 @@ def train_step_seconds(
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
     `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
     length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
-    `trained`, `adapted` and `frozen_bytes`: as in `pass_seconds`.
+    `trained`, `adapted` and `code_width`: as in `pass_seconds`.
     """
     once = pass_seconds(
         dims, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,
         replayed=replayed, fp8=fp8, recipe=recipe, held=held, loss_chunk=loss_chunk,
-        piece_len=piece_len, sequence_ranks=sequence_ranks, trained=trained, adapted=adapted, frozen_bytes=frozen_bytes,
+        piece_len=piece_len, sequence_ranks=sequence_ranks, trained=trained, adapted=adapted, code_width=code_width,
     )  # fmt: skip
     last = update_seconds(update or adamw(trained or dims), trained or dims, machine, dtype)
     value = micro_batches * once.value + last.value
@@ -163,14 +163,14 @@ def pass_seconds(
     sequence_ranks: int = 1,
     trained: ModelDims | None = None,
     adapted: Sequence[Sequence[AdaptedLinear]] = (),
-    frozen_bytes: float | None = None,
+    code_width: float | None = None,
 ) -> Estimate:
     """Forward and backward pass over `batch_tokens` tokens; without a vocabulary there is no head and no loss.
 
     `fp8`: the products of layers' linears that are of fp8 codes, which are cast before, as in `train_step_seconds`.
     `trained`: of each layer the last products, those of adapters; the weights of all others are frozen and get no gradient.
     `adapted`: the linears of each layer that LoRA or DoRA adapts, if all its adapters do (else products of adapters are as others).
-    `frozen_bytes`: of all frozen weights, if those of linears stay codes (None: they do not), which each product decodes.
+    `code_width`: bytes of a frozen weight that stays a code (None: none does), which each product decodes.
     """
     vocab, hidden = dims.vocab_size, dims.hidden_size
     products: list[Product] = []
@@ -204,7 +204,7 @@ def pass_seconds(
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         **coded,
-        **_beside_frozen(machine, dims, trained, adapted, frozen_bytes, times, batch_tokens, dtype),
+        **_beside_frozen(machine, dims, trained, adapted, code_width, times, batch_tokens, dtype),
         "attention": attention,
         "element-wise": sum(
             traffic_seconds(
@@ -227,16 +227,16 @@ def pass_seconds(
 
 def _beside_frozen(
     machine: Machine, dims: ModelDims, trained: ModelDims | None, adapted: Sequence[Sequence[AdaptedLinear]],
-    frozen_bytes: float | None, again: Counter[int], tokens: int, dtype: str,
+    code_width: float | None, again: Counter[int], tokens: int, dtype: str,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of what adapters add to frozen linears, and of the weights that codes become."""
     found = {}
     if adapted:
-        linears = [(one, 1 + again[index]) for index, layer in enumerate(adapted) for one in layer]
+        linears = [(one, 1 + again[index]) for index, layer in enumerate(adapted[: dims.num_layers]) for one in layer]
         found[f"{len(linears)} adapters"] = adapters_seconds(machine, linears, tokens, dtype)
-    if trained is not None and frozen_bytes is not None:
+    if trained is not None and code_width is not None:
         passes = [2 + again[index] for index in range(dims.num_layers)]
-        found["weights of codes"] = decoding_seconds(machine, dims, trained, frozen_bytes, passes, dtype)
+        found["weights of codes"] = decoding_seconds(machine, dims, trained, code_width, passes, dtype)
     return found
 
 

@@ -77,18 +77,26 @@ def _seconds(machine: Machine, linear: AdaptedLinear, forwards: int, tokens: int
     return forwards * forward + backward
 
 
+def code_width(dims: ModelDims, trained: ModelDims, frozen_bytes: float, dtype: str) -> float:
+    """Bytes of a frozen weight of the layers' linears, of which `frozen_bytes` hold all together with the dense weights."""
+    coded = sum(_frozen(dims, trained))
+    dense = dims.num_params - trained.num_params - coded
+    return max(frozen_bytes - BYTES[dtype] * dense, 0.0) / max(coded, 1)
+
+
 def decoding_seconds(
-    machine: Machine, dims: ModelDims, trained: ModelDims, frozen_bytes: float, passes: Sequence[int], dtype: str
+    machine: Machine, dims: ModelDims, trained: ModelDims, code_width: float, passes: Sequence[int], dtype: str
 ) -> float:
-    """Seconds in which the layers' frozen weights, which take `frozen_bytes` together with the dense ones, become matrices: layer i
-    `passes[i]` times."""
-    width = BYTES[dtype]
-    coded = [one.matmul_params - own.matmul_params for one, own in zip(dims.layers, trained.layers, strict=True)]
-    dense = dims.num_params - trained.num_params - sum(coded)
-    each = max(frozen_bytes - width * dense, 0.0) / max(sum(coded), 1) + width
-    moved = each * sum(count * times for count, times in zip(coded, passes, strict=True))
+    """Seconds in which the layers' frozen weights, codes of `code_width` bytes each, become matrices, those of layer i `passes[i]` times."""
+    each = code_width + BYTES[dtype]
+    moved = each * sum(count * times for count, times in zip(_frozen(dims, trained), passes, strict=True))
     largest = max((rows * columns for layer in dims.layers for rows, columns in layer.matmuls), default=1)
     return seconds(machine, num_bytes=moved, op_bytes=each * largest, dtype=dtype).value
+
+
+def _frozen(dims: ModelDims, trained: ModelDims) -> list[int]:
+    """Weights of each of the layers of `dims`, which may be the first ones alone, that are not trained."""
+    return [one.matmul_params - own.matmul_params for one, own in zip(dims.layers, trained.layers, strict=False)]
 
 
 def _passed(machine: Machine, num_bytes: float) -> float:

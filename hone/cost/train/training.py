@@ -10,7 +10,7 @@ from hone.cost.chunks import loss_chunk
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.steps import code_bytes
-from hone.cost.train.adapted import AdaptedLinear
+from hone.cost.train.adapted import AdaptedLinear, code_width
 from hone.cost.train.context import Sharing, Sizes
 from hone.cost.train.experts import ExpertRows
 from hone.cost.train.offload import Load, Offload, OnDevice
@@ -202,8 +202,15 @@ class Training:
             "sequence_ranks": self.tensor.degree if self.tensor.sequence else 1,
             "trained": self.trained,
             "adapted": self.adapted,
-            "frozen_bytes": self.frozen_bytes,
+            "code_width": self.code_width,
         }
+
+    @property
+    def code_width(self) -> float | None:
+        """Bytes of a frozen weight of the layers' linears that stays a code; None: they are dense."""
+        if self.trained is None or self.frozen_bytes is None:
+            return None
+        return code_width(self.model, self.trained, self.frozen_bytes, self.dtype)
 
     @property
     def updates(self) -> int:

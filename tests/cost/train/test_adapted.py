@@ -12,7 +12,8 @@ from benchmarks.ledger import FOLDER
 from benchmarks.predicted.rates import kept, stored
 from benchmarks.train import SHAPES
 from hone.cost.activations.segments import keep_all
-from hone.cost.train.adapted import AdaptedLinear, adapters_seconds, decoding_seconds
+from hone.cost.steps import pass_seconds
+from hone.cost.train.adapted import AdaptedLinear, adapters_seconds, code_width, decoding_seconds
 from hone.model.config import ModelConfig
 from hone.train.to_cost.adapted import adapted_linears
 from tests.cost.h200 import h200
@@ -86,8 +87,22 @@ def test_codes_become_matrices_at_the_rate_of_a_copy():
     config, fast = config_of("llama3-8b"), machine()
     dims, own = config.dims(), config.trained_dims()
     coded = sum(one.matmul_params - two.matmul_params for one, two in zip(dims.layers, own.layers))
-    took = decoding_seconds(fast, dims, own, frozen_bytes(config), [2] * 32, "bfloat16")
+    width = code_width(dims, own, frozen_bytes(config), "bfloat16")
+    assert width == pytest.approx(NF4_BYTES)
+    took = decoding_seconds(fast, dims, own, width, [2] * 32, "bfloat16")
     rate = max(fast.calibration.copies, key=lambda one: one.num_bytes).bytes_per_s
     assert took == pytest.approx(2 * coded * (NF4_BYTES + 2) / rate, rel=0.1)
-    none = decoding_seconds(fast, replace(dims, layers=dims.layers[:0]), replace(own, layers=()), 0.0, [], "bfloat16")
-    assert none == 0
+    first = decoding_seconds(fast, replace(dims, layers=dims.layers[:1]), own, width, [2], "bfloat16")
+    assert first == pytest.approx(took / 32)
+
+
+def test_a_layer_alone_costs_its_own_adapters():
+    """A plan that chooses what is recomputed asks for the passes of one layer of a model."""
+    config, fast = config_of("llama3-8b"), machine()
+    dims, own = config.dims(), config.trained_dims()
+    options = {"batch_tokens": 8192, "seq_len": 2048, "dtype": "bfloat16", "trained": own, "code_width": NF4_BYTES}
+    options["adapted"] = adapted_linears(config)
+    one, two = (
+        pass_seconds(replace(dims, layers=dims.layers[:count], vocab_size=0), fast, **options).value for count in (1, 2)
+    )
+    assert two == pytest.approx(2 * one, rel=1e-6)
