@@ -43,7 +43,7 @@ class AttentionMaps(Projecting):
 
     def compared(self, own: Seen, theirs: Seen, valid: Tensor, context: Context) -> Tensor:
         assert own.heads is not None and theirs.heads is not None, "heads were not tapped"
-        seen = heads.visible(context, valid.shape[1], valid.device)
+        seen = heads.visible(context, valid.shape[1], valid.device, (own.heads, theirs.heads))
         mine, wanted = (heads.scores(one.q, one.k) for one in (own.heads, theirs.heads))
         apart = (mine - wanted).square().masked_fill(~seen, 0).sum(-1) / seen.sum(-1)
         found = apart.mean(1)  # over heads

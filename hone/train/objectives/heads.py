@@ -12,14 +12,16 @@ from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
-from hone.model.context import Context
+from hone.model.context import Context, is_visible
 from hone.model.mixers.attention import Attention
+from hone.train.objectives.seen import Heads
 
 
-def visible(context: Context, seq_len: int, device: torch.device) -> Tensor:
-    """bool [1 or B, 1, S, S]: the tokens of its document up to itself that a token (third axis) sees."""
+def visible(context: Context, seq_len: int, device: torch.device, both: tuple[Heads, Heads]) -> Tensor:
+    """bool [1 or B, 1, S, S]: the tokens of its document up to itself that a token (third axis) sees in both layers."""
     line = torch.arange(seq_len, device=device)
-    mask = (line[:, None] >= line)[None]
+    window = min((one.window for one in both if one.window is not None), default=None)
+    mask = is_visible(line[:, None], line, window)[None]
     if context.document_ids is not None:
         mask = mask & (context.document_ids[:, :, None] == context.document_ids[:, None, :])
     return mask[:, None]

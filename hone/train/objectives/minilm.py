@@ -43,7 +43,7 @@ class MiniLM(Layers):
     def compared(self, own: Seen, theirs: Seen, valid: Tensor, context: Context) -> Tensor:
         mine, wanted = own.heads, theirs.heads
         assert mine is not None and wanted is not None, "heads were not tapped"
-        seen = heads.visible(context, valid.shape[1], valid.device)
+        seen = heads.visible(context, valid.shape[1], valid.device, (mine, wanted))
         count = self.relation_heads or mine.k.shape[-2]
 
         def related(ours: Tensor, other: Tensor) -> Tensor:

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 
 class Heads(NamedTuple):
-    """Queries [B, S, H, D], keys and values [B, S, KV, D] with which a layer attends; queries and keys are rotated."""
+    """Queries [B, S, H, D], keys and values [B, S, KV, D] with which a layer attends to `window` tokens, itself included (None: all before
+    it); queries and keys are rotated."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    window: int | None = None
 
 
 class Seen(NamedTuple):
@@ -32,6 +34,6 @@ class Seen(NamedTuple):
         def widened(one: Tensor) -> Tensor:
             return one.to(torch.promote_types(one.dtype, torch.float32))
 
-        heads = None if self.heads is None else Heads(*(widened(one) for one in self.heads))
+        heads = None if self.heads is None else Heads(*(widened(one) for one in self.heads[:3]), self.heads.window)
         embedded = None if self.embedded is None else widened(self.embedded)
         return Seen(self.layer, widened(self.hidden), embedded, heads)

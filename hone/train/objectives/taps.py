@@ -50,7 +50,7 @@ def _keep_heads(context: Context) -> None:
     def kept(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **how: Any) -> Tensor:
         wanted = context.memo.get(_HEADS)
         if wanted is not None and wanted.get(layer, q) is None:
-            wanted[layer] = Heads(q, *context.keys_and_values(layer, k, v))
+            wanted[layer] = Heads(q, *context.keys_and_values(layer, k, v), how.get("window"))
         return attend(layer, q, k, v, **how)
 
     context.attend = kept  # type: ignore[method-assign]

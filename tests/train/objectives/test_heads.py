@@ -15,8 +15,10 @@ from hone.model.mixers import MIXERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, OBJECTIVES
 from hone.train.checkpoint import Checkpoints
 from hone.train.loop import Trainer
-from hone.train.objectives.heads import check_heads
+from hone.train.objectives.heads import apart, check_heads, visible
 from hone.train.objectives.projections import Projected
+from hone.train.objectives.seen import Heads
+from hone.train.objectives.taps import tap
 from hone.train.schedules.cosine import Cosine
 from tests.train.conftest import SHAPE
 from tests.train.objectives.test_objectives import VOCAB, batch, model
@@ -136,6 +138,31 @@ def test_each_is_its_definition_recomputed_or_not(kind, fields, shape, pairs):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
         for ours, parameter in zip(gradients, student.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mine", "wanted", "fewest"), [(None, None, 20), (None, 5, 5), (7, 3, 3), (4, None, 4)])
+def test_a_token_is_compared_over_what_it_sees_in_both_layers(mine, wanted, fewest):
+    ids = torch.from_numpy(given().document_ids)
+    q = torch.randn(3, 20, 2, 4, generator=torch.Generator().manual_seed(0)).double()
+    both = Heads(q, q, q, mine), Heads(q, q, q, wanted)
+    seen = visible(Packed(ids), 20, torch.device("cpu"), both)
+    for row in range(3):
+        for at in range(20):
+            first = max(8 if row == 1 and at >= 8 else 0, at + 1 - fewest)
+            assert seen.expand(3, 1, 20, 20)[row, 0, at].nonzero().flatten().tolist() == list(range(first, at + 1))
+    scores = torch.randn(2, 3, 2, 20, 20, generator=torch.Generator().manual_seed(1)).double()
+    first = max(0, 20 - fewest)
+    expected = sum(kl(*scores[:, 0, head, 19, first:]) for head in range(2)) / 2
+    torch.testing.assert_close(apart(scores[0], scores[1], seen)[0, 19], expected)
+
+
+def test_layers_tell_their_windows():
+    windowed = build(SHAPE.model_copy(update={"family": "mistral", "window": 6}).config(VOCAB), seed=5)
+    context = Packed(torch.from_numpy(given().document_ids))
+    objective = OBJECTIVES.read({"kind": "minilm"})
+    tap(objective, windowed, windowed, context)
+    windowed.hidden(torch.from_numpy(given().tokens), context)
+    assert [one.window for one in context.memo["heads"].values()] == [6]
 
 
 def narrow(fields: dict) -> Trainer:

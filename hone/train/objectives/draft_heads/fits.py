@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 torch = lazy("torch")
 
 
+_FIXES = {
+    "several ranks": "run it as one process",
+    "an adapter in the model's folder": "merge it first (hone merge FOLDER), and give what that writes",
+}
+
+
 def check_heads(spec: Any, config: ModelConfig, given: Mapping[str, Any], num_ranks: int) -> None:
     """Raises SpecError for what a training of draft heads cannot do."""
     objective = spec.objective
@@ -38,6 +44,7 @@ def check_heads(spec: Any, config: ModelConfig, given: Mapping[str, Any], num_ra
     layout = spec.parallelism
     wrong = {
         "adapter": spec.adapter is not None,
+        "an adapter in the model's folder": bool(config.adapters),
         "init": spec.init != "random",
         "mask": "mask" in given,
         "teacher": "teacher" in given,
@@ -53,7 +60,7 @@ def check_heads(spec: Any, config: ModelConfig, given: Mapping[str, Any], num_ra
         if is_wrong:
             raise SpecError(
                 f"objective '{objective.kind}' trains draft heads beside a frozen model on one device, without {field}",
-                fix="run it as one process" if field == "several ranks" else f"leave {field} out",
+                fix=_FIXES.get(field, f"leave {field} out"),
             )
     objective.check(config, spec.seq_len)
 

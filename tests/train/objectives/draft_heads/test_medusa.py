@@ -17,13 +17,16 @@ from hone.base.plan import facts_of
 from hone.base.run import Run
 from hone.measure.machine import machine_of
 from hone.model import hf
+from hone.model.adapters.lora import LoRA
+from hone.model.adapters.peft import adapted
 from hone.model.context import Packed
 from hone.model.decoder import build
 from hone.model.drafters.folder import DrafterFacts
 from hone.model.drafters.medusa import load
+from hone.model.facts import CheckpointFacts
 from hone.train import OBJECTIVES
 from hone.train.loop import Trainer
-from hone.train.objectives.draft_heads.fits import with_heads
+from hone.train.objectives.draft_heads.fits import check_heads, with_heads
 from hone.train.stage import Train
 from tests.serve.small import decoder
 from tests.train.conftest import SHAPE
@@ -151,6 +154,14 @@ def test_what_does_not_go_with_heads_is_named(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         train(base, data_folder, "wrong", **changes)
+
+
+def test_heads_beside_a_folder_with_an_adapter_are_refused(base: Path) -> None:
+    spec, config = Train.read(SPEC), CheckpointFacts.of(base).config
+    check_heads(spec, config, {"model": None}, 1)
+    with pytest.raises(SpecError, match="without an adapter in the model's folder") as caught:
+        check_heads(spec, adapted(config, LoRA.read({"kind": "lora"})), {"model": None}, 1)
+    assert "hone merge" in str(caught.value.fix)
 
 
 def test_heads_need_a_model(data_folder: Path, tmp_path: Path) -> None:
