@@ -30,7 +30,7 @@ from benchmarks.train import SHAPES
 from hone.base.artifact import Artifact
 from hone.base.figure import Estimate
 from hone.base.run import Run
-from hone.cost.serve.speculation import expected_speedup, guess_seconds
+from hone.cost.serve.speculation import break_even, expected_speedup, guess_seconds
 from hone.measure.machine import describe
 from hone.model.decoder import Decoder, build
 from hone.model.facts import CheckpointFacts
@@ -212,6 +212,7 @@ def costs(args: argparse.Namespace, kind: str, work: Path) -> Iterator[Row]:
         "value": step / plain,
         "unit": "tokens",
         "n": args.rounds * args.tokens,
+        "break_even_rate": break_even(GUESSES, step, 0.0, plain),
         "plain_ms": 1e3 * plain,
         "step_ms": 1e3 * step,
         "note": "a step that guesses and verifies over a plain one, batch 1, random weights, the prompt's step included",

@@ -187,7 +187,7 @@ def serving_of(
         threads=step_threads(spec, dims.num_params, spec.max_num_seqs or 1, calibrated),
         in_place=reads_in_place_on(machine, tensors, dtype, kept.dtype, softcap=has_softcap(model.config)),
         cache_width=_cache_width(tensors, kept),
-        captured=spec.drafter is None and not streams,
+        captured=not streams and (spec.drafter is None or "draft" not in spec.drafter.needs),
         read_bytes=_read_bytes(spec, model, dtype),
         split=Split(spec.tensor_parallel_size, spec.pipeline_parallel_size, machine.device, machine.processor),
         vocab_size=dims.vocab_size * spec.tensor_parallel_size,

@@ -73,7 +73,7 @@ class Serving:
     in_place: bool = False
     """Whether a GPU's kernels read pages in place."""
     captured: bool = True
-    """Whether decode steps of a GPU are replayed as CUDA graphs (False with a drafter)."""
+    """Whether decode steps of a GPU are replayed as CUDA graphs (False with a draft model)."""
     read_bytes: float | None = None
     """Bytes of weights read by a step when they are smaller than in `dtype`."""
     compiled: bool = False

@@ -28,6 +28,20 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
     return total
 
 
+def break_even(num_guesses: int, verify_s: float, guess_s: float, plain_s: float) -> float | None:
+    """The chance of each of `num_guesses` at which steps of `verify_s` and `guess_s` decode as fast as plain ones of `plain_s`.
+
+    None: guesses that are always right would not make up for it.
+    """
+    wanted, low, high = (verify_s + guess_s) / plain_s, 0.0, 1.0
+    if wanted > num_guesses + 1:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens([middle] * num_guesses) >= wanted else (middle, high)
+    return high
+
+
 def guess_seconds(machine: Machine, num_params: int, passes: int, dtype: str) -> Estimate:
     """Seconds in which `passes` passes of a drafter of `num_params` guess for one sequence: each reads its weights."""
     width = BYTES[dtype]
