@@ -324,7 +324,7 @@ class Runner:
         if self.hidden_guesser is None:
             return
         passed = Passed(step, batch, x, self._tapped, step.sampled, kept, last)
-        if self.rounds is not None and self.rounds.guesses_on and self.rounds.takes(step.sampling):
+        if self.rounds is not None and self.rounds.guesses_on and self.rounds.takes(step):
             self.hidden_guesser.read_on(passed)  # the next step guesses in a round
             return
         for index, tokens in zip(step.sampled, self.hidden_guesser.guess_on(passed)):

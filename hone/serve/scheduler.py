@@ -119,8 +119,11 @@ class Scheduler:
             length = seq.length
             if seq.num_in_flight and length >= seq.max_tokens:
                 continue  # the token in flight is its last
-            room = rounds * (lookahead + 1) + lookahead if seq.speculates and rounds else 0
-            if length + room > self.longest or not append(seq, length + room):
+            room = 0
+            if rounds and seq.speculates:
+                fitting = min(rounds, (self.longest - length - lookahead) // (lookahead + 1))
+                room = fitting * (lookahead + 1) + lookahead if fitting > 0 else 0
+            if room and not append(seq, length + room):
                 room = 0
             extra = max(0, min(lookahead, seq.max_tokens - length - 1)) if seq.speculates else 0
             if extra and not append(seq, length + extra):

@@ -68,11 +68,15 @@ class Eagle3Head(nn.Module):
 
     def forward(self, embedded: Tensor, h: Tensor, context: Context) -> Tensor:
         """g [..., D] for the embeddings of the next tokens and h, both [..., D]."""
+        return self.states(embedded, h, context)[1]
+
+    def states(self, embedded: Tensor, h: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """(what `lm_head` reads, g): the norms add in their own passes over memory."""
         normed = self.hidden_norm(h)
         rest = normed if self.config.norm_before_residual else h
         both = torch.cat((self.input_layernorm(embedded), normed), -1)
-        x = rest + self.mixer(both, context)
-        return x + self.feed_forward(self.post_attention_layernorm(x), context)
+        normed, x = self.post_attention_layernorm.after_sum(self.mixer(both, context), rest)
+        return self.norm.after_sum(self.feed_forward(normed, context), x)
 
     def prepare(self, x: Tensor, context: Context) -> None:
         """As `Decoder.prepare`."""

@@ -135,5 +135,5 @@ class HiddenGuesser(Protocol):
         ...
 
     def guess_in_round(self, verified: Verified) -> Tensor:
-        """int64 [S, k] Guesses of the tokens that follow, in a captured round. Launches only: nothing may wait for the device."""
+        """int64 [k, S] Guesses of the tokens that follow, in a captured round. Launches only: nothing may wait for the device."""
         ...

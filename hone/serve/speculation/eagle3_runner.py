@@ -72,21 +72,23 @@ class Eagle3Guesser:
         self._read(passed)
 
     def guess_in_round(self, verified: Verified) -> Tensor:
-        """int64 [S, k]: a pass over the round's tokens, whose refused ones the next round overwrites, then one a guess."""
-        head, context = self._head, verified.context(self.cache)
-        g = verified.last(self._embedded(verified.chosen.view(-1), head.fuse(verified.taps), context))
-        found = [verified.draw(self._everywhere(head.logits(g)), 0)[0]]
-        for ahead, context in enumerate(verified.contexts(self.cache, self._count - 1), 1):
-            g = self._embedded(found[-1], g, context)
-            found.append(verified.draw(self._everywhere(head.logits(g)), ahead)[0])
-        return torch.stack(found, 1)
+        """int64 [k, S]: a pass over the round's tokens, whose refused ones the next round overwrites, then one a guess."""
+        head = self._head
+        taps = verified.context.taps or {}
+        _, g = self._states(verified.chosen, head.fuse(taps), verified.again(self.cache))
+        g = verified.last(g)
+        found = [verified.draw(self._everywhere(head.logits(g)), 0)]
+        for ahead, context in enumerate(verified.onward(self.cache, self._count - 1), 1):
+            normed, g = self._states(found[-1], g, context)
+            found.append(verified.draw(self._everywhere(head.lm_head(normed)), ahead))
+        return torch.stack(found)
 
-    def _embedded(self, tokens: Tensor, h: Tensor, context: Paged) -> Tensor:
-        """g [T, D] of a pass of the head, whose `tokens` are those after the ones whose slots it fills."""
+    def _states(self, tokens: Tensor, h: Tensor, context: Paged) -> tuple[Tensor, Tensor]:
+        """(norm of g, g), [T, D] each, of a pass of the head, whose `tokens` are those after the ones whose slots it fills."""
         embedded = self._head.embed(tokens, self._model)
         self._head.prepare(embedded, context)
-        g: Tensor = self._head(embedded, h, context)
-        return g
+        found: tuple[Tensor, Tensor] = self._head.states(embedded, h, context)
+        return found
 
     def _everywhere(self, logits: Tensor) -> Tensor:
         """[S, V] of the head's logits [S, W]: -inf where it guesses no token, so that noise is that of the model's tokens."""
@@ -144,4 +146,4 @@ class Eagle3Guesser:
         ids = tokens if known else np.zeros(len(tokens), dtype=np.int64)
         batch = ForwardBatch.of(ids, starts, lengths, table, self.cache.block_size)
         context = Paged(self.cache, batch, self._device)
-        return self._embedded(context.tokens if known else tokens, h, context)
+        return self._states(context.tokens if known else tokens, h, context)[1]

@@ -62,7 +62,7 @@ class MedusaGuesser:
         import torch
 
         logits = self._logits(self._model.head_input(verified.last(verified.x)))
-        return verified.draw(torch.cat(logits), 0, len(logits)).t()
+        return verified.draw(torch.cat(logits), 0).view(len(logits), -1)
 
     def _logits(self, h: Tensor) -> list[Tensor]:
         """[S, V] of each head for h [S, D]. Their first blocks are one product where each head has one."""

@@ -1,4 +1,4 @@
-"""Passes whose places are computed on the device: what a captured round reads, with no number of the host's in it.
+"""Passes whose places are on the device: what a captured round reads, with no number of the host's in it.
 
 Legend: S sequences, Q new tokens of each, P pages of the longest one.
 """
@@ -6,7 +6,7 @@ Legend: S sequences, Q new tokens of each, P pages of the longest one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,33 +17,26 @@ from hone.ops import sample
 from hone.ops.paged.api import PagedPlan, plan_sequences
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import Paged
-
-
-class Places(NamedTuple):
-    """Where tokens of a pass stand: in their sequences, and in pages (the null page's where a sequence only pads)."""
-
-    positions: Tensor
-    pages: Tensor
-    offsets: Tensor
-
-    @classmethod
-    def of(cls, positions: Tensor, rows: Tensor, table: Tensor, alive: Tensor, block_size: int) -> Places:
-        """Of tokens at `positions` int64 [...] of the sequences `rows`, whose pages are in `table` [S, P]; `alive` is 1 or, for a pad, 0."""
-        pages = table[rows, positions // block_size] * alive
-        return cls(positions, pages, positions % block_size)
-
-    def flat(self) -> Places:
-        return Places(*(one.reshape(-1) for one in self))
+from hone.serve.speculation.round_state import RoundState
 
 
 class DevicePass(Paged):
-    """A pass over `places`, Q tokens of each sequence of `table` [S, P], of which those `ends` int32 [S] are in the cache afterwards.
+    """A pass over tokens at `places` (positions, pages, offsets, int64 [T] each), `most` of each sequence of `table` [S, P].
 
-    `lengths` int32 [S]: Q, or 0 for a sequence that only pads. `longest`: no position is as large.
+    `ends` int32 [S] tokens are in the cache afterwards, `lengths` int32 [S] of them new: `most`, or 0 for a sequence that only pads. No
+    position is as large as `longest`. Where another pass has the same positions, `like` is that pass and the rows that they are there.
     """
 
     def __init__(
-        self, cache: KVCache, table: Tensor, places: Places, ends: Tensor, lengths: Tensor, most: int, longest: int
+        self,
+        cache: KVCache,
+        table: Tensor,
+        places: tuple[Tensor, Tensor, Tensor],
+        ends: Tensor,
+        lengths: Tensor,
+        most: int,
+        longest: int,
+        like: tuple[DevicePass, slice] | None = None,
     ) -> None:
         Context.__init__(self)
         self.cache = cache
@@ -52,10 +45,18 @@ class DevicePass(Paged):
         self._table, self._ends, self._lengths = table, ends, lengths
         self.positions, self._pages, self._offsets = places
         self._plan: PagedPlan | None = None
+        self._like = like
 
     def run_layers(self, decoder: object, x: Tensor) -> Tensor | None:
         """Never at once: the compiled step of a CPU has its places from the host."""
         return None
+
+    def rotary(self, rope: Any, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._like is None:
+            return super().rotary(rope, head_dim, dtype)
+        other, rows = self._like
+        cos, sin = other.rotary(rope, head_dim, dtype)
+        return cos[rows], sin[rows]
 
     def _planned(self, q: Tensor) -> PagedPlan:
         """For backends that need the lengths on the host; a captured pass never comes here."""
@@ -75,11 +76,13 @@ class Draws:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    filtered: bool
+    """Whether top-k, top-p and min-p are read."""
 
-    def draw(self, logits: Tensor, positions: Tensor, filtered: bool) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, largest logits) of logits [E, V] for the places `positions` int64 [E] of the first E."""
         some = slice(len(logits))
-        filters = (self.top_k[some], self.top_p[some], self.min_p[some]) if filtered else ()
+        filters = (self.top_k[some], self.top_p[some], self.min_p[some]) if self.filtered else ()
         keys = (self.seeds[some], positions)
         tokens, peaks = sample(logits, self.temperature[some], *filters, keys=keys, peaks=True)
         return tokens, peaks
@@ -91,48 +94,43 @@ class Verified:
 
     x: Tensor
     """[S * Q, D] hidden states after the last layer."""
-    taps: dict[int, Tensor | None]
-    """[S * Q, E] hidden states after the layers that the drafter asked for."""
     chosen: Tensor
-    """int64 [S, Q] The model's token after each of the round's; those after column `kept` follow a wrong guess."""
-    kept: Tensor
-    """int64 [S] Guesses that were kept."""
-    starts: Tensor
-    """int64 [S] Place of the last token that is known, in its sequence."""
-    alive: Tensor
-    """int64 [S] 1, or 0 for a sequence that only pads."""
-    table: Tensor
-    places: Places
-    ends: Tensor
+    """int64 [S * Q] The model's token after each of the round's; those behind `state.rows` follow a wrong guess."""
+    state: RoundState
+    context: DevicePass
+    """The model's pass, with hidden states after the layers that the drafter asked for in its `taps`."""
     lengths: Tensor
-    longest: int
+    """int32 [S] Q, or 0 for a sequence that only pads."""
+    ones: Tensor
+    """int32 [S] 1, or 0 for a sequence that only pads."""
     draws: Draws
-    filtered: bool
 
     def last(self, x: Tensor) -> Tensor:
         """[S, D] of x [S * Q, D]: the row of each sequence's last kept guess."""
-        count, width = self.chosen.shape
-        return x.view(count, width, -1)[torch.arange(count, device=x.device), self.kept]
+        return x.index_select(0, self.state.rows)
 
-    def context(self, cache: KVCache) -> DevicePass:
+    def again(self, cache: KVCache) -> DevicePass:
         """A pass of a drafter over the round's tokens, with a cache of its own under the same page numbers."""
-        most = self.chosen.shape[1]
-        return DevicePass(cache, self.table, self.places, self.ends, self.lengths, most, self.longest)
+        state, like = self.state, (self.context, slice(None))
+        positions, _, pages, offsets = state.placed.flatten(1)
+        places, longest = (positions, pages, offsets), self.context._longest
+        return DevicePass(cache, state.table, places, state.ends, self.lengths, state.tokens.shape[1], longest, like)
 
-    def contexts(self, cache: KVCache, count: int) -> list[DevicePass]:
-        """Passes of a drafter over one token each: at `starts` and the `count` - 1 places that follow."""
-        ahead = torch.arange(count, device=self.starts.device)[:, None]
-        positions = self.starts + ahead
-        rows = torch.arange(len(self.starts), device=self.starts.device)
-        places = Places.of(positions, rows, self.table, self.alive, cache.block_size)
-        ends, ones = ((positions + 1) * self.alive).int(), self.alive.int()
-        return [
-            DevicePass(cache, self.table, Places(*(one[n] for one in places)), ends[n], ones, 1, self.longest)
-            for n in range(count)
-        ]
+    def onward(self, cache: KVCache, count: int) -> list[DevicePass]:
+        """Passes of a drafter over one token each: the last known one, and the guesses that follow but the last."""
+        state, longest = self.state, self.context._longest
+        seqs = len(state.starts)
+        positions, pages, offsets = state.draft.flatten(1)
+        whole = DevicePass(cache, state.table, (positions, pages, offsets), state.ends, self.ones, 1, longest)
+        found = []
+        for number in range(count):
+            rows = slice(number * seqs, (number + 1) * seqs)
+            places = positions[rows], pages[rows], offsets[rows]
+            ends = state.draft_ends[number]
+            found.append(DevicePass(cache, state.table, places, ends, self.ones, 1, longest, (whole, rows)))
+        return found
 
-    def draw(self, logits: Tensor, ahead: int, count: int = 1) -> Tensor:
-        """int64 [count, S] Guesses from logits [count * S, V] of the places `ahead` + 1 ... after the last known token."""
-        more = torch.arange(ahead + 1, ahead + 1 + count, device=logits.device)[:, None]
-        tokens, _ = self.draws.draw(logits, (self.starts + more).reshape(-1), self.filtered)
-        return tokens.view(count, -1)
+    def draw(self, logits: Tensor, ahead: int) -> Tensor:
+        """int64 [E] Guesses from logits [E, V] of all sequences for the `ahead`-th guess, then for those that follow it."""
+        first = ahead * len(self.state.starts)
+        return self.draws.draw(logits, self.state.after.view(-1)[first : first + len(logits)])[0]

@@ -25,8 +25,9 @@ from hone.serve.device.placing import FixedInputs
 from hone.serve.paging.cache import KVCache
 from hone.serve.sampler import SampledToken
 from hone.serve.speculation.drafter import Drafter, HiddenGuesser
-from hone.serve.speculation.passes import DevicePass, Draws, Places, Verified
-from hone.serve.step import ForwardBatch, SamplingMetadata, StepInput
+from hone.serve.speculation.passes import DevicePass, Draws, Verified
+from hone.serve.speculation.round_state import RoundState
+from hone.serve.step import ForwardBatch, StepInput
 
 _MOST = 32
 """Most rounds before the host reads."""
@@ -78,8 +79,8 @@ class _Round:
     """The buffers of one key, and its graph where rounds are captured."""
 
     inputs: FixedInputs
+    state: RoundState
     graph: torch.cuda.CUDAGraph | None = None
-    packed: Tensor | None = None
     tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the rotary tables that it reads
 
 
@@ -124,16 +125,17 @@ class Rounds:
     def _key(self, num_seqs: int, filtered: bool) -> RoundKey:
         return RoundKey(min(padded(num_seqs), self._most), filtered)
 
-    def takes(self, sampling: SamplingMetadata) -> bool:
-        """Whether rounds draw as these sequences ask."""
-        return not (self._broken or sampling.any_touched or sampling.any_logprobs)
+    def takes(self, step: StepInput) -> bool:
+        """Whether rounds compute and draw as a step's sequences ask."""
+        asked = step.sampling.any_touched or step.sampling.any_logprobs or step.batch.any_adapters
+        return not (self._broken or asked)
 
     def count(self, step: StepInput) -> int:
         """The rounds that a step may run at once: each sequence decodes, with pages for all their tokens; 0: it must run otherwise."""
         batch, most = step.batch, int(step.room.min())
         if most < self._k or batch.num_seqs > self._most or len(step.sampled) < batch.num_seqs:
             return 0
-        if not self.takes(step.sampling) or step.scored or step.pooling.any() or batch.any_adapters:
+        if not self.takes(step) or step.scored or step.pooling.any():
             return 0
         starts = batch.ends - batch.lengths
         if (batch.lengths != 1 + step.num_guesses).any() or (batch.positions[_firsts(batch)] != starts).any():
@@ -157,10 +159,10 @@ class Rounds:
         told = self._told[: int(np.prod(shape))].view(shape)
         for number in range(count):
             if one.graph is None:
-                told[number] = self._round(one.inputs, key)
+                told[number] = self._round(one, key)
             else:
                 one.graph.replay()
-                told[number].copy_(one.packed, non_blocking=True)
+                told[number].copy_(one.state.packed, non_blocking=True)
         event = None
         if one.graph is not None:
             event = torch.cuda.Event()
@@ -187,7 +189,8 @@ class Rounds:
         numbers[:, count:] = 0
         numbers[0, :count], numbers[1, :count] = batch.ends - batch.lengths, step.num_guesses
         numbers[2, :count] = 1
-        host["lengths"][:count], host["lengths"][count:] = width, 0
+        host["lengths"][:count], host["ones"][:count] = width, 1
+        host["lengths"][count:], host["ones"][count:] = 0, 0
         for name, of_token in (("verify", True), ("guess", False)):
             own = {
                 "seeds": sampling.seed,
@@ -208,6 +211,7 @@ class Rounds:
             "tokens": ((count, width), np.int64),
             "seqs": ((3, count), np.int64),
             "lengths": ((count,), np.int32),
+            "ones": ((count,), np.int32),
         }
         for name, number in (("verify", width * count), ("guess", self._k * count)):
             sizes |= {f"{name}_seeds": ((number,), np.int64), f"{name}_top_k": ((number,), np.int32)}
@@ -216,7 +220,9 @@ class Rounds:
 
     def _make(self, key: RoundKey) -> _Round | None:
         """The round of a key, captured on a GPU; None where that fails."""
-        one = _Round(self._inputs(key))
+        inputs = self._inputs(key)
+        on, size = inputs.on, self._cache.block_size
+        one = _Round(inputs, RoundState.of(on["tokens"], on["seqs"], self._table[: key.seqs], size))
         if self._pool is None:
             self._made[key] = one
             return one
@@ -227,10 +233,10 @@ class Rounds:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # compiles kernels and sets libraries up before the capture
-                self._round(one.inputs, key)
+                self._round(one, key)
             torch.cuda.current_stream().wait_stream(side)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                one.packed = self._round(one.inputs, key)
+                self._round(one, key)
         except RuntimeError as error:
             self._broken = True
             say_once(f"guesses are verified without CUDA graphs: {str(error).splitlines()[0]}")
@@ -240,37 +246,24 @@ class Rounds:
         self._made[key] = one
         return one
 
-    def _round(self, inputs: FixedInputs, key: RoundKey) -> Tensor:
+    def _round(self, one: _Round, key: RoundKey) -> Tensor:
         """One round: int64 [S, 1 + Q + k] as `RoundsOutput.told`. Leaves the next one's tokens and places in the buffers."""
-        on, count, width = inputs.on, key.seqs, self._k + 1
-        tokens, (starts, limits, alive), lengths = on["tokens"], on["seqs"], on["lengths"]
-        table, ahead = self._table[:count], torch.arange(width, device=self._device)
-        rows = torch.arange(count, device=self._device)[:, None]
-        places = Places.of(starts[:, None] + ahead, rows, table, alive[:, None], self._cache.block_size).flat()
-        ends = (starts * alive).int() + lengths
-        context = DevicePass(self._cache, table, places, ends, lengths, width, self._longest)
-        context.taps = dict.fromkeys(self._guesser.taps if self._guesser is not None else ())
-        x = self._model.hidden(tokens.view(-1), context)
+        on, state, guesser = one.inputs.on, one.state, self._guesser
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
-        draws = Draws(*(on[f"verify_{name}"] for name in names))
-        found, peaks = draws.draw(self._model.head(x), places.positions + 1, key.filtered)
-        chosen = found.view(count, width)
-        told = torch.where(peaks.isfinite(), found, -1).view(count, width)
-        agree = (tokens[:, 1:] == chosen[:, :-1]) & (ahead[:-1] < limits[:, None])
-        kept = agree.long().cumprod(1).sum(1)
-        starts += (kept + 1) * alive
-        limits.fill_(self._k)
-        guesses = tokens[:, 1:]
-        if self._guesser is not None:
-            guess_draws = Draws(*(on[f"guess_{name}"] for name in names))
-            state = Verified(
-                x, context.taps or {}, chosen, kept, starts, alive, table, places, ends, lengths, self._longest,
-                guess_draws, key.filtered,
-            )  # fmt: skip
-            guesses = self._guesser.guess_in_round(state)
-        packed = torch.cat((kept[:, None], told, guesses), 1)
-        tokens.copy_(torch.cat((chosen.gather(1, kept[:, None]), guesses), 1))
-        return packed
+        state.place()
+        positions, after, pages, offsets = state.placed.flatten(1)
+        context = DevicePass(
+            self._cache, state.table, (positions, pages, offsets), state.ends, on["lengths"], self._k + 1, self._longest
+        )
+        context.taps = dict.fromkeys(guesser.taps if guesser is not None else ())
+        x = self._model.hidden(state.tokens.view(-1), context)
+        draws = Draws(*(on[f"verify_{name}"] for name in names), key.filtered)
+        chosen, peaks = draws.draw(self._model.head(x), after)
+        state.settle(chosen, peaks)
+        if guesser is not None:
+            draws = Draws(*(on[f"guess_{name}"] for name in names), key.filtered)
+            state.leave(guesser.guess_in_round(Verified(x, chosen, state, context, on["lengths"], on["ones"], draws)))
+        return state.packed
 
 
 def _firsts(batch: ForwardBatch) -> np.ndarray:

@@ -11,6 +11,7 @@ from hone.serve.engine import Engine, EngineSpec
 from hone.serve.paging.paged import BlockTable
 from hone.serve.request import SamplingParams
 from hone.serve.speculation.drafter import Drafter
+from hone.serve.speculation.round_state import RoundState
 from hone.serve.speculation.rounds import Rounds
 from tests.serve.small import (
     assert_all_free,
@@ -124,10 +125,73 @@ def test_text_up_to_the_longest_is_whole(heads: dict[str, Path]) -> None:
     assert found.tokens == dense_greedy(decoder(), PROMPTS[1], 32 - len(PROMPTS[1]))
 
 
+def drawn_state(seqs: int, k: int, seed: int) -> tuple[RoundState, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A state of sequences of which the last pads, tokens of which many were foretold, largest logits, guesses that follow."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    tokens, chosen = drawn(3, seqs, k + 1), drawn(3, seqs, k + 1)
+    numbers = torch.stack((drawn(40, seqs), drawn(k + 1, seqs), torch.ones(seqs, dtype=torch.int64)))
+    numbers[:, -1] = 0
+    peaks = torch.rand(seqs * (k + 1), generator=generator)
+    peaks[drawn(len(peaks), 2)] = torch.tensor([torch.nan, torch.inf])
+    state = RoundState.of(tokens, numbers, drawn(99, seqs, 16).int(), 4)
+    return state, chosen.flatten(), peaks, drawn(50, k, seqs)
+
+
+def moved(state: RoundState, chosen: torch.Tensor, peaks: torch.Tensor, guesses: torch.Tensor) -> RoundState:
+    state.place()
+    state.settle(chosen, peaks)
+    state.leave(guesses)
+    return state
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_a_round_keeps_what_was_foretold(k: int) -> None:
+    """Against loops over sequences and tokens."""
+    before, chosen, peaks, guesses = drawn_state(9, k, k)
+    tokens, starts, limits = before.tokens.tolist(), before.starts.tolist(), before.limits.tolist()
+    state, table = moved(before, chosen, peaks, guesses), before.table.tolist()
+    for seq in range(9):
+        own = chosen.view(9, -1)[seq].tolist()
+        finite = [abs(one) < float("inf") for one in peaks.view(9, -1)[seq].tolist()]
+        kept = 0
+        while kept < limits[seq] and tokens[seq][kept + 1] == own[kept]:
+            kept += 1
+        told = [token if sure else -1 for token, sure in zip(own, finite)]
+        assert state.packed[seq].tolist() == [kept, *told, *guesses[:, seq].tolist()]
+        assert state.tokens[seq].tolist() == [own[kept], *guesses[:, seq].tolist()]
+        assert state.rows[seq] == seq * (k + 1) + kept and state.limits[seq] == k
+        last = seq == 8
+        start = starts[seq] + (0 if last else kept + 1)
+        assert state.starts[seq] == start
+        for ahead in range(k + 1):
+            place = starts[seq] + ahead
+            page = 0 if last else table[seq][place // 4]
+            assert state.placed[:, seq, ahead].tolist() == [place, place + 1, page, place % 4]
+        for ahead in range(k):
+            page = 0 if last else table[seq][(start + ahead) // 4]
+            assert state.draft[:, ahead, seq].tolist() == [start + ahead, page, (start + ahead) % 4]
+            assert state.after[ahead, seq] == start + ahead + 1
+            assert state.draft_ends[ahead, seq] == (0 if last else start + ahead + 1)
+        assert state.ends[seq] == (0 if last else starts[seq] + k + 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnGPU:
     """A float16 model whose rounds are CUDA graphs."""
+
+    @pytest.mark.parametrize(("seqs", "k"), [(1, 1), (1, 3), (9, 2), (33, 7)])
+    def test_the_kernels_move_a_state_as_torch_does(self, seqs: int, k: int) -> None:
+        state, *rest = drawn_state(seqs, k, seqs)
+        on_gpu = RoundState(**{name: one.cuda() if torch.is_tensor(one) else one for name, one in vars(state).items()})
+        found = moved(on_gpu, *(one.cuda() for one in rest))
+        for name, one in vars(moved(state, *rest)).items():
+            if torch.is_tensor(one):
+                assert torch.equal(vars(found)[name].cpu(), one), name
 
     @pytest.fixture(scope="class")
     def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

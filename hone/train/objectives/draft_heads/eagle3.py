@@ -141,10 +141,10 @@ class Eagle3(DraftHeads):
             unrolled.begin(step)
             embedded = head.embed(_later(tokens, step + 1), model)
             head.prepare(embedded, unrolled)
-            h = head(embedded, h, unrolled)
+            normed, h = head.states(embedded, h, unrolled)
             valid = ahead(targets, context, step + 1) != -100
             total = total + self.decay**step * distill_loss(
-                head.norm(h).flatten(0, -2),
+                normed.flatten(0, -2),
                 head.lm_head.weight,
                 _later(known, step + 1).flatten(0, -2),
                 rows,
