@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.base.run import Run
 from hone.serve.device.heap import frozen_heap
@@ -77,9 +77,20 @@ class OneFront:
                     front.tell()
                     board.leave(index)
         finally:
-            await engine.stop()
-            if self._texts is not None:
-                await self._texts.close()
+            await self.close(engine)
+
+    async def app(self, engine: EngineLink | Replicas) -> Any:
+        """The ASGI application alone, for a server that is not hone's own; `close` ends what it uses."""
+        front = self._front(engine, None, 0)
+        if self._texts is not None:
+            await self._texts.start()
+        return with_cors(build_app(front), self._spec)
+
+    async def close(self, engine: EngineLink | Replicas) -> None:
+        """Ends the engine and the processes that handle texts."""
+        await engine.stop()
+        if self._texts is not None:
+            await self._texts.close()
 
     def _front(self, engine: EngineLink | Replicas, board: FrontBoard | None, index: int) -> Front:
         spec = self._spec
