@@ -130,6 +130,7 @@ def _measured(
     probes |= kernels(machine.device, dtype) if kernels is not None else {}
     with scratch(here()) as folder:
         probes |= _disk(folder)
+        probes |= _mapped(folder, machine.device) if timer.cuda and folder is not None else {}
         meter.start()
         begun = time.perf_counter()
         seconds = rounds(timer, probes)
@@ -264,6 +265,7 @@ def _rates(
         gathers=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in gathers),
         host_bytes_per_s=rate("to host") if cuda else None,
         pinned_bytes_per_s=rate("from host") if cuda else None,
+        mapped_bytes_per_s=rate("mapped") if "mapped" in best else kept and kept.mapped_bytes_per_s,
         durable_s=durable_s,
         disk_bytes_per_s=disk_bytes_per_s,
         collectives=kept.collectives if kept else (),
@@ -334,6 +336,15 @@ def _disk(folder: Path | None) -> dict[str, Probe]:
         "small file": Probe(lambda: write_atomic(folder / "small", b"0"), 1, 0.05),
         "large file": Probe(lambda: write_atomic(folder / "large", large), _FILE_BYTES, 0.1),
     }
+
+
+def _mapped(folder: Path, device: str) -> dict[str, Probe]:
+    """A file that is mapped anew and copied to the GPU, as a checkpoint is read; nothing where `_disk` found no room for it."""
+    path = folder / "large"
+    if not path.exists():
+        return {}
+    size = path.stat().st_size
+    return {"mapped": Probe(lambda: torch.from_file(str(path), size=size, dtype=torch.uint8).to(device), size, 0.1)}
 
 
 class _Numbers:

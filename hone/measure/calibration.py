@@ -139,6 +139,9 @@ class Calibration(BaseModel):
     pinned_bytes_per_s: PositiveFloat | None = Field(
         None, description="From pinned host memory to a GPU; None on a CPU."
     )
+    mapped_bytes_per_s: PositiveFloat | None = Field(
+        None, description="From a mapped file that is in memory to a GPU, as weights are read; None: not measured."
+    )
     durable_s: PositiveFloat | None = Field(
         None,
         description="Until a small file and its folder entry are on the current folder's disk; None: not writable.",
@@ -237,6 +240,8 @@ class Calibration(BaseModel):
             rows.append(("copy to the host", f"{self.host_bytes_per_s / 1e9:.1f} GB/s"))
         if self.pinned_bytes_per_s is not None:
             rows.append(("copy from pinned host memory", f"{self.pinned_bytes_per_s / 1e9:.1f} GB/s"))
+        if self.mapped_bytes_per_s is not None:
+            rows.append(("copy from a mapped file", f"{self.mapped_bytes_per_s / 1e9:.1f} GB/s"))
         if self.durable_s is not None and self.disk_bytes_per_s is not None:
             rows.append(("small file until it is on disk", f"{self.durable_s * 1e3:.1f} ms"))
             rows.append(("large file until it is on disk", f"{self.disk_bytes_per_s / 1e9:.2f} GB/s"))

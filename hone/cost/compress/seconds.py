@@ -1,6 +1,6 @@
 """Seconds of compressing a model layer by layer, from shapes alone.
 
-The engine computes layer i while a thread writes layer i - 1, so the slower of computing and writing counts. With several
+The engine computes layer i while a thread fetches and writes layer i - 1, so the slower of computing and writing counts. With several
 ranks the one with most to do counts. Constants are measured where no calibration has the rate;
 each names the machine.
 """
@@ -19,7 +19,10 @@ from hone.cost.work import moved_s, products_s, share_out, started_s, work_secon
 from hone.measure.machine import Machine
 
 HOST_BYTES_PER_S = 1.5e9
-"""Without a calibration, copying from a GPU into host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
+"""Without a calibration, copying from a GPU into new host memory that is not pinned (8.6 GB in 5.7 s from an H200)."""
+
+MAPPED_BYTES_PER_S = 6.9e9
+"""Without a calibrated rate, copying a file's pages that are in memory to a GPU (`hone calibrate --report`, pageable memory, H200)."""
 
 LAYER_OPS = 1000
 """Time of opening the checkpoint, building a layer and writing its shard, in operation starts; most of it is Python."""
@@ -72,7 +75,9 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             parts[name] = parts.get(name, 0.0) + value
         now = max(now + sum(spent.values()), written)
         # Weights, time spent, and the marker that the layer is whole.
-        written = now + disk.seconds(work.shard_bytes[index + 1], files=3)
+        written = (
+            now + _fetched(machine, work.shard_bytes[index + 1]) + disk.seconds(work.shard_bytes[index + 1], files=3)
+        )
     if work.adapter_bytes:
         written += disk.seconds(2 * work.adapter_bytes, files=count + 2)
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
@@ -194,7 +199,7 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
     weights = work.dims.layer_params[index] if index < len(work.layers) else sum(one.size for one in matrices)
     ops = LAYER_OPS + MATRIX_OPS * len(matrices)
     if machine.device.startswith("cuda"):
-        read = weights * work.stored_width / machine.num_ranks / _host_rate(machine)
+        read = weights * work.stored_width / machine.num_ranks / _mapped_rate(machine)
         return read + started_s(machine, ops)
     return moved_s(machine, LOAD_BYTES * weights) + started_s(machine, ops)
 
@@ -205,7 +210,15 @@ def _evaluate(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
     return products + moved_s(machine, (REPORT_BYTES + (30 if calibrated else 0)) * one.size)
 
 
-def _host_rate(machine: Machine) -> float:
-    """Bytes/s between a GPU and host memory that is not pinned."""
+def _mapped_rate(machine: Machine) -> float:
+    """Bytes/s from a checkpoint's mapped file to a GPU."""
     calibration = machine.calibration
-    return (calibration.host_bytes_per_s if calibration is not None else None) or HOST_BYTES_PER_S
+    return (calibration.mapped_bytes_per_s if calibration is not None else None) or MAPPED_BYTES_PER_S
+
+
+def _fetched(machine: Machine, num_bytes: float) -> float:
+    """Seconds in which the writing thread copies a shard from a GPU into new host memory."""
+    if not machine.device.startswith("cuda"):
+        return 0.0
+    calibration = machine.calibration
+    return num_bytes / ((calibration.host_bytes_per_s if calibration is not None else None) or HOST_BYTES_PER_S)
