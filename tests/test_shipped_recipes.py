@@ -13,6 +13,7 @@ from hone.feed.load import PackedTokens
 from hone.model import hf
 from hone.model.decoder import build
 from hone.recipe import Planned, Recipe
+from hone.report.write import build as build_report
 from hone.train.continuation.start import Start
 from hone.train.stage import TrainPlan
 from tests.train.conftest import SHAPE, write_data
@@ -76,6 +77,32 @@ def test_draft_heads_are_trained_and_serve_as_the_recipe_says(tmp_path, monkeypa
 
 SHORT = {"steps": "3", "batch_size": "2", "seq_len": "16", "validation.sequences": "1"}
 FEW = {"num_requests": "2", "prompt_tokens": "[4, 8]", "output_tokens": "[8, 8]"}
+
+
+@pytest.mark.slow
+def test_the_case_study_runs_to_its_end(tmp_path, monkeypatch):
+    """recipes/case_study.yaml, made small: text, training, three compressions, healing, evaluations, three servers and the report."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for path in sorted(Path(json.__file__).parent.parent.glob("[ab]*.py")):  # some of the standard library
+        (tmp_path / "text" / path.name).write_bytes(path.read_bytes())
+    few = {"num_requests": "4", "output_tokens": "[4, 8]", "prompt_tokens": "[4, 8]", "shared_prefix": "16"}
+    given = {
+        "data-text.source": str(tmp_path / "text"), "data-text.tokenizer.vocab_size": "320", "train-base.steps": "12",
+        "train-base.seq_len": "64", "train-base.validation.interval": "12", "train-healed.steps": "4", "train-healed.seq_len": "64",
+        "compress-pruned.seq_len": "64", "compress-int4.seq_len": "64", "compress-int4.num_sequences": "8", "eval.max_tokens": "1024",
+    }  # fmt: skip
+    given |= {f"serve-{name}.{field}": one for name in ("plain", "int4", "unoptimized") for field, one in few.items()}
+    Recipe.load(RECIPES / "case_study.yaml").override(given).run("work", Run(quiet=True))
+    made = {
+        path.name: Artifact.read(path)
+        for path in (tmp_path / "work/case_study").iterdir()
+        if (path / "hone.json").exists()
+    }
+    assert {"data-text", "train-base", "compress-pruned", "train-healed", "compress-int4"} <= made.keys()
+    assert sum(name.startswith("eval-") for name in made) == 4 and sum(name.startswith("serve-") for name in made) == 9
+    assert made["compress-int4"].figures["model_bytes"].value < made["train-base"].figures["model_bytes"].value / 2
+    assert "case_study" in build_report(tmp_path / "work/case_study").read_text()
 
 
 def begin_alike(planned: dict[str, Planned], count: int) -> None:
