@@ -49,6 +49,7 @@ def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser]
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--commit", help="of the code that ran, where its folder is no checkout")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", help="of the model, where its folder there had another one")
     parser.add_argument("--no-ledger", action="store_true")
     for option, value in module.SIZES.items():
         parser.add_argument(f"--{option.replace('_', '-')}", type=type(value), default=value)
@@ -64,6 +65,7 @@ def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser]
     header, lines = parts[0][0], [line for part in parts for line in part[1:]]
     if any(part[0]["sizes"] != header["sizes"] for part in parts):
         parser.error(f"{', '.join(map(str, options.files))} are of different sizes")
+    header["model"] = options.name or header["model"]
     rows = module.rows(found_of(lines), header)
     for row in rows:
         print(f"{row['figure']:<110} {row['value']:.4f} {row['unit']}; {row.get('note', '')}")
