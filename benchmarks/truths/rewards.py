@@ -47,7 +47,12 @@ PILOTS = {
 """Those of seed 100."""
 SIZES = {"steps": 100, "rows_a_step": 4, "answers": 128}
 LENGTH = 128
-DATA = "folder of an earlier run's data, for machines without what data stages need; made where it is not there"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of this module."""
+    said = "folder of an earlier run's data, for machines without what data stages need; made where it is not there"
+    parser.add_argument("--data", type=Path, help=said)
 
 
 def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
@@ -109,4 +114,4 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     from benchmarks.truths import rewards
 
-    common.main(rewards, "truths", lambda parser: parser.add_argument("--data", type=Path, help=DATA))
+    common.main(rewards, "truths", rewards.options)
