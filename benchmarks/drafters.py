@@ -134,10 +134,13 @@ def counted(engine: Engine, before: dict[str, float]) -> tuple[float, float, int
     return 1 + kept / max(steps, 1), kept / max(drafted, 1), int(steps)
 
 
-def measured(args: argparse.Namespace, kind: str, heads: Path, told: Row) -> Iterator[Row]:
+def measured(args: argparse.Namespace, kind: str, heads: Path, told: Row, guesses: int) -> Iterator[Row]:
     """Rows of one kind: acceptance greedy and sampled, ms/token beside plain decoding, the predicted speed-up."""
     prompts = prompts_of(args, args.model)
-    plain, fast = Stream(args, args.model), Stream(args, args.model, heads)
+    drafter = {"kind": kind, "num_tokens": guesses}
+    plain, fast = Stream(args, args.model), Stream(args, args.model, heads, drafter=drafter)
+    if guesses != GUESSES:
+        kind = f"{kind}, {guesses} guess{'es' if guesses > 1 else ''}"
     for one in (plain, fast):  # kernels, graphs
         one.go(prompts[:2])
         one.go(prompts[:2])
@@ -149,10 +152,17 @@ def measured(args: argparse.Namespace, kind: str, heads: Path, told: Row) -> Ite
             raise SystemExit(f"{kind}: greedy text of {same.count(False)} prompts differs from plain decoding")
     each, rate, steps = counted(fast.engine, before)
     what = f"{args.model_name}, batch 1, {len(prompts)} held-out prompts of {args.prompt_tokens}, {args.tokens} tokens"
-    common = {"n": steps, "technique": f"drafter/{kind}", "note": what, "trained": told, "same_text": same.count(True)}
+    common = {
+        "n": steps,
+        "technique": f"drafter/{drafter['kind']}",
+        "num_tokens": guesses,
+        "note": what,
+        "trained": told,
+        "same_text": same.count(True),
+    }
     yield {"figure": f"{kind}: tokens a verification, greedy", "value": each, "unit": "tokens", **common}
     yield {"figure": f"{kind}: guesses accepted, greedy", "value": rate, "unit": "fraction", **common}
-    predicted = predicted_speedup(args, told["params"], kind, each, fast.engine.spec)
+    predicted = predicted_speedup(args, told["params"], drafter, each, fast.engine.spec)
     yield {
         "figure": f"{kind}: ms a token",
         "value": 1e3 * fast.per_token_s,
@@ -172,13 +182,13 @@ def measured(args: argparse.Namespace, kind: str, heads: Path, told: Row) -> Ite
     yield {"figure": f"{kind}: tokens a verification, temperature 1", "value": each, "unit": "tokens", **sampled}
 
 
-def predicted_speedup(args: argparse.Namespace, params: int, kind: str, each: float, spec: EngineSpec) -> Estimate:
+def predicted_speedup(args: argparse.Namespace, params: int, drafter: Row, each: float, spec: EngineSpec) -> Estimate:
     """The speed-up that the cost room expects of the acceptance, from this machine's calibration if there is one."""
     machine, facts = describe(args.device), CheckpointFacts.of(args.model)
     serving = serving_of(spec.model_copy(update={"drafter": None, "draft": None}), facts, machine)
-    assert spec.drafter is None or spec.drafter.kind == kind, "one kind at a time"
-    guess = guess_seconds(machine, params, 1 if kind == "medusa" else GUESSES, serving.dtype)
-    return expected_speedup(serving, args.prompt_tokens + args.tokens / 2, GUESSES, each, guess)
+    count = drafter["num_tokens"]
+    guess = guess_seconds(machine, params, 1 if drafter["kind"] == "medusa" else count, serving.dtype)
+    return expected_speedup(serving, args.prompt_tokens + args.tokens / 2, count, each, guess)
 
 
 def costs(args: argparse.Namespace, kind: str, work: Path) -> Iterator[Row]:
@@ -194,7 +204,7 @@ def costs(args: argparse.Namespace, kind: str, work: Path) -> Iterator[Row]:
     del heads
     prompt = [list(range(1, args.prompt_tokens + 1))]
     times = {}
-    for name, draft in (("plain", None), ("heads", folder)) * 2:
+    for name, draft in (("plain", None), ("heads", folder), ("plain", None)):
         run = Stream(args, model, draft)
         run.go(prompt)
         run.seconds, run.tokens = 0.0, 0
@@ -227,6 +237,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--shape", choices=[*SHAPES])
     parser.add_argument("--kinds", default="medusa,eagle3")
+    parser.add_argument("--guesses", default=str(GUESSES), help="numbers of guesses a step, one after another")
     parser.add_argument("--device", default="cpu")
     for name, value in (("steps", 2000), ("batch-size", 8), ("seq-len", 128), ("prompts", 8), ("prompt-tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -245,14 +256,12 @@ def main() -> None:
         work = Path(folder)
         data = None if args.shape else made_data(args, work)
         for kind in args.kinds.split(","):
-            if args.shape:
-                found = costs(args, kind, work)
-            else:
-                made, told = trained(args, kind, data, work)
-                found = measured(args, kind, made.folder, told)
-            for row in found:
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+            made, told = (None, {}) if args.shape else trained(args, kind, data, work)
+            for number in [GUESSES] if made is None else map(int, args.guesses.split(",")):
+                found = costs(args, kind, work) if made is None else measured(args, kind, made.folder, told, number)
+                for row in found:
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
     print(table(rows))
     if out := os.environ.get("OUT"):
         Path(out, "drafters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -185,24 +185,21 @@ class Rounds:
         firsts = _firsts(batch)
         ahead = np.minimum(np.arange(width), step.num_guesses[:, None])
         host["tokens"][:count], host["tokens"][count:] = tokens[firsts[:, None] + ahead], 0
-        numbers = host["seqs"]
-        numbers[:, count:] = 0
-        numbers[0, :count], numbers[1, :count] = batch.ends - batch.lengths, step.num_guesses
-        numbers[2, :count] = 1
+        seqs = host["seqs"]
+        seqs[:, count:] = 0
+        seqs[0, :count], seqs[1, :count], seqs[2, :count] = batch.ends - batch.lengths, step.num_guesses, 1
         host["lengths"][:count], host["ones"][:count] = width, 1
         host["lengths"][count:], host["ones"][count:] = 0, 0
-        for name, of_token in (("verify", True), ("guess", False)):
-            own = {
-                "seeds": sampling.seed,
-                "temperature": sampling.temperature,
-                "top_k": np.minimum(sampling.top_k, 2**31 - 1),
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-            }
-            for what, values in own.items():
-                padded_values = np.zeros(padded_seqs, dtype=values.dtype)
-                padded_values[:count] = values
-                host[f"{name}_{what}"][:] = padded_values.repeat(width) if of_token else np.tile(padded_values, self._k)
+        numbers = {
+            "seeds": sampling.seed,
+            "temperature": sampling.temperature,
+            "top_k": np.minimum(sampling.top_k, 2**31 - 1),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+        for what, values in numbers.items():  # what pads draws as the sequences before it in the buffer did
+            host[f"verify_{what}"].reshape(padded_seqs, width)[:count] = values[:, None]
+            host[f"guess_{what}"].reshape(self._k, padded_seqs)[:, :count] = values
         inputs.send()
 
     def _inputs(self, key: RoundKey) -> FixedInputs:
