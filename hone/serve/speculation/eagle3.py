@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Eagle3(HiddenDrafter):
-    """Guess with the most likely tokens of an EAGLE-3 head, one after another, verify with the model. Li et al. 2025, arXiv:2503.01840."""
+    """Guess with an EAGLE-3 head, one token after another, verify with the model. Li et al. 2025, arXiv:2503.01840."""
 
     paper: ClassVar[str] = "arXiv:2503.01840"
 

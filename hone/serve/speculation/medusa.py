@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Medusa(HiddenDrafter):
-    """Guess with the most likely token of each Medusa head, verify with the model. Cai et al. 2024, arXiv:2401.10774."""
+    """Guess with Medusa heads, one token each, verify with the model. Cai et al. 2024, arXiv:2401.10774."""
 
     paper: ClassVar[str] = "arXiv:2401.10774"
 
