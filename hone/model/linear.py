@@ -28,7 +28,7 @@ from hone.ops import grouped_linear, linear
 from hone.ops.dispatch import Choice, choose, locate, runs_kernel
 from hone.ops.linear.cpu_weights import CpuWeight, dense_weight
 from hone.ops.moe.reference import add_bias
-from hone.ops.moe.weights import ExpertWeights, block_of, pack_pairs
+from hone.ops.moe.weights import ExpertWeights, Rounding, block_of, pack_pairs
 
 Part = TypeVar("Part")
 
@@ -217,6 +217,35 @@ class ExpertLinears(nn.ModuleList):
             if one._forward_hooks or one._forward_pre_hooks or one._buffers.get("codes") is not codes:
                 return None
         return self.stacked
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """What `stacked` experts round their inputs to; None: nothing."""
+        first: Any = self[0]
+        return getattr(first, "rounding_of_experts", None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether the tensors of one expert fit another's place: all are of one kind and format."""
+        first: Any = self[0]
+        return all(
+            type(one) is type(first) and getattr(one, "scheme", None) == getattr(first, "scheme", None) for one in self
+        )
+
+    def tensors_of(self, index: int) -> list[Tensor]:
+        """All that one expert computes with, as views, in an order that is the same for all; see `overwritten`."""
+        if self.stacked is not None:
+            return [one[index] for one in self.stacked if one is not None]
+        one = self[index]
+        return [tensor.detach() for tensor in (*one.parameters(), *one.buffers())]
+
+    def overwritten(self, index: int) -> None:
+        """To be called when `tensors_of` an expert were given other values in place: what was made of the old ones is forgotten."""
+        one: Any = self[index]
+        if self.stacked is not None and self.stacked.bias is not None:
+            one.bias.copy_(self.stacked.bias[index])
+        if hasattr(one, "overwritten"):
+            one.overwritten()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertLinears:
         """Implements `.to(...)`: where experts have come to a device that multiplies all of them at once, they are stacked anew."""

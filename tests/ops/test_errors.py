@@ -243,6 +243,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
             lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, ExpertWeights(CODES[None], torch.ones(1, 2, 7))),
         ),
         (r"ids torch.int64 \(2, 2\)", lambda: ops.expert_swiglu(X, IDS[:2], SHARES, GATED, DOWN)),
+        ("rounding 'int8' does not fit dense", lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, DOWN, rounding="int8")),
         (r"down \(2, 64, 4\)", lambda: ops.expert_swiglu(X, IDS, SHARES, GATED, ExpertWeights(EXPERTS.mT[..., :4]))),
     ],
     "linear_cross_entropy": [

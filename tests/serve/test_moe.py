@@ -16,8 +16,13 @@ from hone.model.decoder import Decoder, build
 from hone.model.incremental import generate
 from hone.model.quantized.layouts.nvfp4 import pack_nibbles
 from hone.model.quantized.methods.mxfp4 import SCHEME
+from hone.model.quantized.scheme import Scheme
 from hone.model.shape import Shape
 from hone.ops.rounding.float_grid import find_scales
+from hone.ops.rounding.inputs import ACTIVATIONS
+from hone.serve.engine import Engine, EngineSpec
+from hone.serve.request import SamplingParams
+from tests.model.parallel.quantized_folder import write_quantized
 from tests.serve.small import (
     VOCAB,
     assert_all_free,
@@ -110,6 +115,52 @@ def test_gpt_oss_is_served_as_whole_passes_compute_it(quantized: bool, tmp_path:
             served = [entry.logprob for output in found[f"{name}{round}"] for entry in output.logprobs]
             torch.testing.assert_close(torch.tensor(served), expected, atol=1e-4, rtol=1e-4)
     assert_all_free(one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(8, layout="int-quantized", activations=ACTIVATIONS["int8_token"]),
+        Scheme(4, 64, activations=ACTIVATIONS["int8_token"]),
+        Scheme(8, layout="float-quantized", number="e4m3", activations=ACTIVATIONS["fp8_token"]),
+    ],
+    ids=["W8A8", "W4A8", "W8A8 fp8"],
+)
+def test_experts_that_round_inputs_are_served_in_graphs(scheme: Scheme, tmp_path: Path) -> None:
+    """Log-probabilities are those of one expert after another without graphs, and near those of exact weights with exact inputs."""
+    moe = {"kind": "moe", "num_experts": 8, "intermediate_size": 128, "router": {"kind": "softmax", "top_k": 2}}
+    shape = Shape(
+        family="qwen3_moe", hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=128,
+        max_seq_len=256, tie_embeddings=False, feed_forward=(moe,),
+    )  # fmt: skip
+    folder = write_quantized(build(shape.config(VOCAB), seed=1), tmp_path / "codes", scheme, "compressed-tensors")
+    prompts = [[(7 * i + 3 * j) % VOCAB for j in range(1, 20 + 30 * i)] for i in range(5)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    scores = {}
+    for way in ("graphs", "apart"):
+        spec = {
+            "dtype": "bfloat16",
+            "block_size": 16,
+            "num_pages": 128,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 256,
+        }
+        one = Engine(folder, EngineSpec.read(spec), device="cuda")
+        assert one.runner.graphs is not None
+        feeds = [layer.feed_forward for layer in one.model.layers]
+        assert all(feed.gate_up.at_once() is not None and feed.gate_up.rounding for feed in feeds)
+        if way == "apart":
+            one.runner.graphs = None
+            for feed in feeds:
+                feed.gate_up.stacked = feed.down.stacked = None
+        found = one.generate(prompts, params)
+        assert way == "apart" or one.runner.graphs.num_captured
+        assert not any(output.error for output in found)
+        scores[way] = torch.tensor([p.logprob for output in found for p in output.prompt_logprobs if p is not None])
+    assert (scores["graphs"] - scores["apart"]).abs().mean() < 0.02
+    assert (scores["graphs"] - scores["apart"]).abs().max() < 0.2
 
 
 def in_mxfp4(model: Decoder, folder: Path) -> Path:

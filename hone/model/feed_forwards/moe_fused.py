@@ -19,7 +19,7 @@ from hone.model.routers.sigmoid import Sigmoid
 from hone.model.routers.softmax import Softmax
 from hone.ops import choose_experts, expert_swiglu
 from hone.ops.dispatch import choose, locate, runs_kernel
-from hone.ops.moe.weights import ExpertWeights
+from hone.ops.moe.weights import ExpertWeights, Rounding
 
 
 def fused(layer: Any, tokens: Tensor, x: Tensor, context: Context) -> Tensor | None:
@@ -38,15 +38,14 @@ def fused(layer: Any, tokens: Tensor, x: Tensor, context: Context) -> Tensor | N
             return routes.combine(layer.experts_of(*routes.dispatch(tokens)))
         chosen = routes.ids, routes.weights
     spec = layer.spec
-    return expert_swiglu(
-        tokens, *chosen, gate_up, down, limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, local_share=layer.local_share
-    )
+    options = {"limit": spec.swiglu_limit, "alpha": spec.swiglu_alpha, "rounding": _rounding(layer.gate_up)}
+    return expert_swiglu(tokens, *chosen, gate_up, down, local_share=layer.local_share, **options)
 
 
 def _weights(layer: Any, tokens: Tensor) -> tuple[ExpertWeights, ExpertWeights] | None:
     """Both weights of all experts, where a kernel multiplies them with these tokens."""
     gate_up, down = _stacked(layer.gate_up), _stacked(layer.down)
-    if gate_up is None or down is None:
+    if gate_up is None or down is None or _rounding(layer.gate_up) != _rounding(layer.down):
         return None
     experts, both, width = gate_up.sizes
     if any(one.kind == "dense" and one.values.dtype != tokens.dtype for one in (gate_up, down)):
@@ -69,6 +68,10 @@ def _stacked(linear: nn.Module) -> ExpertWeights | None:
     if type(linear) is Experts:
         return ExpertWeights(linear.weight, None, linear.bias)
     return linear.at_once() if isinstance(linear, ExpertLinears) else None
+
+
+def _rounding(linear: nn.Module) -> Rounding | None:
+    return linear.rounding if isinstance(linear, ExpertLinears) else None
 
 
 def _chosen(layer: Any, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:

@@ -127,8 +127,13 @@ class Dequantizing(nn.Module):
     @property
     def stacks(self) -> bool:
         """Whether a kernel multiplies such weights of all experts at once: e4m3 in blocks of columns or MXFP4, inputs as they are."""
+        return self.stacks_whole_inputs and self.scheme.activations is None
+
+    @property
+    def stacks_whole_inputs(self) -> bool:
+        """`stacks`, whatever becomes of the inputs."""
         scheme = self.scheme
-        plain = scheme.symmetric and not scheme.permuted and scheme.activations is None
+        plain = scheme.symmetric and not scheme.permuted
         fits = block_of(self.in_features, scheme.num_groups(self.in_features)) > 0
         return plain and fits and (scheme.number, scheme.scales) in (("e4m3", "float"), ("e2m1", "e8m0"))
 
@@ -140,6 +145,10 @@ class Dequantizing(nn.Module):
         """Keeps its weights in `values` [N, K] or pairs [N, K / 2] and `scales` [G, N], parts of tensors of all experts."""
         self.pairs = block_of(self.in_features, len(scales)) if self.packed else 0
         self.codes, self.scales, self._wide = values if self.packed else values.view(torch.int8), scales.T, None
+
+    def overwritten(self) -> None:
+        """Forgets what was made of codes and scales whose values have changed in place."""
+        self._wide = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype, or float32 (`dequantize`).

@@ -150,6 +150,10 @@ class PackedInt(nn.Module):
         self.pairs = block_of(self.in_features, len(scales)) if self.scheme.bits == 4 else 0
         self.codes, self.scales, self._on_cpu = values, scales.T, None
 
+    def overwritten(self) -> None:
+        """Forgets what was made of codes and scales whose values have changed in place."""
+        self._on_cpu = None
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype; codes and scales are multiplied in x's dtype.
 

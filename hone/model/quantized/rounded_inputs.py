@@ -13,6 +13,7 @@ from torch import Tensor
 from hone.base.errors import ArtifactError
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.scheme import Scheme
+from hone.ops.moe.weights import Rounding, block_of
 from hone.ops.rounding.inputs import encode, round_inputs, tensors_of
 
 
@@ -53,6 +54,22 @@ class RoundedInputs(Dequantizing):
     def parts(self, rows: list[int]) -> list[dict[str, Tensor]]:
         """As `Dequantizing.parts`; every part has the scales of the inputs."""
         return [part | {suffix: getattr(self, suffix).clone() for suffix in self.given} for part in super().parts(rows)]
+
+    @property
+    def rounding_of_experts(self) -> Rounding | None:
+        """What a kernel for all experts rounds inputs to: 8-bit codes with a scale a token, found at run time; None: no kernel does."""
+        own = self.rounding
+        plain = own.dynamic and own.symmetric and own.per == "token" and own.bits == 8 and self.bias is None
+        return ("int8" if own.number == "int" else "fp8" if own.number == "e4m3" else None) if plain else None
+
+    @property
+    def stacks(self) -> bool:
+        """Whether a kernel multiplies such weights of all experts at once (`Dequantizing.stacks`), which also rounds their inputs."""
+        scheme = self.scheme
+        integers = (scheme.number, scheme.scales) == ("int", "float") and scheme.symmetric and scheme.bits in (4, 8)
+        fits = block_of(self.in_features, scheme.num_groups(self.in_features)) > 0
+        plain = integers and fits and not scheme.permuted
+        return (plain or super().stacks_whole_inputs) and self.rounding_of_experts is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] float -> [..., N] in x's dtype."""

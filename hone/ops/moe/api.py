@@ -79,11 +79,13 @@ def permute(
     *,
     pieces: tuple[int, int] | None = None,
     leaves_out: bool = False,
+    any_order: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows [T * k, D] of x [T, D] sorted by expert, ends int32 [E], place int32 [T, k]); differentiable in x.
 
-    expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order.
+    expert_ids integer [T, k], each in [0, num_experts). The sort is stable: an expert's rows keep the tokens' order, but with `any_order`,
+    which is faster on a GPU and for products of single rows.
     ends[e] is the end of expert e's rows; place[t, j] is the row of token t for its j-th expert. With `pieces` (n, C) the experts are
     those of n ranks, E / n each, and the rows of a rank's begin at a multiple of C: rows are [n * C, D], of which those that nobody
     asked for are copies of token 0, `place` has the gaps, and `ends` does not. Where a rank's experts have more than C rows, some
@@ -103,7 +105,7 @@ def permute(
         )
     assert pieces is None or not leaves_out, "rows in pieces are all somebody's"
     if backend_of("permute", x.device, backend, dtype=x.dtype) == "triton":
-        place, order, ends = _order_op(expert_ids, num_experts + leaves_out)
+        place, order, ends = (_list_op if any_order else _order_op)(expert_ids, num_experts + leaves_out)
         if leaves_out:
             ends = ends[:-1]
             return _take_rows_op(x, order, place, ends), ends, place
@@ -180,6 +182,37 @@ def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
         EXPERTS=experts, BLOCK=block, STEP=max(16, min(256, block, 8192 // experts)), num_warps=4 if block == 64 else 8,
     )  # fmt: skip
     return place, order, ends
+
+
+@torch.library.custom_op("hone::expert_lists", mutates_args=())
+def _list_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_order_op`, but entries of an expert are in any order, which may differ between two calls: for products of rows alone."""
+    from hone.ops.moe.triton_kernels import count_visits, list_few, list_visits
+
+    ids = expert_ids.contiguous()
+    place, order, ends = _order_fake(expert_ids, num_experts)
+    num_ids, experts = ids.numel(), max(16, power_of_2(num_experts))
+    if not num_ids:
+        return place, order, ends.zero_()
+    if num_ids <= FEW_IDS:
+        padded = max(16, power_of_2(num_ids))
+        list_few[(1,)](
+            ids, place, order, ends, num_ids, num_experts,
+            IDS=padded, EXPERTS=experts, num_warps=max(4, min(32, padded // 64)),
+        )  # fmt: skip
+        return place, order, ends
+    counts = torch.zeros(2, num_experts, dtype=torch.int32, device=ids.device)
+    block = max(16, min(256, 32768 // experts))
+    count_visits[(-(-num_ids // 1024),)](ids, counts, num_ids, BLOCK=1024, num_warps=4)
+    list_visits[(-(-num_ids // block),)](
+        ids, counts, counts[1], place, order, ends, num_ids, num_experts, BLOCK=block, EXPERTS=experts, num_warps=4
+    )
+    return place, order, ends
+
+
+@_list_op.register_fake
+def _list_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _order_fake(expert_ids, num_experts)
 
 
 @_order_op.register_fake

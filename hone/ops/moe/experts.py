@@ -6,18 +6,20 @@ depends on what is chosen.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.base.errors import SpecError
 from hone.ops.activation.api import clamped_swiglu, swiglu
 from hone.ops.dispatch import backend_of
+from hone.ops.linear.codes import KINDS
 from hone.ops.moe import reference
-from hone.ops.moe.api import _order_op, grouped_linear, permute, unpermute
+from hone.ops.moe.api import _list_op, grouped_linear, permute, unpermute
 from hone.ops.moe.local import LocalExperts
-from hone.ops.moe.weights import ExpertWeights, check_weights
+from hone.ops.moe.weights import ExpertWeights, Rounding, check_weights
 
 
 def choose_experts(
@@ -70,15 +72,24 @@ def expert_swiglu(
     limit: float | None = None,
     alpha: float = 1.702,
     local_share: float = 1.0,
+    rounding: Rounding | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """[T, D]: of each token of x [T, D] the sum of its experts' SwiGLU feed-forwards, times weights float32 [T, k].
 
     With `limit` the gate is gpt-oss's (`clamped_swiglu`), `alpha` its factor.     ids integer [T, k], each in [0, E), which a GPU does not check; gate_up
     [E, 2 F, D], gate first, and down [E, D, F], dense or codes, with or without biases. Where experts are divided over ranks, `local_share` is the share of visits that is expected to be of this rank's: below 1
-    ids may be E, nobody, whose visits add nothing and of which nothing is read. Sums are float32. No gradient. Raises SpecError for
+    ids may be E, nobody, whose visits add nothing and of which nothing is read. With `rounding` the inputs of gate and up and those of
+    down are rounded to 8 bits, each row with its own scale (W8A8), where experts are codes without biases. Sums are float32. No gradient. Raises SpecError for
     shapes that do not fit.
     """
+    if rounding is not None and (
+        rounding not in KINDS or gate_up.kind == "dense" or gate_up.bias is not None or down.bias is not None
+    ):
+        raise SpecError(
+            f"rounding {rounding!r} does not fit {gate_up.kind} weights with biases {gate_up.bias is not None, down.bias is not None}",
+            fix="give 'int8' or 'fp8' with codes without biases, or None",
+        )
     for name, own in (("gate_up", gate_up), ("down", down)):
         check_weights(name, own)
     (experts, both, width), (others, out, inner) = gate_up.sizes, down.sizes
@@ -100,19 +111,45 @@ def expert_swiglu(
         sizes=(inner, width), kind=gate_up.kind if len(kinds) == 1 else "mixed", plain=plain,
     )  # fmt: skip
     if chosen == "triton":
-        return _experts_op(x, ids, weights, *gate_up, *down, local_share, limit, alpha)
+        return _experts_op(x, ids, weights, *gate_up, *down, local_share, limit, alpha, rounding)
     if chosen == "grouped":
         some = local_share < 1
-        rows, ends, place = permute(x, ids, experts, leaves_out=some)
+        rows, ends, place = permute(
+            x if rounding is None else reference.rounded(x, rounding), ids, experts, leaves_out=some
+        )
         both = _product(rows, gate_up, ends)
-        made = _product(swiglu(both) if limit is None else clamped_swiglu(both, limit, alpha), down, ends)
+        inner_rows = swiglu(both) if limit is None else clamped_swiglu(both, limit, alpha)
+        made = _product(inner_rows if rounding is None else reference.rounded(inner_rows, rounding), down, ends)
         return unpermute(made, place, weights, ends=ends if some else None)
-    return reference.expert_swiglu(x, ids, weights, gate_up, down, limit, alpha)
+    return reference.expert_swiglu(x, ids, weights, gate_up, down, limit, alpha, rounding)
+
+
+WIDENED_BYTES = 256 << 20
+"""Most bytes of codes that are widened at a time, but for one expert."""
 
 
 def _product(rows: Tensor, weights: ExpertWeights, ends: Tensor) -> Tensor:
-    made = grouped_linear(rows, weights.values, ends)
+    """rows [R, K] times their experts' weights: codes are widened once, some experts at a time, in memory that the next ones take again."""
+    if weights.kind == "dense":
+        made = grouped_linear(rows, weights.values, ends)
+    else:
+        made = _widened_product(rows, weights, ends)
     return made if weights.bias is None else reference.add_bias(made, weights.bias, ends)
+
+
+def _widened_product(rows: Tensor, weights: ExpertWeights, ends: Tensor) -> Tensor:
+    from hone.ops.moe.gluon_grouped import by_rows
+    from hone.ops.moe.triton_widen import widened
+
+    experts, features, columns = weights.sizes
+    each = max(1, WIDENED_BYTES // (features * columns * rows.element_size()))
+    starts = F.pad(ends, (1, 0))[:-1]
+    out = rows.new_empty(len(rows), features)
+    for first in range(0, experts, each):
+        own = slice(first, first + each)
+        some = ExpertWeights(*(None if one is None else one[own] for one in weights)).contiguous()  # type: ignore[arg-type]
+        by_rows(rows, widened(some, rows.dtype), ends[own, None], starts=starts[own, None], out=out)
+    return out
 
 
 @torch.library.custom_op("hone::choose_experts", mutates_args=("counts",))
@@ -174,6 +211,7 @@ def _experts_op(
     local_share: float,
     limit: float | None,
     alpha: float,
+    rounding: str | None,
 ) -> Tensor:
     from hone.ops.moe.launch_experts import SEARCHED, launch_experts
 
@@ -182,8 +220,10 @@ def _experts_op(
     both = ExpertWeights(gate_up, gate_up_scales, gate_up_bias).contiguous()
     last = ExpertWeights(down, down_scales, down_bias).contiguous()
     # Nobody's visits come last.
-    listed = _order_op(ids, len(gate_up) + (local_share < 1))[1:] if ids.numel() > SEARCHED else None
-    return launch_experts(x, ids, weights, both, last, listed, local_share, limit, alpha)
+    listed = _list_op(ids, len(gate_up) + (local_share < 1))[1:] if ids.numel() > SEARCHED else None
+    return launch_experts(
+        x, ids, weights, both, last, listed, local_share, limit, alpha, cast(Rounding | None, rounding)
+    )
 
 
 @_experts_op.register_fake

@@ -135,20 +135,22 @@ def _load_rows(x_desc, w_desc, tiles, mem, most, num_features, steps, SPAN: gl.c
     """The loading warp of `rows_product`."""
     BN: gl.constexpr = mem.out.shape[2]
     BK: gl.constexpr = mem.a.shape[2]
-    BYTES: gl.constexpr = 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes
+    BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     num_rows = gl.load(tiles + most * 3)
     done = 0
     for t in range(gl.program_id(0), num_rows * num_features, gl.num_programs(0)):
         m, n = place(t, num_rows, num_features, SPAN)
         expert = gl.load(tiles + m * 3)
         row = gl.load(tiles + m * 3 + 1)
+        both = gl.load(tiles + m * 3 + 2) > row + 64
         for k in range(steps):
             slot = done % mem.STAGES
             bar = mem.full.index(slot)
             mbarrier.wait(mem.empty.index(slot), ((done // mem.STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, BYTES)
+            mbarrier.expect(bar, BYTES + x_desc.block_type.nbytes, pred=both)
+            mbarrier.expect(bar, BYTES, pred=both == False)  # noqa: E712
             tma_load(x_desc, [row, k * BK], bar, mem.a.index(2 * slot))
-            tma_load(x_desc, [row + 64, k * BK], bar, mem.a.index(2 * slot + 1))
+            tma_load(x_desc, [row + 64, k * BK], bar, mem.a.index(2 * slot + 1), pred=both)
             weights = mem.b.index(slot)._reinterpret(w_desc.dtype, w_desc.block_type.shape, w_desc.layout)
             if TURNED:
                 tma_load(w_desc, [expert, k * BK, n * BN], bar, weights)
@@ -285,15 +287,16 @@ def by_rows(
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     starts: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, R] times each row's expert's weight: [T, F] in `dtype`, or that of x; weight is [E, F, R], or [E, R, F] where `turned`.
 
     With `scales`, float32 [T] and [E, F], both are fp8 codes, and the weight is not turned. With `starts` int32 [E, n] each expert has n
-    spans of rows, which end at `ends` [E, n].
+    spans of rows, which end at `ends` [E, n]. With `out` the result is written there, rows of these experts alone.
     """
     num_rows, summed = x.shape
     features = weight.shape[2 if turned else 1]
-    out = x.new_empty(num_rows, features, dtype=dtype or x.dtype)
+    out = x.new_empty(num_rows, features, dtype=dtype or x.dtype) if out is None else out
     if not out.numel() or not summed:
         return out.zero_()
     width, stages = tile_of(features)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from hone.ops.early import early_launch, launch_options
+from hone.ops.linear.codes import input_codes
 from hone.ops.linear.shapes import power_of_2
 from hone.ops.moe import triton_experts as kernels
 from hone.ops.moe import triton_visits as alone
-from hone.ops.moe.weights import ExpertWeights
+from hone.ops.moe.weights import ExpertWeights, Rounding
 
 SEARCHED = 512
 """Up to this many visits every program looks for those of its expert itself; more are listed by expert first."""
@@ -65,11 +66,12 @@ def _weights(weights: ExpertWeights, block_k: int) -> dict[str, Any]:
 
 def launch_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, listed: tuple[Tensor, Tensor] | None,
-    local_share: float, limit: float | None, alpha: float,
+    local_share: float, limit: float | None, alpha: float, rounding: Rounding | None = None,
 ) -> Tensor:  # fmt: skip
     """[T, D] of x [T, D] with contiguous rows, ids integer and weights float32 [T, k], both contiguous.
 
-    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`. The rest: see `expert_swiglu`.
+    `listed`: (order, ends) of the visits, None where there are at most `SEARCHED`. The rest: see `expert_swiglu`. Rounded inputs are
+    multiplied as codes in x's dtype, which are exact in it; their scales multiply what the products summed.
     """
     (num_tokens, width), top_k = x.shape, ids.shape[1]
     experts, both, _ = gate_up.sizes
@@ -88,16 +90,20 @@ def launch_experts(
         **early,
     }
     h = torch.empty(visits, inner, dtype=x.dtype, device=x.device)
+    x, x_scales = (x, weights) if rounding is None else codes_of(x, rounding)
+    gate = _gate(limit, alpha) | {"ROUNDED": rounding is not None}
     if num_tokens <= ALONE[gate_up.kind == "dense"]:
-        _alone(x, ids, weights, gate_up, down, h, out, some, _gate(limit, alpha), early)
+        _alone(x, x_scales, ids, weights, gate_up, down, h, out, some, gate, early, rounding)
         return out
     expected = max(1, round(visits * local_share))
     shape = expert_shape(expected, experts, inner, width, gate_up.block, 2)
     kernels.gate_up_swiglu[(slots * -(-inner // shape.block_n),)](
-        x, *_pointers(gate_up), ids, order, ends, h, x.stride(0), visits, experts, top_k, inner, width, _groups(gate_up),
-        **_gate(limit, alpha), **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
+        x, x_scales, *_pointers(gate_up), ids, order, ends, h, x.stride(0), visits, experts, top_k, inner, width, _groups(gate_up),
+        **gate, **_weights(gate_up, shape.block_k), TOKENS=shape.tokens, BLOCK_N=shape.block_n, STAGES=shape.stages,
         num_warps=shape.warps, **found,
     )  # fmt: skip
+    if rounding is not None:
+        h, weights = _rounded_again(h, ids, weights, experts, rounding)
     y = torch.empty(visits, width, dtype=x.dtype, device=x.device)
     shape = expert_shape(expected, experts, width, inner, down.block, 1)
     kernels.down_visits[(slots * -(-width // shape.block_n),)](
@@ -113,21 +119,35 @@ def launch_experts(
 
 
 def _alone(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, h: Tensor, out: Tensor,
-    some: bool, gate: dict[str, Any], early: dict[str, Any],
+    x: Tensor, x_scales: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, h: Tensor, out: Tensor,
+    some: bool, gate: dict[str, Any], early: dict[str, Any], rounding: Rounding | None,
 ) -> None:  # fmt: skip
     """Fills h [P, F] and out [T, D] where every visit is computed by itself (`triton_visits`)."""
     (num_tokens, width), top_k, (visits, inner), experts = x.shape, ids.shape[1], h.shape, len(gate_up.values)
     rows, padded = ALONE_ROWS, power_of_2(top_k)
     alone.gate_up_visits[(visits * -(-inner // rows),)](
-        x, *_pointers(gate_up), ids, h, x.stride(0), experts, top_k, inner, width, _groups(gate_up), **gate,
+        x, x_scales, *_pointers(gate_up), ids, h, x.stride(0), experts, top_k, inner, width, _groups(gate_up), **gate,
         **tile_of(gate_up, rows), BLOCK_N=rows, num_warps=4, **early,
     )  # fmt: skip
+    if rounding is not None:
+        h, weights = _rounded_again(h, ids, weights, experts, rounding)
     tile = tile_of(down, rows * padded)
     alone.down_tokens[(num_tokens * -(-width // rows),)](
         h, *_pointers(down), ids, weights, out, experts, top_k, width, inner, _groups(down), TOP_K=padded,
         **tile | {"MASKED": some or tile["MASKED"]}, BLOCK_N=rows, num_warps=4, **early,
     )  # fmt: skip
+
+
+def codes_of(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """(codes [M, K] of x in its own dtype, float32 scales [M])."""
+    codes, scales = input_codes(x, rounding)
+    return codes.to(x.dtype), scales
+
+
+def _rounded_again(h: Tensor, ids: Tensor, weights: Tensor, experts: int, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Codes of h [P, F], and the visits' weights [T, k] times their scales; of nobody's visits, of which h is not written, 0."""
+    codes, scales = codes_of(h, rounding)
+    return codes, torch.where(ids < experts, weights * scales.view_as(weights), 0.0)
 
 
 def tile_of(weights: ExpertWeights, rows: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops.activation.reference import clamped_swiglu, swiglu
-from hone.ops.moe.weights import ExpertWeights
+from hone.ops.linear.codes import input_codes
+from hone.ops.moe.weights import ExpertWeights, Rounding
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -116,12 +117,20 @@ def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
     return swiglu(gate_up) if limit is None else clamped_swiglu(gate_up, limit, alpha)
 
 
+def rounded(x: Tensor, rounding: Rounding) -> Tensor:
+    """x [M, K] rounded to codes with a scale a row, in its own dtype."""
+    codes, scales = input_codes(x, rounding)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (codes.to(wide) * scales.to(wide)[:, None]).to(x.dtype)
+
+
 def expert_swiglu(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None, alpha: float
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertWeights, down: ExpertWeights, limit: float | None, alpha: float,
+    rounding: Rounding | None = None,
 ) -> Tensor:  # fmt: skip
     """`hone.ops.expert_swiglu`: one expert after another, of which only those with tokens are widened; nobody makes zeros."""
     experts = gate_up.sizes[0]
-    rows, ends, place = permute(x, ids.long(), experts + 1)
+    rows, ends, place = permute(x if rounding is None else rounded(x, rounding), ids.long(), experts + 1)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     made = []
     for expert, own in enumerate(rows.split(sizes)):
@@ -132,7 +141,8 @@ def expert_swiglu(
                 (one.dequantize(x.dtype)[0], None if one.bias is None else one.bias[0].to(x.dtype))
                 for one in (gate_up.expert(expert), down.expert(expert))
             )
-            made.append(F.linear(gated(F.linear(own, *first), limit, alpha), *second))
+            inner = gated(F.linear(own, *first), limit, alpha)
+            made.append(F.linear(inner if rounding is None else rounded(inner, rounding), *second))
     return unpermute(torch.cat(made) if made else rows, place, weights)
 
 

@@ -7,6 +7,9 @@ import torch
 from hone.ops.cpu.rules import HALVES
 from hone.ops.where import Choice, Where
 
+WIDENED_FROM = 128
+"""Visits an expert from which codes are widened once before the product: before, each tile of rows widens them for itself."""
+
 
 def grouped_linear(
     where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool
@@ -52,6 +55,8 @@ def expert_swiglu(
     if num_experts > 1024 or any(size % 16 for size in sizes):
         said = f"the kernels take up to 1024 experts and sizes in sixteens, not {num_experts} of {sizes}"
         return Choice("grouped" if dense else "reference", said)
+    if not dense and where.runs_gluon and visits > WIDENED_FROM * num_experts:
+        return Choice("grouped", "many tokens per expert: codes are widened once for all, for grouped products")
     if kind == "mixed":
         return Choice("triton", "codes of two kinds, widened in registers")
     return Choice("triton", "x is read where it is, and each expert's weights once")

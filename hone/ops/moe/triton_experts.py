@@ -149,14 +149,15 @@ def _visits(
 
 @triton.jit(do_not_specialize=["num_visits", "top_k"])
 def gate_up_swiglu(
-    x, weight, scales, bias, ids, order, ends, out, x_stride, num_visits, num_experts, top_k, inner, num_in, groups, limit, alpha,
+    x, x_scales, weight, scales, bias, ids, order, ends, out, x_stride, num_visits, num_experts, top_k, inner, num_in, groups, limit, alpha,
     KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr, BIASED: tl.constexpr, LIMITED: tl.constexpr,
-    LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROUNDED: tl.constexpr, LISTED: tl.constexpr, BY_VISIT: tl.constexpr, IDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [P, F] = silu(gate) * up of each visit, gate and up the halves of weight [E, 2 F, D] (int4: D / 2 bytes) times x [T, D].
 
-    One program per slot (`_visits`) and BLOCK_N of the F features; scales [E, G, 2 F], bias [E, 2 F].
+    One program per slot (`_visits`) and BLOCK_N of the F features; scales [E, G, 2 F], bias [E, 2 F]. ROUNDED: x are codes, and
+    x_scales float32 [T] multiply their sums.
     """
     tiles = tl.cdiv(inner, BLOCK_N)
     slot = tl.program_id(0) // tiles
@@ -190,6 +191,10 @@ def gate_up_swiglu(
         if KIND != "dense" and not GROUPED:
             gate *= scale_of(tl.load(own_scales), KIND)
             up *= scale_of(tl.load(own_scales + inner), KIND)
+        if ROUNDED:
+            of_tokens = tl.load(x_scales + visits // top_k)[None, :]
+            gate *= of_tokens
+            up *= of_tokens
         if BIASED:
             own_bias = bias + expert.to(tl.int64) * 2 * inner + mine[:, None]
             gate += tl.load(own_bias).to(tl.float32)

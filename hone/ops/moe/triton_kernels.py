@@ -84,6 +84,50 @@ def place_few(ids, place, order, ends, num_ids, num_experts, IDS: tl.constexpr, 
 
 
 @triton.jit
+def list_few(ids, place, order, ends, num_ids, num_experts, IDS: tl.constexpr, EXPERTS: tl.constexpr):
+    """`place_few` in one program, entries of an expert in any order."""
+    at, experts = tl.arange(0, IDS), tl.arange(0, EXPERTS)
+    known = experts < num_experts
+    mine = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)
+    tl.atomic_xchg(ends + experts, tl.zeros([EXPERTS], tl.int32), mask=known, sem="relaxed")
+    tl.debug_barrier()
+    rank = tl.atomic_add(ends + mine, tl.full([IDS], 1, tl.int32), mask=at < num_ids, sem="relaxed")
+    tl.debug_barrier()
+    until = tl.cumsum(tl.load(ends + experts, mask=known, other=0, volatile=True), 0)
+    tl.debug_barrier()
+    tl.store(ends + experts, until, mask=known)
+    tl.debug_barrier()
+    to = rank + tl.load(ends + mine - 1, mask=(at < num_ids) & (mine > 0), other=0, volatile=True)
+    tl.store(place + at, to, mask=at < num_ids)
+    tl.store(order + to, at, mask=at < num_ids)
+
+
+@triton.jit
+def count_visits(ids, counts, num_ids, BLOCK: tl.constexpr):
+    """counts int32 [E], zeros before, grow by the entries of each expert."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)
+    tl.atomic_add(counts + mine, tl.full([BLOCK], 1, tl.int32), mask=at < num_ids, sem="relaxed")
+
+
+@triton.jit
+def list_visits(
+    ids, counts, taken, place, order, ends, num_ids, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    """`place_by_expert` with entries of an expert in any order; taken int32 [E], zeros before, are those that have a place."""
+    at, experts = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    own = tl.load(counts + experts, mask=experts < num_experts, other=0)
+    until = tl.cumsum(own, 0)
+    mine = tl.load(ids + at, mask=at < num_ids, other=0).to(tl.int32)
+    begin = tl.sum(tl.where(mine[:, None] == experts[None, :], (until - own)[None, :], 0), 1)
+    to = begin + tl.atomic_add(taken + mine, tl.full([BLOCK], 1, tl.int32), mask=at < num_ids, sem="relaxed")
+    tl.store(place + at, to, mask=at < num_ids)
+    tl.store(order + to, at, mask=at < num_ids)
+    if tl.program_id(0) == 0:
+        tl.store(ends + experts, until, mask=experts < num_experts)
+
+
+@triton.jit
 def spread_places(
     ids,  # integer [N]: the expert of each entry
     place,  # int32 [N]: its place without gaps

@@ -17,7 +17,7 @@ from hone.ops.moe.triton_experts import e2m1, gated, scale_of
 
 
 @triton.jit
-def _numbers(codes, KIND: tl.constexpr, HIGH: tl.constexpr):
+def numbers_of(codes, KIND: tl.constexpr, HIGH: tl.constexpr):
     """Codes or 16-bit numbers in float32. int4 and mxfp4: of the low or high halves of bytes. 2^23 + q is a number whose last bits are q."""
     if KIND == "mxfp4":
         numbers = e2m1((codes >> 4) if HIGH else (codes & 15), tl.float32)
@@ -48,9 +48,9 @@ def _products(rows, scales, near, far, first, scale_stride, width, own, units, K
     codes = _load(
         rows + blocks[None, :, None] * STORED + tl.arange(0, STORED)[None, None, :], own, blocks, units, MASKED
     )
-    products = _numbers(codes, KIND, False) * near
+    products = numbers_of(codes, KIND, False) * near
     if KIND == "int4" or KIND == "mxfp4":
-        products += _numbers(codes, KIND, True) * far
+        products += numbers_of(codes, KIND, True) * far
     sums = tl.sum(products, 2)
     if GROUPED:
         factors = scales + (blocks * BLOCK // width)[None, :] * scale_stride
@@ -82,9 +82,9 @@ def _inputs(
 
 @triton.jit(do_not_specialize=["top_k"])
 def gate_up_visits(
-    x, weight, scales, bias, ids, out, x_stride, num_experts, top_k, inner, num_in, groups, limit, alpha,
+    x, x_scales, weight, scales, bias, ids, out, x_stride, num_experts, top_k, inner, num_in, groups, limit, alpha,
     KIND: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, SPAN: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr,
-    BIASED: tl.constexpr, LIMITED: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    BIASED: tl.constexpr, LIMITED: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`triton_experts.gate_up_swiglu`, one program per visit and BLOCK_N features; D is at most STEPS x SPAN x BLOCK, less if MASKED.
     Nothing is written of nobody's visits (id E)."""
@@ -118,6 +118,10 @@ def gate_up_visits(
     if KIND != "dense" and not GROUPED:
         gate *= scale_of(tl.load(own_scales), KIND)
         up *= scale_of(tl.load(own_scales + inner), KIND)
+    if ROUNDED:
+        of_token = tl.load(x_scales + visit // top_k)
+        gate *= of_token
+        up *= of_token
     if BIASED:
         own_bias = bias + expert * 2 * inner + mine
         gate += tl.load(own_bias).to(tl.float32)

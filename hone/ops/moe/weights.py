@@ -5,7 +5,7 @@ Legend: E experts, N output features, K input features, G groups of K / G column
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from hone.ops.rounding.numbers import decode
 FP8 = torch.float8_e4m3fn
 WIDEST = 128
 """Most columns of a block: its scale multiplies the block's sum of products."""
+
+
+Rounding = Literal["int8", "fp8"]
+"""What inputs of experts are rounded to, with a scale a token (`hone.ops.input_codes`)."""
 
 
 class ExpertWeights(NamedTuple):

@@ -14,6 +14,7 @@ from hone.ops import expert_swiglu, permute, swiglu, unpermute
 from hone.ops.activation.reference import swiglu as gate
 from hone.ops.dispatch import Choice
 from hone.ops.moe.weights import ExpertWeights, pack_pairs, unpack_pairs
+from hone.ops.rounding.inputs import ACTIVATIONS
 
 EXPERTS = 3
 SCHEMES = {
@@ -26,12 +27,19 @@ SCHEMES = {
     "fp8 rows": Scheme(8, layout="float-quantized", number="e4m3"),
     "mxfp4": Scheme(4, 32, layout="mxfp4-pack-quantized", number="e2m1", scales="e8m0"),
 }
+ROUNDED = {
+    "W8A8": Scheme(8, layout="int-quantized", activations=ACTIVATIONS["int8_token"]),
+    "W4A8": Scheme(4, 64, activations=ACTIVATIONS["int8_token"]),
+    "W8A8 fp8": Scheme(8, layout="float-quantized", number="e4m3", activations=ACTIVATIONS["fp8_token"]),
+}
+SCHEMES |= ROUNDED
 
 
 def experts_of(scheme: Scheme, rows: int, columns: int) -> tuple[ExpertLinears, list[dict[str, torch.Tensor]]]:
     """Experts of random weights with two checkpoint modules each, and what they were loaded from."""
     torch.manual_seed(rows)
     kind = "packed_int" if scheme.number == "int" else "dequantizing"
+    kind = "rounded_inputs" if scheme.activations is not None else kind
     parts = []
     for _ in range(2 * EXPERTS):
         scales = torch.rand(scheme.grid(rows // 2, columns)) / (100 if scheme.bits == 8 else 6) + 0.001
@@ -74,6 +82,29 @@ def test_a_layer_of_stacked_experts_is_one_expert_after_another(name: str) -> No
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     again = unpermute(down(swiglu(gate_up(rows, ends)), ends), place, weights)  # experts still work by themselves
     torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_stacked_experts_round_their_inputs(name: str) -> None:
+    """But for a few codes of the inner values, which another order of a sum moves by one."""
+    gate_up, down = experts_of(SCHEMES[name], 512, 256)[0], experts_of(SCHEMES[name], 256, 256)[0]
+    x, ids, weights = torch.randn(7, 256) / 16, torch.randint(0, EXPERTS, (7, 2)), torch.rand(7, 2)
+    rows, ends, place = permute(x, ids, EXPERTS)
+    wanted = unpermute(down(gate(gate_up(rows, ends)), ends), place, weights)
+    for one in (gate_up, down):
+        one.stack()
+    assert gate_up.rounding == down.rounding == ("fp8" if "fp8" in name else "int8")
+    found = expert_swiglu(x, ids, weights, gate_up.stacked, down.stacked, rounding=gate_up.rounding)  # type: ignore[arg-type]
+    assert (found - wanted).abs().max() < 1e-2 * wanted.abs().max()
+    plain = expert_swiglu(x, ids, weights, gate_up.stacked, down.stacked)  # type: ignore[arg-type]
+    assert (plain - wanted).norm() > 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["int8_tensor", "int8_token_asymmetric", "int4_token", "fp8_group"])
+def test_inputs_that_no_kernel_rounds_keep_experts_apart(name: str) -> None:
+    number, layout = ("e4m3", "float-quantized") if name.startswith("fp8") else ("int", "int-quantized")
+    scheme = Scheme(8, layout=layout, number=number, activations=ACTIVATIONS[name])  # type: ignore[arg-type]
+    assert not LINEARS["rounded_inputs"](256, 256, False, scheme=scheme).stacks
 
 
 @pytest.mark.parametrize("name", ["int8 rows", "fp8 rows", "mxfp4"])

@@ -31,6 +31,21 @@ def test_entries_beyond_what_is_compared_with_each_other_are_counted(monkeypatch
 
 
 @pytest.mark.parametrize("ids_at_once", [4096, 16])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 5), (200, 5), (50, 40)])
+def test_rows_in_any_order_are_their_experts(
+    tokens: int, experts: int, ids_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.ops.moe.api.FEW_IDS", ids_at_once)
+    x, ids = torch.randn(tokens, 24), torch.randint(0, experts, (tokens, 3))
+    rows, ends, place = permute(x, ids, experts, any_order=True, backend="triton")
+    wanted = torch.bincount(ids.flatten(), minlength=experts).cumsum(0)
+    assert torch.equal(ends.long(), wanted)
+    assert torch.equal(torch.bucketize(place.long(), wanted, right=True), ids)
+    assert torch.equal(rows[place.long()], x[:, None].expand(-1, 3, -1))
+    assert place.flatten().unique().numel() == 3 * tokens
+
+
+@pytest.mark.parametrize("ids_at_once", [4096, 16])
 def test_nobodys_rows_are_neither_copied_nor_added(ids_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.ops.moe.api.FEW_IDS", ids_at_once)
     x, ids, weights = torch.randn(50, 24), torch.randint(0, 5, (50, 3)), torch.rand(50, 3)  # 4 is nobody

@@ -11,7 +11,8 @@ import torch
 from hone.ops import choose_experts, expert_swiglu
 from hone.ops.moe import launch_experts
 from hone.ops.moe.local import LocalExperts
-from hone.ops.moe.weights import ExpertWeights, pack_pairs
+from hone.ops.moe.triton_widen import widened
+from hone.ops.moe.weights import ExpertWeights, Rounding, pack_pairs
 from tests.ops.agree import agree
 
 FP8 = torch.float8_e4m3fn
@@ -117,6 +118,36 @@ def test_biases_and_a_clamped_gate(
     )
     options = {"limit": limit, "local_share": 0.7}  # of the fourth expert nobody is here
     agree(lambda backend: [expert_swiglu(x, ids, shares, gate_up, down, **options, backend=backend)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "groups", "rounding"), [("int8", 1, "int8"), ("int4", 2, "int8"), ("fp8", 2, "fp8")])
+@pytest.mark.parametrize(("tokens", "alone", "searched"), [(2, True, 99), (20, False, 8)])
+def test_rounded_inputs(
+    kind: str, groups: int, rounding: Rounding, tokens: int, alone: bool, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W8A8: what the products of rounded values give in float32, on one rank of two, but for codes of h that a rounding error moves."""
+    monkeypatch.setattr(launch_experts, "ALONE", dict.fromkeys((True, False), 99 if alone else 0))
+    monkeypatch.setattr(launch_experts, "SEARCHED", searched)
+    x, ids, shares = 3 * torch.randn(tokens, 64), torch.rand(tokens, 6).topk(3, -1).indices, torch.rand(tokens, 3)
+    gate_up, down = weights_of(kind, 3, 64, 64, groups), weights_of(kind, 3, 64, 32, 1)
+    here = ids.clamp(max=3)  # others' are nobody's
+
+    def run(backend: str) -> list[torch.Tensor]:
+        return [expert_swiglu(x, here, shares, gate_up, down, local_share=0.5, rounding=rounding, backend=backend)]
+
+    (found,), (wanted,) = run("triton"), run("reference")
+    assert (found - wanted).abs().max() < 5e-3 * wanted.abs().max()
+    plain = expert_swiglu(x, here, shares, gate_up, down, local_share=0.5, backend="reference")
+    assert 1e-3 < (plain - wanted).norm() / wanted.norm() < 0.1  # inputs were rounded
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "groups"), [("int4", 96, 3), ("int8", 64, 1), ("fp8", 160, 5), ("mxfp4", 96, 3)]
+)
+def test_widened_codes_are_the_dequantized_ones(kind: str, columns: int, groups: int) -> None:
+    weights = weights_of(kind, 3, 48, columns, groups)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(widened(weights, dtype), weights.dequantize(dtype))
 
 
 def test_four_bit_floats_are_what_the_format_says() -> None:

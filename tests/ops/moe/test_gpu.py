@@ -148,8 +148,8 @@ def test_layers_of_experts(kind: str, tokens: int, experts: int, top_k: int) -> 
 @pytest.mark.parametrize(("tokens", "backend"), [(1, None), (4, None), (16, None), (300, None), (5000, "grouped")])
 def test_ranks_sum_to_the_layer(kind: str, tokens: int, backend: str | None) -> None:
     """Each of two ranks has half of the experts; the rest are nobody's. In a CUDA graph, replayed for another choice."""
-    if backend == "grouped" and kind != "dense":
-        pytest.skip("codes are widened by the kernels of few tokens")
+    if backend == "grouped" and kind != "dense" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("codes are widened once for Hopper's products alone")
     experts, top_k = 32, 4
     gate_up, down = weights_of(kind, experts, 512, 384), weights_of(kind, experts, 384, 256)
     x = torch.randn(tokens, 384, device="cuda", dtype=torch.bfloat16)
@@ -186,8 +186,8 @@ def test_ranks_sum_to_the_layer(kind: str, tokens: int, backend: str | None) -> 
 @pytest.mark.parametrize(("tokens", "backend"), [(1, None), (40, None), (400, None), (4000, "grouped")])
 def test_experts_of_gpt_oss(kind: str, tokens: int, backend: str | None) -> None:
     """Biases, a clamped gate, 2880 columns; its router has biases, too."""
-    if backend == "grouped" and kind != "dense":
-        pytest.skip("codes are widened by the kernels of few tokens")
+    if backend == "grouped" and kind != "dense" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("codes are widened once for Hopper's products alone")
     gate_up, down = weights_of(kind, 32, 2 * 2880, 2880), weights_of(kind, 32, 2880, 2880)
     biases = (torch.randn(32, len(one.values[0]), device="cuda").bfloat16() for one in (gate_up, down))
     gate_up, down = (one._replace(bias=bias) for one, bias in zip((gate_up, down), biases))
