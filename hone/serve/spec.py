@@ -172,10 +172,6 @@ class EngineSpec(Spec):
             raise ValueError("enable_expert_parallel divides experts among ranks: set engine.tensor_parallel_size")
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError("enable_eplb places the experts of several ranks: set engine.enable_expert_parallel")
-        if self.enable_eplb and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                "enable_eplb does not place the experts of several pipeline stages yet: leave one of them out"
-            )
         if self.eplb_config != EplbConfig() and not self.enable_eplb:
             raise ValueError("eplb_config has no effect without enable_eplb")
         if self.pipeline_parallel_size > 1 and (self.drafter is not None or self.async_scheduling):

@@ -81,11 +81,13 @@ class ExpertPlacing:
 
     def check_moves(self) -> None:
         """Raises SpecError where experts stay where they were read."""
-        if any(isinstance(one.down, ExpertLinears) for one in self.layers.values()):
-            raise SpecError(
-                "the folder's experts are quantized, and an engine that runs moves dense ones alone so far",
-                fix="leave eplb_config.step_interval out, and place them at the start by eplb_config.loads",
-            )
+        for index, layer in self.layers.items():
+            for linear in (layer.gate_up, layer.down):
+                if isinstance(linear, ExpertLinears) and not linear.alike:
+                    raise SpecError(
+                        f"experts of layer {index} are quantized in different formats, so that one's weights do not fit another's place",
+                        fix="leave eplb_config.step_interval out, and place them at the start by eplb_config.loads",
+                    )
 
     def loads(self) -> np.ndarray:
         """int64 [L, E]: visits asked for since `clear`. Waits for the device."""
@@ -99,6 +101,8 @@ class ExpertPlacing:
 
     def planned(self) -> tuple[dict[int, list[int]], str]:
         """The placement by the loads counted so far, and a line about it; layers that would not get better stay."""
+        if not self.layers:
+            return {}, "a stage without experts"
         loads, size = self.loads(), self.model.place.tensor_size
         before = np.array([one.spec.slots for one in self.layers.values()])
         after = aligned(placed(loads, size, before.shape[1] - loads.shape[1]), before, size)
@@ -132,7 +136,9 @@ class ExpertPlacing:
             source = near[0] if near else holders[slot % len(holders)]
             sender = source // each
             if to == me:
-                staged = [torch.empty_like(one) for one in _weights(layer, slot % each)]
+                staged = [
+                    torch.empty_like(one, memory_format=torch.contiguous_format) for one in _weights(layer, slot % each)
+                ]
                 coming.append((slot % each, staged))
                 if sender == me:
                     for one, kept in zip(staged, _weights(layer, source % each)):
@@ -141,12 +147,15 @@ class ExpertPlacing:
                 messages += [self._message(dist.irecv, one, sender) for one in staged]
                 self.moved_bytes += sum(one.numel() * one.element_size() for one in staged)
             elif sender == me:
-                messages += [self._message(dist.isend, one, to) for one in _weights(layer, source % each)]
+                messages += [self._message(dist.isend, one.contiguous(), to) for one in _weights(layer, source % each)]
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         for slot, staged in coming:  # only now: others may have been sent what was there
             for one, kept in zip(_weights(layer, slot), staged):
                 one.copy_(kept)
+            for linear in (layer.gate_up, layer.down):
+                if isinstance(linear, ExpertLinears):
+                    linear.overwritten(slot)
 
     def _message(self, way: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         peer = self.model.place.stage * self.model.place.tensor_size + rank
@@ -154,11 +163,13 @@ class ExpertPlacing:
 
 
 def _weights(layer: PlacedMoELayer, slot: int) -> list[Tensor]:
-    """The tensors of one slot's expert, as views."""
-    linears = (layer.gate_up, layer.down)
-    return [
-        tensor[slot].detach()
-        for one in linears
-        for tensor in (one.weight, getattr(one, "bias", None))
-        if tensor is not None
-    ]
+    """The tensors of one slot's expert, as views: dense weights, or codes with their scales."""
+    found: list[Tensor] = []
+    for one in (layer.gate_up, layer.down):
+        if isinstance(one, ExpertLinears):
+            found += one.tensors_of(slot)
+        else:
+            found += [
+                tensor[slot].detach() for tensor in (one.weight, getattr(one, "bias", None)) if tensor is not None
+            ]
+    return found

@@ -81,9 +81,10 @@ class LeadRunner(RankRunner):
         return self._guarded(super().prepare)
 
     def rebalance(self) -> str:
-        """Places experts on ranks by what tokens asked for since the last time; says what moved. Between two steps.
+        """Places experts on ranks by what tokens asked for since the last time; says what moved in the first pipeline
+        stage; the others place theirs themselves. Between two steps.
 
-        Raises SpecError without `enable_eplb`, and for quantized experts.
+        Raises SpecError without `enable_eplb`, and for experts quantized in different formats.
         """
         placing = self.placing
         if placing is None:

@@ -97,7 +97,9 @@ class Worker:
                 runner.prepare()
                 continue
             if kind == MessageKind.PLACE:
-                runner.placing.move(unpickled(data))
+                # Ranks of one stage count alike; rank 0 knows the loads of its own stage's layers alone.
+                own = runner.placing.planned()[0] if runner.model.place.stage else unpickled(data)
+                runner.placing.move(own)
                 continue
             assert kind == MessageKind.STEP, f"rank 0 sent {kind.name}"
             self._begun += 1

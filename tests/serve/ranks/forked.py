@@ -134,7 +134,9 @@ def rebalance(folder: str, spec: dict, params: list[dict]) -> dict:
     slots = [one.spec.slots for one in placing.layers.values()]
     whole = hf.load(folder)
     weights = all(
-        torch.equal(getattr(one, name).weight[slot], getattr(whole.layers[index].feed_forward, name).weight[expert])
+        torch.equal(
+            expert_of(getattr(one, name), slot), expert_of(getattr(whole.layers[index].feed_forward, name), expert)
+        )
         for index, one in placing.layers.items()
         for slot, expert in enumerate(one.spec.own)
         for name in ("gate_up", "down")
@@ -148,6 +150,11 @@ def rebalance(folder: str, spec: dict, params: list[dict]) -> dict:
         "tokens": tokens, "after": after, "visits": loads.sum(1).tolist(), "computed": computed, "said": said, "was": was,
         "will": will, "slots": slots, "before": before, "weights": weights,
     }  # fmt: skip
+
+
+def expert_of(linear: torch.nn.Module, index: int) -> torch.Tensor:
+    """The weights of one expert, dense ones as they are and codes dequantized."""
+    return linear.weight[index] if hasattr(linear, "weight") else linear[index].dequantize(torch.float32)
 
 
 def reopen(folder: str, specs: list[dict]) -> list[str]:

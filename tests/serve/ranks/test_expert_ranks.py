@@ -90,6 +90,8 @@ def test_copies_stages_and_moves_change_no_token(call, model, tmp_path: Path) ->
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **EP},
         {"tensor_parallel_size": 2, **EP, "enable_eplb": True,
          "eplb_config": {"num_redundant_experts": 2, "loads": str(tmp_path / "loads.json"), "step_interval": 5}},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **EP, "enable_eplb": True,
+         "eplb_config": {"num_redundant_experts": 2, "step_interval": 4}},
     ):  # fmt: skip
         assert_same(result(call("write", folder, spec, MIXED)), alone)
 
@@ -114,9 +116,11 @@ def test_quantized_experts(call, tmp_path: Path, name: str, spec: dict) -> None:
     wanted = result(call("write", folder, {}, [GREEDY] * 2))["tokens"]
     assert result(call("write", folder, {"tensor_parallel_size": 2, **spec}, [GREEDY] * 2))["tokens"] == wanted
     if spec:
-        moving = {"tensor_parallel_size": 2, **EP, "enable_eplb": True, "eplb_config": {"step_interval": 5}}
-        found = result(call("refuse", folder, moving))
-        assert found["said"].startswith("SpecError: the folder's experts are quantized") and found["left"] == []
+        moving = {"tensor_parallel_size": 2, **EP, "enable_eplb": True, "eplb_config": {"step_interval": 3}}
+        assert result(call("write", folder, moving, [GREEDY] * 2))["tokens"] == wanted
+        found = result(call("rebalance", folder, {**moving, "eplb_config": {"num_redundant_experts": 2}}, MIXED))
+        assert found["slots"] != found["before"] and found["weights"], "weights are the slots' experts'"
+        assert found["tokens"] == found["after"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,7 +173,6 @@ def test_what_does_not_go_together_is_said(call, tmp_path: Path) -> None:
         ({"enable_expert_parallel": True}, "set engine.tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "enable_eplb": True}, "set engine.enable_expert_parallel"),
         ({"tensor_parallel_size": 2, **EP, "eplb_config": {"step_interval": 3}}, "no effect without enable_eplb"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **EP, "enable_eplb": True}, "pipeline stages"),
     ):
         with pytest.raises(SpecError, match=says):
             EngineSpec.read(fields)
