@@ -13,7 +13,7 @@ from hone.ops.linear.codes import input_codes
 from hone.ops.linear.sparse import sparse_linear
 from hone.ops.lora.api import frozen_linear, lora_linear
 from hone.ops.lora.dora import dora_linear
-from hone.ops.lora.slots import lora_expand, lora_shrink
+from hone.ops.lora.slots import lora_expand, lora_shrink, slotted_linear
 from hone.ops.loss.api import linear_cross_entropy
 from hone.ops.moe.api import grouped_linear, permute, unpermute
 from hone.ops.moe.experts import choose_experts, expert_swiglu
@@ -70,6 +70,7 @@ __all__ = [
     "sample",
     "scan",
     "scan_delta",
+    "slotted_linear",
     "sparse_linear",
     "swiglu",
     "token_logprobs",

@@ -296,6 +296,17 @@ def _lora_slots(where: Where, *, dtype: torch.dtype, rank: int) -> Choice:
     return Choice("triton", "each row by the factors of its slot, nothing sorted")
 
 
+def _slotted_linear(
+    where: Where, *, dtype: torch.dtype | None, rows: int, in_features: int, rank: int, fits: bool
+) -> Choice:
+    """`dtype` None: the tensors' dtypes differ. `fits`: no block of output features is of two pieces."""
+    if dtype not in HALVES or rank % 16 or in_features % 8 or rows > 64 or not fits:
+        return Choice(
+            "products", f"{rows} rows of {in_features} numbers in {dtype}, rank {rank}: products one after another"
+        )
+    return Choice("triton", f"{rows} rows: the factors are more columns of the weight")
+
+
 _CHOOSING = ("sample", "penalize", "token_logprobs", "apply_token_bitmask")
 _PASSES = ("adamw_step", "widen", "clamped_swiglu")
 _SWEEPS = ("round_compensated", "prune_compensated")
@@ -318,6 +329,7 @@ RULES: dict[str, Callable[..., Choice]] = {
     **dict.fromkeys(("input_codes", "fp8_cast"), _by_dtype("reference", UP_TO_32, "one pass over memory")),
     "dora_linear": _by_dtype("reference", UP_TO_32, "rows stretched in one pass over memory"),
     **dict.fromkeys(_SLOTS, _lora_slots),
+    "slotted_linear": _slotted_linear,
     "rms_norm": _rms_norm,
     **dict.fromkeys(
         ("rope", "rope_in_place", "rope_write", "swiglu"), _by_dtype("torch", UP_TO_32, "one pass over memory")
@@ -356,6 +368,7 @@ NO_GPU: dict[str, Choice] = {
     "linear": Choice("reference", "no GPU: torch's product"),
     "gated_linear": Choice("separate", "no GPU: a product, then its gate"),
     **dict.fromkeys(_SLOTS, Choice("reference", "no GPU: torch's products, a slot at a time")),
+    "slotted_linear": Choice("products", "no GPU: products one after another"),
     "quantized_linear": Choice("reference", "no GPU: weights are unpacked and multiplied by torch"),
     "fp8_linear": Choice("reference", "no GPU: codes are dequantized and multiplied by torch"),
     **dict.fromkeys(
@@ -388,6 +401,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "scan": ("reference", "triton", "gluon"),
     "linear": ("reference", "compiled", "cublas", "triton"),
     "gated_linear": ("separate", "gluon"),
+    "slotted_linear": ("products", "triton"),
     "quantized_linear": ("reference", "compiled", "gluon"),
     "fp8_linear": ("reference", "torch", "triton"),
     "fp8_block_product": ("reference", "cublas", "triton"),

@@ -93,6 +93,12 @@ def expanded(**change: Any) -> dict[str, Any]:
     return right | {"y": torch.zeros(3, 8), "widths": (3, 5)} | change
 
 
+def slotted(**change: Any) -> dict[str, Any]:
+    """A call of slotted_linear that fits."""
+    right = {"x": X, "weight": W, "bias": None, "downs": W.expand(2, 8, 64), "ups": W[:, :4].expand(2, 8, 4)}
+    return right | {"slots": PLACES - 1, "ranks": RANKS, "widths": (3, 5)} | change
+
+
 # Public function: (a word that the error says, the wrong call).
 MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "apply_token_bitmask": [
@@ -131,6 +137,11 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         (r"widths \[3, 4\]", lambda: ops.lora_expand(**expanded(widths=(3, 4)))),
         (r"ranks int64 \(1, 2\)", lambda: ops.lora_expand(**expanded(ranks=RANKS[:1]))),
         (r"factors float32 \(2, 8\)", lambda: ops.lora_expand(**expanded(factors=torch.ones(2, 8)))),
+    ],
+    "slotted_linear": [
+        (r"weight float32 \(64, 8\)", lambda: ops.slotted_linear(**slotted(weight=W.T))),
+        (r"downs float32 \(8, 64\)", lambda: ops.slotted_linear(**slotted(downs=W))),
+        (r"widths are \[3, 4\]", lambda: ops.slotted_linear(**slotted(widths=(3, 4)))),
     ],
     "attend": [
         ("4 heads .* 3", lambda: ops.attend(Q, Q[:, :, :3], Q[:, :, :3])),
@@ -356,6 +367,7 @@ def test_a_backend_that_an_op_has_not(name: str) -> None:
         "fp8_linear": lambda: ops.fp8_linear(FP8, ONES, FP8, ONES, backend="tritno"),
         "lora_shrink": lambda: ops.lora_shrink(X, W.expand(2, 8, 64), PLACES - 1, RANKS, backend="tritno"),
         "lora_expand": lambda: ops.lora_expand(**expanded(backend="tritno")),
+        "slotted_linear": lambda: ops.slotted_linear(**slotted(backend="tritno")),
         "sparse_linear": lambda: ops.sparse_linear(X, SPARSE, backend="tritno"),
         "input_codes": lambda: ops.input_codes(X, "fp8", backend="tritno"),
         "rms_norm": lambda: ops.rms_norm(X, torch.ones(64), 1e-5, backend="tritno"),

@@ -18,6 +18,26 @@ from hone.ops.early import early_launch, prefetch, previous_kernel_done, start_n
 from hone.ops.linear.shapes import SkinnyShape
 
 
+@triton.jit
+def sum_of_columns(
+    x_columns, weight_rows, mine, first, last,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_M]: the products of weight rows and rows of x (those that are `mine`) over columns first ... last."""
+    ks = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        if WHOLE_K:
+            w = tl.load(weight_rows + (k + ks)[None, :])
+            xs = tl.load(x_columns + (k + ks)[:, None], mask=mine, other=0.0)
+        else:
+            inside = k + ks < last
+            w = tl.load(weight_rows + (k + ks)[None, :], mask=inside[None, :], other=0.0)
+            xs = tl.load(x_columns + (k + ks)[:, None], mask=mine & inside[:, None], other=0.0)
+        total = tl.dot(w, xs, total)
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def skinny(
     x, weight, bias, out, M, N, K, stride_x, stride_weight, stride_out, stride_part,
@@ -31,7 +51,6 @@ def skinny(
     part = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_M)
-    ks = tl.arange(0, BLOCK_K)
     blocks = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
     first = part * blocks * BLOCK_K
     last = tl.minimum(first + blocks * BLOCK_K, K)
@@ -42,18 +61,18 @@ def skinny(
     previous_kernel_done(EARLY)
     if SOON:
         start_next_kernel(EARLY)
-    x_columns = x + columns[None, :] * stride_x
-    mine = columns[None, :] < M
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        if WHOLE_K:
-            w = tl.load(weight_rows + (k + ks)[None, :])
-            xs = tl.load(x_columns + (k + ks)[:, None], mask=mine, other=0.0)
-        else:
-            inside = k + ks < last
-            w = tl.load(weight_rows + (k + ks)[None, :], mask=inside[None, :], other=0.0)
-            xs = tl.load(x_columns + (k + ks)[:, None], mask=mine & inside[:, None], other=0.0)
-        total = tl.dot(w, xs, total)
+    total = sum_of_columns(
+        x + columns[None, :] * stride_x,
+        weight_rows,
+        columns[None, :] < M,
+        first,
+        last,
+        BLOCK_N,
+        BLOCK_M,
+        BLOCK_K,
+        WHOLE_K,
+        STAGES,
+    )
     if not SOON:
         start_next_kernel(EARLY)
     places = out + part.to(tl.int64) * stride_part + columns[:, None] * stride_out + rows[None, :]

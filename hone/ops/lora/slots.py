@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hone.base.errors import SpecError
-from hone.ops.dispatch import backend_of
+from hone.ops.dispatch import backend_of, locate
+from hone.ops.linear.api import linear
+from hone.ops.linear.shapes import skinny_shape
 from hone.ops.lora import reference
 
 
@@ -73,6 +75,73 @@ def lora_expand(
 
     launch_expand(narrow, ups, slots, ranks, y, widths, factors)
     return y
+
+
+def slotted_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    downs: Tensor,
+    ups: Tensor,
+    slots: Tensor,
+    ranks: Tensor,
+    widths: Sequence[int],
+    *,
+    groups: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """x W^T + b + s (x A^T) B^T: [T, N] in x's dtype; the arguments are those of `linear`, `lora_shrink` and `lora_expand`.
+
+    While few rows decode on a GPU it is one product with the factors as more columns of the weight, rounded once, and a small kernel
+    in front of it; a row's result is then that of the other rows' adapters whatever they are. Numbers of the factors beyond a rank
+    must be finite there. groups: what `slot_groups` found in `slots`, for all linears of a pass; found here otherwise. No gradient.
+    Raises SpecError for tensors that do not fit.
+    """
+    rank = ups.shape[2] if ups.dim() == 3 else 0
+    if (
+        x.dim() != 2
+        or weight.dim() != 2
+        or weight.shape[1] != x.shape[1]
+        or ups.dim() != 3
+        or ups.shape[1] != len(weight)
+    ):
+        raise SpecError(
+            f"x {_said(x)}, weight {_said(weight)} and ups {_said(ups)} do not fit",
+            fix="give x [T, K], weight [N, K] and ups [slots, N, R]",
+        )
+    if downs.shape != (len(ups), len(widths) * rank, x.shape[1]) or ranks.shape != (len(ups), len(widths)):
+        raise SpecError(
+            f"downs {_said(downs)}, ranks {_said(ranks)}, ups {_said(ups)} and widths {list(widths)} do not fit",
+            fix="give downs [slots, P R, K], ranks [slots, P] and P widths",
+        )
+    if sum(widths) != len(weight):
+        raise SpecError(f"widths are {list(widths)}, of {len(weight)} output features", fix="give widths that make N")
+    _check_rows(slots, ranks, x)
+    block = skinny_shape(max(1, len(x)), len(weight), x.shape[1]).block_n
+    case = {
+        "dtype": x.dtype if {x.dtype} == {one.dtype for one in (weight, downs, ups)} else None,
+        "rows": len(x),
+        "in_features": x.shape[1],
+        "rank": rank,
+        "fits": len(x) > 0 and len(widths) <= 3 and not any(width % block for width in widths[:-1]),
+    }
+    if backend_of("slotted_linear", x.device, backend, **case) == "products":
+        narrow = lora_shrink(x, downs, slots, ranks)
+        return lora_expand(narrow, ups, slots, ranks, linear(x, weight, bias), widths)
+    from hone.ops.lora.triton_slotted import launch_groups, slotted_product
+
+    groups = launch_groups(slots, len(widths) * rank // 16) if groups is None else groups
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    return slotted_product(rows, weight, bias, downs, ups, groups, ranks, widths)
+
+
+def slot_groups(slots: Tensor, *, rank: int, pieces: int) -> Tensor | None:
+    """What `slotted_linear` reads of slots [T] for linears of up to `pieces` pieces of ranks up to `rank`; None where it needs nothing."""
+    if slots.device.type != "cuda" or not locate(slots.device).runs_triton or not 0 < len(slots) <= 64:
+        return None
+    from hone.ops.lora.triton_slotted import launch_groups
+
+    return launch_groups(slots, pieces * rank // 16)
 
 
 def _check_rows(slots: Tensor, ranks: Tensor, x: Tensor) -> None:

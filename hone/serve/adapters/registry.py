@@ -57,6 +57,7 @@ class Adapters:
             )
         self.slots = AdapterSlots(self.layout, spec.max_loras, model.dtype, device)
         self.model = with_slots(model, self.slots)
+        self.slots.compile_kernels(self.model)
         self._in_slot: list[ServedAdapter | None] = [None] * spec.max_loras
         self._named: dict[str, ServedAdapter] = {}
         self._known: list[ServedAdapter] = []

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hone.model.decoder import Decoder
-from hone.ops import lora_expand, lora_shrink
+from hone.model.linear import Dense
+from hone.ops import lora_expand, lora_shrink, slotted_linear
+from hone.ops.lora.slots import slot_groups
 from hone.serve.adapters.layout import SlotLayout, SlotLinear
 from hone.serve.adapters.reading import HostAdapter
 
@@ -33,10 +35,14 @@ class AdapterSlots:
         """Called before the first adapter that scales comes to a slot: captured passes do not."""
         self.rows: Tensor | None = None
         """int32 [T]: the slot of each token of the pass under way, -1 without an adapter."""
+        self.groups: Tensor | None = None
+        """Of these, what all its linears read (`slotted_linear`)."""
 
     @property
     def num_bytes(self) -> int:
-        return self.numbers.numel() * self.numbers.element_size() + self.ranks.numel() * 4
+        """Of the numbers, and of the scales once an adapter has some."""
+        held = [self.numbers, self.ranks, *(one for one in (self.scales, self.inputs) if one is not None)]
+        return sum(one.numel() * one.element_size() for one in held)
 
     @torch.inference_mode()
     def fill(self, slot: int, adapter: HostAdapter) -> None:
@@ -56,14 +62,30 @@ class AdapterSlots:
                 self.scales[slot].copy_(adapter.scales)
             self.inputs[slot].copy_(1.0 if adapter.inputs is None else adapter.inputs)  # type: ignore[arg-type]
 
+    @torch.inference_mode()
+    def compile_kernels(self, model: Decoder) -> None:
+        """Runs the linears of a layer for few rows and many, so that no step waits until a kernel has been compiled."""
+        if self.numbers.device.type != "cuda":
+            return
+        own = [
+            one
+            for one in model.modules()
+            if isinstance(one, SlottedLinear) and one.place.layer == self.layout.linears[0].layer
+        ]
+        for count in (1, 32, 64, 128):
+            with self.of(torch.zeros(count, dtype=torch.int32, device=self.numbers.device)):
+                for one in own:
+                    one(self.numbers.new_zeros(count, one.place.in_features))
+
     @contextmanager
     def of(self, rows: Tensor) -> Iterator[None]:
         """A pass of tokens in slots `rows`."""
         self.rows = rows
+        self.groups = slot_groups(rows, rank=self.layout.rank, pieces=self.layout.most_pieces)
         try:
             yield
         finally:
-            self.rows = None
+            self.rows = self.groups = None
 
     def factors(self, place: SlotLinear) -> tuple[Tensor, Tensor, Tensor]:
         """A [slots, P R, K], s B [slots, N, R] and ranks [slots, P] of a linear, as views."""
@@ -80,18 +102,21 @@ class SlottedLinear(nn.Module):
     def __init__(self, inner: nn.Module, slots: AdapterSlots, place: SlotLinear) -> None:
         super().__init__()
         self.inner = inner
-        self._slots, self._place, self._widths = slots, place, list(place.modules.values())
+        self._slots, self.place, self._widths = slots, place, list(place.modules.values())
         self._downs, self._ups, self._ranks = slots.factors(place)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N], in x's dtype."""
         rows = self._slots.rows
         assert rows is not None, "a pass of the decoder with adapters has slots"
-        scales, place, factors = self._slots.scales, self._place, None
+        scales, place, factors = self._slots.scales, self.place, None
         if scales is not None and self._slots.inputs is not None:
             factors = scales[:, place.row : place.row + place.out_features]
             inputs = self._slots.inputs[:, place.column : place.column + place.in_features]
             x = torch.where((rows >= 0)[:, None], x * inputs[rows.clamp(min=0)], x)
+        elif type(self.inner) is Dense:
+            parts = self.inner.weight, self.inner.bias, self._downs, self._ups
+            return slotted_linear(x, *parts, rows, self._ranks, self._widths, groups=self._slots.groups)
         narrow = lora_shrink(x, self._downs, rows, self._ranks)
         return lora_expand(narrow, self._ups, rows, self._ranks, self.inner(x), self._widths, factors=factors)
 

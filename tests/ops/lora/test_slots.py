@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from hone.ops import lora_expand, lora_shrink
+from hone.ops import lora_expand, lora_shrink, slotted_linear
 
 WIDTHS = (6, 2, 2)
 
@@ -36,6 +36,18 @@ def test_each_row_is_multiplied_by_the_factors_of_its_slot() -> None:
         torch.testing.assert_close(found[row], expected)
 
 
+def test_a_linear_with_slots_is_the_linear_and_its_factors() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, 7, generator=generator, dtype=torch.float64) for size in (4, 10))
+    downs = torch.randn(2, 3 * 4, 7, generator=generator, dtype=torch.float64)
+    ups = torch.randn(2, 10, 4, generator=generator, dtype=torch.float64)
+    slots, ranks = torch.tensor([1, -1, 0, 1]), torch.full((2, 3), 4)
+    found = slotted_linear(x, weight, weight[:, 0], downs, ups, slots, ranks, WIDTHS)
+    torch.testing.assert_close(found[1], weight @ x[1] + weight[:, 0])
+    merged = torch.cat([up @ down for up, down in zip(ups[1].split(WIDTHS), downs[1].split(4), strict=True)])
+    torch.testing.assert_close(found[0], (weight + merged) @ x[0] + weight[:, 0])
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_for_hopper_use_tensor_cores_and_those_of_prompts_do_not_spill() -> None:
     from hone.ops.lora import triton_slots, triton_slots_few
@@ -61,3 +73,36 @@ def test_the_kernels_for_hopper_use_tensor_cores_and_those_of_prompts_do_not_spi
             kernel,
             made,
         )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_product_with_factors_does_not_spill_on_hopper() -> None:
+    from hone.ops.lora import triton_slotted
+    from tests.ops.compiled import bf16, compile_triton, fp32
+
+    strides = ("stride_x", "stride_weight", "stride_out", "stride_part", "stride_slot", "stride_piece", "stride_narrow")
+    narrow = {"BLOCK_T": 32, "BLOCK_R": 16, "BLOCK_K": 256, "WIDTH": 512, "PARTS": 8}
+    product = {"BLOCK_M": 32, "BLOCK_K": 128, "BLOCK_C": 128, "WHOLE_K": True, "HAS_BIAS": False, "MORE_STAGES": 4}
+    for kernel, sizes, warps, out in (
+        (triton_slotted.narrow_rows, narrow, 4, "*bf16"),
+        (
+            triton_slotted.slotted,
+            {**product, "BLOCK_N": 128, "PARTS": 1, "SOON": False, "AHEAD": False, "STAGES": 4},
+            8,
+            "*bf16",
+        ),
+        (
+            triton_slotted.slotted,
+            {**product, "BLOCK_N": 64, "PARTS": 2, "SOON": True, "AHEAD": False, "STAGES": 5},
+            4,
+            "*fp32",
+        ),
+    ):
+        sizes = {"RANK": 16, "ROOM": 32, "EARLY": True, **sizes}
+        types = dict.fromkeys((name for name in kernel.arg_names if name not in sizes), "i32")
+        known = {**bf16("x", "weight", "bias", "downs", "ups", "narrow"), **fp32("sums"), "out": out}
+        types |= {name: kind for name, kind in known.items() if name in types}
+        types |= {name: "*i32" for name in ("groups", "ranks") if name in types}
+        divisible = [name for name in (*strides, "K", "N") if name in types]
+        made = compile_triton(kernel, types, sizes, divisible=divisible, num_warps=warps)
+        assert made.clean and (made.count("HMMA") or made.count("HGMMA")), (kernel, made)

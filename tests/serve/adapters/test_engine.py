@@ -208,3 +208,12 @@ def test_adapters_over_a_quantized_model_are_those_over_its_values(kind: type[Lo
     one.adapters.load("a", str(folder))
     (found,) = one.generate([PROMPTS[2]], greedy(8), adapters=["a"])
     assert found.tokens == dense_greedy(merged(dense, folder), PROMPTS[2], 8) != dense_greedy(dense, PROMPTS[2], 8)
+
+
+def test_the_bytes_of_slots_count_the_scales_of_adapters_that_have_some(folders: dict[str, Path]) -> None:
+    one = engine(MODEL, lora={"max_loras": 2})
+    slots, before = one.adapters.slots, one.adapters.slots.num_bytes
+    one.adapters.load("dora", str(folders["dora"]))
+    one.generate([PROMPTS[0]], greedy(1), adapters=["dora"])
+    layout, width = slots.layout, slots.numbers.element_size()
+    assert slots.num_bytes - before == 2 * (layout.num_rows * 2 * 4 + layout.num_columns * width)
