@@ -122,7 +122,7 @@ class StepGraphs:
         """The graph that runs a step; None: run it without one. `draws`: what it may do if all its sequences decode.
 
         Where the smallest size that fits is not captured, a larger one serves, if it wastes little, until the size has come
-        some times. Passes over prompts are captured when they come a second time.
+        some times. Passes over prompts are captured when they come a second time; those with adapters later, which may come and go with one.
         """
         beyond = self._broken or batch.positions.max() >= self._longest
         wanted = None if beyond else self._size(batch, draws)
@@ -134,7 +134,7 @@ class StepGraphs:
         near = [key for key in self._captured if key[1:] == wanted[1:] and 1 <= key[0] / wanted[0] <= _NEAR]
         if near and seen < _OFTEN:
             return min(near, key=lambda key: key[0])
-        if wanted.seqs is not None and seen < 2:
+        if seen < (_OFTEN if wanted.adapted else 2 if wanted.seqs is not None else 1):
             return None
         return wanted if self._capture(wanted) else None
 
