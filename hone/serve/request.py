@@ -118,6 +118,11 @@ class Request:
     retention: tuple[Retention, ...] = ()
     adapter: str = ""
 
+    @property
+    def kept_apart_by(self) -> str:
+        """Differs where two requests share no page of the prefix cache though their prompts are equal: the salt, and the adapter."""
+        return f"{self.salt}\0lora {self.adapter}" if self.adapter else self.salt
+
 
 @dataclass
 class TokenLogprob:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.base.errors import MachineError, MissingExtra
+from hone.base.errors import MachineError, MissingExtra, SpecError
 from hone.base.run import Run
 from hone.model.folder import HUB, model_folder
 from hone.serve.http.spec import ServerSpec
@@ -74,6 +74,11 @@ def serve(
     )  # before the model is loaded
     spec.tls()
     spec = spec.model_copy(update={"served_model_name": spec.served_model_name or (_name_of(folder),)})
+    if taken := sorted(set(spec.engine.lora.named_paths()) & set(spec.served_model_name)):
+        raise SpecError(
+            f"lora_modules names an adapter '{taken[0]}', which is the model's own name: requests for it would get the base",
+            fix="give the adapter another name, or the model one (served_model_name)",
+        )
     folder = model_folder(folder)
     build = build if run.clock is None else partial(build, clock=run.clock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):

@@ -11,7 +11,9 @@ import pytest
 
 from hone.base.errors import SpecError
 from hone.model import hf
+from hone.serve.http.server import serve
 from hone.serve.http.spec import ServerSpec
+from hone.serve.request import Request
 from tests.serve.adapters.folders import adapter_folder
 from tests.serve.live import LiveServer
 
@@ -74,7 +76,7 @@ def test_adapters_come_go_and_are_asked_for_by_name(server: LiveServer, folders:
 @pytest.mark.parametrize(("route", "body", "status", "said"), [
     ("load", {"lora_name": "x"}, 400, "must be provided"),
     ("load", {"lora_name": "x", "lora_path": "/nowhere/at/all"}, 404, "no adapter in /nowhere/at/all"),
-    ("load", {"lora_name": "base", "lora_path": "/nowhere"}, 400, "already been loaded"),
+    ("load", {"lora_name": "base", "lora_path": "/nowhere"}, 400, "own name"),
     ("load", {"lora_name": "x", "lora_path": "MODEL"}, 404, "adapter_config.json"),
     ("unload", {}, 400, "needs to be provided"),
     ("unload", {"lora_name": "x"}, 404, "The lora adapter 'x' cannot be found."),
@@ -104,3 +106,14 @@ def test_fields_that_would_do_nothing_are_refused() -> None:
         ServerSpec.read({"lora_modules": ["a"], "engine": {"lora": {"max_loras": 1}}})
     with pytest.raises(SpecError, match="both have 'a'"):
         ServerSpec.read({"lora_modules": ["a=b"], "served_model_name": ["a"], "engine": {"lora": {"max_loras": 1}}})
+
+
+def test_an_adapter_may_not_have_the_name_of_the_folder_that_is_served(tmp_path: Path) -> None:
+    engine = {"lora": {"max_loras": 1, "lora_modules": ("base=/nowhere",)}}
+    with pytest.raises(SpecError, match="adapter 'base', which is the model's own name"):
+        serve(str(tmp_path / "base"), ServerSpec.read({"engine": engine}))
+
+
+def test_equal_prompts_of_two_adapters_are_routed_apart() -> None:
+    one, other, plain = (Request("", [1, 2], adapter=name) for name in ("a", "b", ""))
+    assert len({one.kept_apart_by, other.kept_apart_by, plain.kept_apart_by}) == 3 and plain.kept_apart_by == ""

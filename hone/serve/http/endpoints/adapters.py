@@ -41,7 +41,11 @@ class AdapterEndpoints:
         if not body.lora_name or not body.lora_path:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
         name, path = body.lora_name, body.lora_path
-        if name in models.names or (name in models.adapters and not body.load_inplace):
+        if name in models.names:
+            raise _invalid(
+                f"'{name}' is the model's own name: requests for it get the base. Give the adapter another lora_name."
+            )
+        if name in models.adapters and not body.load_inplace:
             raise _invalid(
                 f"The lora adapter '{name}' has already been loaded. If you want to load it again, set load_inplace."
             )

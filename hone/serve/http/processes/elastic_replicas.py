@@ -142,10 +142,10 @@ class ElasticReplicas(Replicas):
             return
         groups: dict[tuple[int, str], list[_Asked]] = defaultdict(list)
         for one in asked:
-            groups[id(one.request.prompt), one.request.salt].append(one)
+            groups[id(one.request.prompt), one.request.kept_apart_by].append(one)
         for group in groups.values():
             first = group[0].request
-            place, keys = self._router.place(first.prompt, first.salt)
+            place, keys = self._router.place(first.prompt, first.kept_apart_by)
             link = self._by_place[place]
             sinks = [one.sink for one in group if one.sink is not None]
             link.submit([one.request for one in group], self._deliver, sinks)

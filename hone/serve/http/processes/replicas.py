@@ -45,9 +45,9 @@ class Replicas:
         sinks = dict(zip((request.id for request in requests), streams))
         groups: dict[tuple[int, str], list[Request]] = defaultdict(list)
         for request in requests:
-            groups[id(request.prompt), request.salt].append(request)
+            groups[id(request.prompt), request.kept_apart_by].append(request)
         for group in groups.values():
-            place, keys = self._router.place(group[0].prompt, group[0].salt)
+            place, keys = self._router.place(group[0].prompt, group[0].kept_apart_by)
             link = self._links[place]
             link.submit(group, deliver, [sinks[request.id] for request in group] if sinks else ())
             if self._tells and keys:
