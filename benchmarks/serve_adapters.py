@@ -132,7 +132,7 @@ def check_kernels(rank: int) -> None:
     """Prints how far the kernels are from plain torch in float32, at the shapes of an 8B model."""
     import torch
 
-    from hone.ops import lora_expand, lora_shrink
+    from hone.ops import lora_expand, lora_shrink, slotted_linear
 
     torch.manual_seed(0)
     room = -(-rank // 16) * 16
@@ -148,9 +148,13 @@ def check_kernels(rank: int) -> None:
             wide = (downs.float(), ups.float())
             narrow = lora_shrink(x.float(), wide[0], slots, ranks, backend="reference")
             plain = lora_expand(narrow, wide[1], slots, ranks, y.float(), widths, backend="reference")
-            off = float((ours.float() - plain).norm() / plain.norm())
-            print(f"  kernels, {rows} rows of {columns}: {off:.1e} off plain torch in float32", flush=True)
-            assert off < 1e-2, "the kernels are wrong"
+            weight = torch.randn(sum(widths), columns, device="cuda", dtype=torch.bfloat16) * 0.02
+            whole = slotted_linear(x, weight, None, downs, ups, slots, ranks, widths)
+            wanted = plain - y.float() + x.float() @ weight.float().T
+            for name, found, right in (("added to y", ours, plain), ("with the base's product", whole, wanted)):
+                off = float((found.float() - right).norm() / right.norm())
+                print(f"  kernels, {rows} rows of {columns}, {name}: {off:.1e} off plain torch in float32", flush=True)
+                assert off < 1e-2, "the kernels are wrong"
 
 
 def of_vllm(args: argparse.Namespace, folder: Path, adapter: Path) -> dict[str, Any]:
