@@ -167,7 +167,7 @@ def of_vllm(args: argparse.Namespace, folder: Path, adapter: Path) -> dict[str, 
     llm = LLM(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192, seed=0,
         gpu_memory_utilization=0.85, max_num_seqs=args.batch + 1, enable_lora=True, max_loras=slots, max_cpu_loras=slots,
-        max_lora_rank=max(8, args.rank),
+        max_lora_rank=next(one for one in (8, 16, 32, 64, 128, 256, 320, 512) if one >= args.rank),  # what it takes
     )  # fmt: skip
     loras = [LoRARequest(f"a{index}", index + 1, str(adapter)) for index in range(slots)]
 
