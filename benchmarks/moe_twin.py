@@ -32,7 +32,8 @@ from hone.model.growth import GROWTHS
 from hone.model.growth.base import grown_checkpoint
 from hone.model.hf import Checkpoint, save
 from hone.model.shape import Shape
-from hone.train.loop import Trainer, validate
+from hone.train.loop import Trainer
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.wsd import WarmupStableDecay
 

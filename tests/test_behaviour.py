@@ -55,6 +55,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/objectives/test_layers.py",
         "train/objectives/test_heads.py",
         "train/objectives/preference/test_preference.py",
+        "train/objectives/preference/test_reward.py",
         "train/objectives/draft_heads/test_medusa.py",
         "train/objectives/draft_heads/test_eagle3.py",
         "train/objectives/preference/test_kto.py",

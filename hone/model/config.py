@@ -93,6 +93,9 @@ class ModelConfig(Spec):
     logits_softcap: float | None = Field(
         None, gt=0, description="Cap of the logits: softcap * tanh(logit / softcap); empty for none."
     )
+    num_labels: Literal[0, 1] = Field(
+        0, description="1: a reward model, whose head gives a text's score; 0: a language model, with a head of tokens."
+    )
 
     adapters: tuple[Annotated[Technique, Choice(ADAPTERS)], ...] = Field(
         (), description="Adapters: those of the layers' linears, the first innermost, and at most one soft prompt."
@@ -103,6 +106,12 @@ class ModelConfig(Spec):
         for token in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_by_a_head(self) -> ModelConfig:
+        if self.num_labels and self.tie_embeddings:
+            raise ValueError("the head of a reward model scores texts: it cannot be the embedding")
         return self
 
     @model_validator(mode="after")
@@ -206,7 +215,9 @@ class ModelConfig(Spec):
         vocab, hidden = self.vocab_size, self.hidden_size
         found = {
             "embed_tokens": LinearSpec("embed_tokens", hidden, (Piece("embed_tokens", vocab),), Tokens(), "vocab"),
-            "lm_head": LinearSpec("lm_head", hidden, (Piece("lm_head", vocab),), Norm("norm"), "vocab"),
+            "lm_head": LinearSpec(
+                "lm_head", hidden, (Piece("lm_head", self.num_labels or vocab),), Norm("norm"), "vocab"
+            ),
         }
         if self.tie_embeddings:
             del found["lm_head"]
@@ -226,6 +237,10 @@ class ModelConfig(Spec):
         if not self.adapters:
             return []
         return wrappers(self.adapters, linear, FAMILIES[self.family].modules(index, path, linear))
+
+    def scoring(self) -> Self:
+        """The reward model of these layers, with a head of one output."""
+        return self.model_copy(update={"num_labels": 1, "tie_embeddings": False})
 
     def local(self, num_ranks: int) -> Self:
         """The same model with the layers of one of `num_ranks` tensor-parallel ranks; the `ends` stay whole."""
@@ -266,7 +281,7 @@ class ModelConfig(Spec):
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_seq_len=self.max_seq_len,
-            tie_embeddings=self.tie_embeddings,
+            tie_embeddings=self.tie_embeddings or bool(self.num_labels),  # one matrix of all tokens
             layers=tuple(self._layer_dims(index) for index in range(self.num_layers)),
         )
 

@@ -178,8 +178,10 @@ class Decoder(nn.Module):
         return x if rest is None else x + rest
 
     def head(self, x: Tensor) -> Tensor:
-        """Final norm and logits: [..., D] -> [..., V], in x's dtype."""
+        """Final norm and logits: [..., D] -> [..., V], in x's dtype; of a reward model the scores [..., 1] of the text up to each token."""
         x = self.norm(x)
+        if self.config.num_labels:
+            return self.lm_head(x)  # type: ignore[misc, no-any-return]
         logits = self._tied(x) if self.lm_head is None else self.lm_head(x)
         config = self.config
         if config.logits_scaling != 1.0:

@@ -21,7 +21,7 @@ from hone.model.shards import Shards, write_json, write_tensors
 from hone.model.weights.model import ModelSource, fused_linears
 from hone.model.weights.source import WeightSource
 from hone.model.weights.stacked import ApartExperts, stack_experts
-from hone.model.weights.tensors import TABLES
+from hone.model.weights.tensors import TABLES, table_name
 from hone.model.weights.values import AS_STORED, FLOATS, IN_FLOAT32
 from hone.ops.dispatch import say_once
 
@@ -29,12 +29,18 @@ from hone.ops.dispatch import say_once
 class Checkpoint(ModelSource):
     """A Hugging Face folder, or PEFT's of an adapter, read lazily: only the requested tensors are in memory.
 
-    Raises ArtifactError for a missing or corrupt file or tensor, SpecError for a config hone cannot run.
+    Raises ArtifactError for a missing or corrupt file or tensor, SpecError for a config hone cannot run and, unless it is to
+    `score`, for a reward model.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, scores: bool = False) -> None:
         folder = model_folder(folder)
         where, adapter, values, plain, config = peft.opened(folder)
+        if config.num_labels and not scores:
+            raise SpecError(
+                f"{folder} is a reward model, which scores texts and has no head for tokens",
+                fix="give the language model that it was made from; a reward model is for rewards of kind reward_model",
+            )
         if not plain.tie_embeddings and read_json(where / CONFIG).get("tie_word_embeddings"):
             say_once(
                 f"{where} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "
@@ -59,12 +65,13 @@ def load(
     dtype: torch.dtype | None = None,
     *,
     sparsity: str = "none",
+    scores: bool = False,
 ) -> Decoder:
     """The model in a Hugging Face folder, plain or quantized (hone.model.quantized); `dtype` None keeps the folder's.
 
-    `sparsity` "2:4" or "auto": linears whose weights are 2:4 are compressed (`hone.model.sparse.sparsify`).
+    `scores`: it may be a reward model, too. `sparsity` "2:4" or "auto": linears whose weights are 2:4 are compressed (`hone.model.sparse.sparsify`).
     """
-    model = Checkpoint(folder).build(device, dtype)
+    model = Checkpoint(folder, scores=scores).build(device, dtype)
     if sparsity != "none":
         from hone.model.sparse.sparsify import sparsify
 
@@ -157,7 +164,8 @@ def part_state(part: nn.Module, config: ModelConfig, path: str) -> Iterator[tupl
     if path.startswith("layers."):
         yield from layer_state(part, config, int(path.removeprefix("layers.")))
     elif path in TABLES:
-        yield from ((f"{TABLES[path]}.{suffix}", one) for suffix, one in part.parts([config.vocab_size])[0].items())
+        name, rows = table_name(config, path), config.ends()[path].out_features
+        yield from ((f"{name}.{suffix}", one) for suffix, one in part.parts([rows])[0].items())
         if path == "embed_tokens" and config.token_rows():
             yield "token_rows", part.rows.detach()
     elif path == "prompt":

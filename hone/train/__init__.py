@@ -19,6 +19,7 @@ OBJECTIVES = Table(
         "orpo": "hone.train.objectives.preference.orpo:ORPO",
         "kto": "hone.train.objectives.preference.kto:KTO",
         "simpo": "hone.train.objectives.preference.simpo:SimPO",
+        "reward": "hone.train.objectives.preference.reward:Reward",
         "grpo": "hone.train.objectives.grpo:GRPO",
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",

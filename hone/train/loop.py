@@ -30,7 +30,7 @@ from hone.train.noise.linears import linears_of
 from hone.train.objectives.at_start import AtStart
 from hone.train.objectives.base import Objective, Setting
 from hone.train.objectives.next_token import NextToken
-from hone.train.objectives.preference.measure import evaluated, validate
+from hone.train.objectives.preference.measure import evaluated, held_out_loss
 from hone.train.objectives.taps import tap, total
 from hone.train.offload.techniques import Offload, Resident
 from hone.train.optimizers.adamw import AdamW
@@ -406,7 +406,7 @@ def fit(
         scored = any(every and trainer.done % every == 0 for every in (eval_every, *eval_also))
         if val is not None and (last or scored):
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_sequences": eval_sequences}
-            val_loss = validate(trainer.model, val, **sizes, ranks=trainer.ranks)
+            val_loss = held_out_loss(trainer, val, **sizes)
             row = evaluated(trainer, val, val_loss, **sizes)
             if watch is not None:
                 watch.evaluated(row)

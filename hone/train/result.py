@@ -116,9 +116,13 @@ def record(
     last = next((row for row in reversed(rows) if "val_loss" in row and best_step in (None, row["step"])), None)
     where = f"first {sequences} sequences of val" if sequences else "all of val"
     where += f", {seq_len} tokens each, documents apart"
-    draft.record("val_loss", last and last["val_loss"], "nats/token", note=where if last else "val is empty")
+    scores = OBJECTIVES[objective].scores_text
+    draft.record(
+        "val_loss", last and last["val_loss"], unit if scores else "nats/token", note=where if last else "val is empty"
+    )
     note = f"{where}; tokens per byte of the whole split" if last else "val is empty"
-    draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
+    if not scores:
+        draft.record("val_bits_per_byte", last and last["val_bits_per_byte"], "bits/byte", note=note)
     for name in ("val_preference_loss", "val_accuracy", "val_margin"):
         if last is not None and name in last:
             pairs = "val_pairs" in last

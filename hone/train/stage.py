@@ -53,7 +53,7 @@ from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.draft_heads.fits import check_heads
 from hone.train.objectives.next_token import NextToken
-from hone.train.objectives.preference.fits import check_pairs
+from hone.train.objectives.preference.fits import check_pairs, with_score
 from hone.train.objectives.taps import check_taps
 from hone.train.offload.choose import chosen, record_left
 from hone.train.optimizers.adamw import AdamW
@@ -189,7 +189,7 @@ class Train(Prolonged):
             seq_len=self.seq_len,
             adapted=self.adapter is not None or self.objective.trains_heads,
         )
-        config = with_adapter(self, config, given)
+        config = with_score(self, with_adapter(self, config, given), given)
         check_heads(self, config, given, machine.num_ranks)
         marks = [one.same_as for one in data]
         start, epoch = start_of(self, marks, given.get("model")), epoch_of(data, self.seq_len)
@@ -418,7 +418,7 @@ class Train(Prolonged):
 
     def _loss(self, trainer: Trainer, part: PackedTokens, model: Decoder | None = None) -> float:
         """Mean loss on the first sequences of `part`, of another `model` than the trainer's if one is given."""
-        from hone.train.loop import validate
+        from hone.train.objectives.preference.measure import held_out_loss
 
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "num_sequences": self.validation.sequences}
-        return validate(model or trainer.model, part, **sizes, ranks=trainer.ranks)
+        return held_out_loss(trainer, part, **sizes, model=model)

@@ -76,6 +76,7 @@ def starting_models(
     from hone.model.decoder import Drawn, build, unmade
     from hone.model.growth.base import grown_checkpoint
     from hone.model.hf import Checkpoint, load
+    from hone.model.weights.score import WithScore
     from hone.train.objectives.draft_heads.fits import with_heads
     from hone.train.student import from_teacher
 
@@ -84,9 +85,11 @@ def starting_models(
     reads = reads and "teacher" in parents
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or kept is not None else None
     if "model" in parents:
-        checkpoint = Checkpoint(parents["model"].folder)
+        checkpoint = Checkpoint(parents["model"].folder, scores=spec.objective.scores_text)
         if growths := growths_of(spec.init):  # tensors of the larger model are made one at a time of those in the files
             checkpoint = grown_checkpoint(checkpoint, growths, spec.seed)
+        if spec.objective.scores_text and not checkpoint.config.num_labels:
+            checkpoint = WithScore(checkpoint, spec.seed)
         dtype = computed if spec.objective.trains_heads else torch.float32
         if spec.adapter is not None or checkpoint.config.adapters:
             checkpoint, dtype = Trainable(checkpoint, spec.adapter, spec.seed), computed
@@ -103,6 +106,7 @@ def starting_models(
     else:
         assert data is not None, "a new model is one for the tokens of some data"
         config = spec.model.config(data.vocab_size, eos=data.eos_token_id)
+        config = config.scoring() if spec.objective.scores_text else config
         drawn = Drawn(config, device, spec.seed)
         model = unmade(config, drawn) if in_parts else build(config, device=device, seed=spec.seed)
     if spec.objective.from_cache:

@@ -30,7 +30,8 @@ from hone.model.routers import ROUTERS
 from hone.train import ACTIVATION_CHECKPOINTINGS, DATA_PARALLEL, OBJECTIVES, OPTIMIZERS, PIPELINE_SCHEDULES, stage
 from hone.train.checkpoint import Checkpoints
 from hone.train.faults.checksums import of_tensor
-from hone.train.loop import Trainer, validate
+from hone.train.loop import Trainer
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers.adamw import AdamWRule
 from hone.train.parallelism import Parallelism
 from hone.train.pipeline.stages import Stages

@@ -14,8 +14,9 @@ from hone.feed.load import Batch, PackedTokens
 from hone.model.decoder import build
 from hone.model.hf import load, save
 from hone.train.activation_checkpointing import EveryNth
-from hone.train.loop import Trainer, fit, to_device, validate
+from hone.train.loop import Trainer, fit, to_device
 from hone.train.objectives.distill import Distill
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers.adamw import AdamW
 from hone.train.schedules.cosine import Cosine
 from hone.train.student import from_teacher

@@ -89,6 +89,12 @@ class Family:
     that of a parameter which is no norm ('feed_forward.router_bias') to its tensor."""
 
     @property
+    def classifier(self) -> str:
+        """Name of its class there that scores sequences."""
+        name = self.architecture.replace("Gemma3For", "Gemma3TextFor")
+        return name.replace("ForCausalLM", "ForSequenceClassification")
+
+    @property
     def unscaled(self) -> dict[str, Any] | None:
         """rope_scaling of rotary positions without one, where its class's default is a scaling."""
         return {"rope_type": "default"} if "rope_scaling" in self.defaults else None

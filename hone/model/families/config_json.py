@@ -56,7 +56,7 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     feed_forwards = [feed_forward] * read["num_hidden_layers"]
     if family.experts is not None:
         feed_forwards = family.experts.read(read, feed_forward, where)
-    mixers = _mixers(read, family, where)
+    mixers, labels = _mixers(read, family, where), _labels(values, family, where)
     eos = read.get("eos_token_id")
     return ModelConfig.read(
         {
@@ -68,7 +68,8 @@ def from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
                 for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
             ],
             "norm_eps": read["rms_norm_eps"],
-            "tie_embeddings": bool(read.get("tie_word_embeddings", False)),
+            "tie_embeddings": bool(read.get("tie_word_embeddings", False)) and not labels,
+            "num_labels": labels,
             "max_seq_len": read["max_position_embeddings"],
             "bos_token_id": read.get("bos_token_id"),
             "eos_token_ids": [] if eos is None else eos if isinstance(eos, list) else [eos],
@@ -129,7 +130,7 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     dense = next((layer.feed_forward for layer in config.layers if layer.feed_forward.kind != "moe"), None)
     activation = next(name for name, kind in ACTIVATIONS.items() if dense is None or kind == dense.kind)
     values: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.classifier if config.num_labels else family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -151,6 +152,8 @@ def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
     }
+    if config.num_labels:
+        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
     if family.latent is None:
         values |= {"num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim}
     else:
@@ -209,7 +212,9 @@ def own_format(config: ModelConfig, dtype: str, reason: str) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": dtype,
         "config": {
-            name: value for name, value in config.model_dump(mode="json").items() if name != "adapters" or value
+            name: value
+            for name, value in config.model_dump(mode="json").items()
+            if value or name not in ("adapters", "num_labels")
         },
     }
 
@@ -252,6 +257,21 @@ def _must_survive(config: ModelConfig, values: dict[str, Any]) -> None:
         )
 
 
+def _labels(values: dict[str, Any], family: Family, where: str) -> int:
+    """The outputs of the head of a class for sequences, 0 of one for tokens. Raises SpecError for more than one."""
+    names = values.get("architectures") or []
+    if (names if isinstance(names, str) else [*names, ""][0]) != family.classifier:
+        return 0
+    labels = values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    if count != 1:
+        raise SpecError(
+            f"{where}: a classifier with {count} labels, and hone runs reward models, which have one",
+            fix="give a model with num_labels 1",
+        )
+    return 1
+
+
 def _model_type(values: dict[str, Any], where: str) -> str:
     """The family's name. Raises SpecError unless model_type and architectures name one hone can run."""
     names = values.get("architectures") or []
@@ -265,13 +285,13 @@ def _model_type(values: dict[str, Any], where: str) -> str:
         )
     classes = [family.architecture for family in FAMILIES.values()]
     known = ", ".join(classes)
-    if names and names[0] not in classes:
+    if names and names[0] not in [*classes, *(family.classifier for family in FAMILIES.values())]:
         raise SpecError(f"{where}: architectures is {names}, which hone cannot run", fix=f"supported are: {known}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise SpecError(
             f"{where}: model_type is {model_type!r}, which hone cannot run", fix=f"supported are: {', '.join(FAMILIES)}"
         )
-    if names and names[0] != FAMILIES[model_type].architecture:
+    if names and names[0] not in (FAMILIES[model_type].architecture, FAMILIES[model_type].classifier):
         raise SpecError(
             f"{where}: architectures is {names}, but model_type is {model_type!r}", fix=f"make them agree: {known}"
         )

@@ -22,7 +22,7 @@ from hone.model.quantized.hadamard import input_hadamard, multiply_inputs
 from hone.model.quantized.kv_cache import add_rounding, rounding_paths
 from hone.model.weights import values as checked
 from hone.model.weights.source import WeightSource
-from hone.model.weights.tensors import TABLES, expert_modules
+from hone.model.weights.tensors import TABLES, expert_modules, table_name
 
 
 class ModelSource:
@@ -196,7 +196,7 @@ class ModelSource:
         """The checkpoint modules inside our linear `name` ('layers.3.mixer.qkv', 'layers.3.feed_forward.down.7' of one expert) or
         embedding."""
         if not name.startswith("layers."):
-            return [TABLES[name]]
+            return [table_name(self.config, name)]
         _, index, path = name.split(".", 2)
         holder, _, expert = path.rpartition(".")
         if expert.isdigit():
@@ -225,7 +225,8 @@ class ModelSource:
                 owner, _, attribute = name.rpartition(".")
                 self._set(part.get_submodule(owner), attribute, f"{path}.{name}", device, dtype)
         elif path in TABLES:
-            self.load_linear(part, {TABLES[path]: self.config.vocab_size}, device, dtype)
+            rows = self.config.ends()[path].out_features
+            self.load_linear(part, {table_name(self.config, path): rows}, device, dtype)
             if isinstance(part, TokenRows):
                 self._set(part, "rows", "token_rows", device, dtype)
             elif hasattr(part, "like"):  # a quantized embedding, whose scales may have another dtype
@@ -297,7 +298,8 @@ def expected_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Name and shape of every checkpoint tensor of `decoder`, which may be on the meta device."""
     config, shapes = decoder.config, dict[str, tuple[int, ...]]()
     tables = [path for path in parts_of(config) if path in TABLES]
-    linears = [({TABLES[path]: config.vocab_size}, decoder.get_submodule(path)) for path in tables]
+    ends = config.ends()
+    linears = [({table_name(config, path): ends[path].out_features}, decoder.get_submodule(path)) for path in tables]
     for index, layer in enumerate(decoder.layers):
         linears += [(names, layer.get_submodule(path)) for path, names in fused_linears(config, index).items()]
         parameters, names = config.parameters(index), config.singles(index)

@@ -16,6 +16,11 @@ TABLES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 """The checkpoint's modules with a row for each token, by their path in a decoder."""
 
 
+def table_name(config: ModelConfig, path: str) -> str:
+    """The checkpoint's module at `path` of a decoder, 'embed_tokens' or 'lm_head': a reward model's head is called score."""
+    return "score" if path == "lm_head" and config.num_labels else TABLES[path]
+
+
 class Module(NamedTuple):
     """One matrix of a checkpoint, and its place in hone's fused linears."""
 
@@ -97,7 +102,7 @@ def matrices(config: ModelConfig, index: int) -> Iterator[tuple[str, LinearSpec,
 def end_module(config: ModelConfig, path: str) -> Module:
     """The module of the embedding ('embed_tokens') or of the head ('lm_head'), if they are apart."""
     linear = config.ends()[path]
-    return Module(TABLES[path], path, slice(0, linear.out_features), linear)
+    return Module(table_name(config, path), path, slice(0, linear.out_features), linear)
 
 
 def modules(config: ModelConfig) -> Iterator[Module]:

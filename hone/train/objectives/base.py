@@ -46,6 +46,9 @@ class Objective(Technique):
     trains_heads: ClassVar[bool] = False
     """Whether it trains draft heads beside a frozen model (`draft_heads.base.DraftHeads`), and not the model."""
 
+    scores_text: ClassVar[bool] = False
+    """Whether it trains a reward model, whose head of one output scores texts, and no language model."""
+
     reference_at_start: ClassVar[bool] = False
     """Whether, where an adapter is trained and no teacher is given, the model as it was at the start is the teacher."""
 

@@ -85,14 +85,14 @@ def world(monkeypatch) -> World:
         found.step(self.done)
         return made
 
-    evaluate = loop.validate
+    evaluate = loop.held_out_loss
 
     def evaluated(*arguments, **options):
         if found.joules is not None:
             found.joules += found.step_j / 3 * options["num_sequences"] / SPEC["batch_size"]
         return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(loop, "validate", evaluated)
+    monkeypatch.setattr(loop, "held_out_loss", evaluated)
     monkeypatch.setattr(window, "Meter", Meter)
     monkeypatch.setattr(Trainer, "step", counted)
     for name, value in (("now", lambda: found.when), ("sleep", found.sleep), ("_LEAST_S", 0.0), ("_LOOK_S", 900.0)):

@@ -31,7 +31,8 @@ from hone.train.faults.rerun import bits_of, check_replicas
 from hone.train.fp8.fits import check_passes, fp8_notes, fp8_parameters, fp8_products, in_fp8
 from hone.train.fp8.linears import Fp8Dense, Fp8Experts
 from hone.train.fp8.techniques import FP8
-from hone.train.loop import Trainer, validate
+from hone.train.loop import Trainer
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers.adamw import AdamW
 from hone.train.parallelism import Parallelism
 from hone.train.precision import FP8_RECIPES, Precision

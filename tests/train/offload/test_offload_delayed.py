@@ -9,7 +9,7 @@ from hone.base.errors import SpecError
 from hone.feed.load import PackedTokens
 from hone.train import ACTIVATION_CHECKPOINTINGS, OPTIMIZERS
 from hone.train.checkpoint import Checkpoints
-from hone.train.loop import validate
+from hone.train.objectives.preference.measure import validate
 from hone.train.offload.techniques import Host
 from hone.train.passes import cut, run_layers, shrink, to_device
 from hone.train.stage import Train

@@ -13,7 +13,8 @@ from hone.model.decoder import build
 from hone.model.shape import Shape
 from hone.train import OPTIMIZERS
 from hone.train.checkpoint import Checkpoints
-from hone.train.loop import Trainer, fit, validate
+from hone.train.loop import Trainer, fit
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers import adamw_8bit
 from hone.train.optimizers.adamw import AdamW, AdamWRule
 from hone.train.optimizers.adamw_8bit import AdamW8bit, AdamW8bitRule, dequantize, quantize

@@ -8,7 +8,7 @@ import torch
 from hone.feed.load import PackedTokens
 from hone.model.decoder import build
 from hone.train.checkpoint import Checkpoints
-from hone.train.loop import validate
+from hone.train.objectives.preference.measure import validate
 from hone.train.optimizers.adafactor import Adafactor, AdafactorRule
 from hone.train.optimizers.lion import Lion, LionRule
 from hone.train.update import Update

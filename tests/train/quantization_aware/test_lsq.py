@@ -94,7 +94,7 @@ def test_the_saved_model_is_what_the_last_pass_computed_and_is_exported_bit_for_
         assert torch.equal(ours.get_submodule(path).weight, theirs.get_submodule(path).dequantize(torch.float32))
         assert len(ours.get_submodule(path).weight[0, :16].unique()) <= 8
     from hone.feed.load import PackedTokens
-    from hone.train.loop import validate
+    from hone.train.objectives.preference.measure import validate
 
     val = PackedTokens(data_folder, "val")
     assert validate(theirs, val, batch_size=4, seq_len=32) == pytest.approx(made.figures["val_loss"].value, rel=1e-4)

@@ -89,7 +89,7 @@ def test_what_is_exported_is_bit_for_bit_what_a_pass_computes_with(trained, prec
 
 def test_the_loss_of_the_training_is_that_of_the_exported_model(trained, data_folder, tmp_path):
     from hone.feed.load import PackedTokens
-    from hone.train.loop import validate
+    from hone.train.objectives.preference.measure import validate
 
     made = trained["fp32"]
     step = FAKE_QUANTIZERS.read(KINDS[0]).exported

@@ -50,12 +50,29 @@ def evaluated(
     """The row of an evaluation: step, val_loss (nats a target), val_bits_per_byte, of pairs what `held_out` says, of draft heads their loss. Every rank calls it."""
     tokens, num_bytes = val.scored
     row = {"step": trainer.done, "val_loss": val_loss}
-    row["val_bits_per_byte"] = val_loss / math.log(2) * tokens / max(num_bytes, 1)
+    if not trainer.objective.scores_text:
+        row["val_bits_per_byte"] = val_loss / math.log(2) * tokens / max(num_bytes, 1)
     if isinstance(trainer.objective, Preference):
         row |= held_out(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
     if trainer.objective.trains_heads:
         row |= held_out_heads(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
     return row
+
+
+def held_out_loss(
+    trainer: Trained,
+    val: PackedTokens | Joined,
+    *,
+    batch_size: int,
+    seq_len: int,
+    num_sequences: int = 0,
+    model: Decoder | None = None,
+) -> float:
+    """`validate` of the model of `trainer`, or of another `model`; of a reward model, which predicts no tokens, its loss of a pair."""
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_sequences": num_sequences}
+    if trainer.objective.scores_text:
+        return held_out(trainer, val, **sizes).get("val_preference_loss", math.nan)
+    return validate(model or trainer.model, val, **sizes, ranks=trainer.ranks)
 
 
 def held_out(
