@@ -60,8 +60,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/objectives/draft_heads/test_eagle3.py",
         "train/objectives/preference/test_kto.py",
         "train/rollouts/test_grpo.py",
+        "train/rollouts/test_best_of_n.py",
     ),
-    "reward": ("train/rollouts/test_rewards.py",),
+    "reward": ("train/rollouts/test_rewards.py", "train/rollouts/test_best_of_n.py"),
     "divergence": ("train/objectives/test_divergences.py",),
     "teacher": (
         "train/teachers/test_teachers.py",

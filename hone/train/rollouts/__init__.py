@@ -8,6 +8,7 @@ REWARDS = Table(
         "exact_match": "hone.train.rollouts.rewards.exact_match:ExactMatch",
         "number_match": "hone.train.rollouts.rewards.number_match:NumberMatch",
         "pattern": "hone.train.rollouts.rewards.pattern:Pattern",
+        "reward_model": "hone.train.rollouts.rewards.reward_model:RewardModel",
         "function": "hone.train.rollouts.rewards.function:Function",
     },
 )

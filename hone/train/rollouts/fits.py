@@ -37,6 +37,8 @@ def check_rollouts(spec: Any, data: Sequence[DataFacts], config: ModelConfig) ->
             )
     for reward in objective.rewards:
         reward.check()
+        for one in data:
+            reward.check_tokenizer(one.tokenizer, one.where)
     layout, field = spec.parallelism, "parallelism"
     wrong = {
         "precision": spec.precision in FP8_RECIPES and spec.precision,

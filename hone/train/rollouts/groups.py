@@ -38,9 +38,10 @@ class Settings(Protocol):
     top_p: float
     beta: float
     num_iterations: int
-    scale_rewards: str
     mask_truncated_completions: bool
     max_num_seqs: int
+
+    def chosen(self, rewards: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]: ...
 
 
 class Prompt(NamedTuple):
@@ -101,12 +102,13 @@ class Rollouts:
         settings, length = self.settings, batch.tokens.shape[1]
         prompts = prompts_of(batch, length)
         answers = self.written(trained, prompts, length, settings.num_generations, settings.temperature)
-        rewards, each = self.rewarded(prompts, answers)
-        advantages = advantages_of(rewards.reshape(-1, settings.num_generations), settings.scale_rewards).reshape(-1)
+        rewards, each = self.rewarded(prompts, answers, trained.device)
+        advantages, kept = (one.reshape(-1) for one in settings.chosen(rewards.reshape(-1, settings.num_generations)))
         owners = np.repeat(np.arange(len(prompts)), settings.num_generations)
         documents = [
             (prompts[owner].tokens, answer, advantage)
-            for owner, answer, advantage in zip(owners.tolist(), answers, advantages.tolist())
+            for owner, answer, advantage, is_kept in zip(owners.tolist(), answers, advantages.tolist(), kept.tolist())
+            if is_kept
         ]
         micro = max(len(batch.tokens) // trained.gradient_accumulation_steps, 1)
         made = in_rows(documents, length, micro, mask_truncated=settings.mask_truncated_completions)
@@ -157,16 +159,19 @@ class Rollouts:
         return self._generation.answers(given, params, seeds)
 
     def rewarded(
-        self, prompts: Sequence[Prompt], answers: Sequence[Answer]
+        self, prompts: Sequence[Prompt], answers: Sequence[Answer], device: torch.device | str = "cpu"
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-        """(the weighted sum of the rewards of each answer, each reward alone by its name); as many answers a prompt."""
+        """(the weighted sum of the rewards of each answer, each reward alone by its name); as many answers a prompt. A reward that
+        is a model computes on `device`."""
         number = len(answers) // max(len(prompts), 1)
         asked, said = zip(*self._texts(prompts, answers, number)) if answers else ((), ())
+        whole = [[*prompts[at // number].tokens.tolist(), *one.tokens] for at, one in enumerate(answers)]
         wanted = [text for prompt in prompts for text in [self._text(prompt.answer)] * number]
         total, each = np.zeros(len(answers)), {}
         for place, reward in enumerate(self.settings.rewards):
             one: Reward = reward
-            found = np.array(one.scores(asked, said, wanted), np.float64)
+            scores = one.token_scores(whole, device) if one.reads_tokens else one.scores(asked, said, wanted)
+            found = np.array(scores, np.float64)
             total += one.weight * found
             each[f"{place}_{one.kind}"] = found
         return total, each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -16,6 +17,16 @@ class Reward(Technique):
 
     def check(self) -> None:
         """Raises SpecError where it cannot be computed, such as a function that cannot be imported."""
+
+    reads_tokens: ClassVar[bool] = False
+    """Whether it reads token ids (`token_scores`) in place of texts."""
+
+    def check_tokenizer(self, tokenizer: str | None, where: str) -> None:
+        """Raises SpecError where it cannot read tokens of the data at `where`, whose tokenizer has the identity `tokenizer`."""
+
+    def token_scores(self, rows: Sequence[Sequence[int]], device: Any) -> list[float]:
+        """The reward of each row of token ids, a prompt and its answer with the token that ended it, computed on `device`."""
+        raise NotImplementedError
 
     def scores(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
         """The reward of each completion, without the weight: `prompts` before them, and the reference `answers` of the data.

@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hone.base.lazy import lazy
-from hone.base.table import Choice, Technique
 from hone.feed.load import IGNORE
-from hone.train.objectives.base import Objective
 from hone.train.objectives.preference.base import token_log_probs
-from hone.train.rollouts import REWARDS
-from hone.train.rollouts.rewards.exact_match import ExactMatch
+from hone.train.objectives.written_answers.base import Written
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from hone.feed.load import Batch
     from hone.model.context import Context
     from hone.model.decoder import Decoder
-    from hone.train.objectives.base import Setting
-    from hone.train.passes import Preparer
 
 torch = lazy("torch")
 np = lazy("numpy")
 groups = lazy("hone.train.rollouts.groups")
-tokenizers = lazy("hone.model.tokenizer")
 
 
-class GRPO(Objective):
+class GRPO(Written):
     """-min(r A, clip(r) A) + beta KL of each token of an answer, A its reward against its group's. Shao et al. 2024, arXiv:2402.03300."""
 
     paper: ClassVar[str] = "arXiv:2402.03300"
-    prepares: ClassVar[bool] = True
-    writes: ClassVar[bool] = True
     reference_at_start: ClassVar[bool] = True
     unit: ClassVar[str] = "loss/token"
-    rewards: tuple[Annotated[Technique, Choice(REWARDS)], ...] = Field(
-        (ExactMatch(kind="exact_match"),),
-        min_length=1,
-        description="What an answer is worth: the sum of these, each times its weight.",
-    )
-    num_generations: int = Field(8, gt=1, description="Answers written to each prompt: a group.")
-    max_completion_length: int = Field(256, gt=0, description="Most tokens of an answer.")
-    temperature: float = Field(
-        1.0, gt=0, le=100, description="Temperature of the answers, and of all their log-probabilities."
-    )
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample among the fewest tokens whose probability reaches this.")
     beta: float = Field(
         0.0, ge=0, description="Weight of the KL divergence from the reference; above 0 there must be one: a teacher."
     )
@@ -70,10 +52,6 @@ class GRPO(Objective):
     scale_rewards: Literal["group", "none"] = Field(
         "group", description="Whether advantages are divided by the deviation of their group's rewards; none: Dr. GRPO."
     )
-    mask_truncated_completions: bool = Field(
-        False, description="Answers that max_completion_length cuts off have no loss (DAPO's overlong filtering)."
-    )
-    max_num_seqs: int = Field(128, gt=0, description="Most answers that are written at once.")
 
     @property
     def from_teacher(self) -> bool:  # type: ignore[override]
@@ -85,11 +63,9 @@ class GRPO(Objective):
         """False: the reference's log-probabilities are values of the written batch."""
         return False
 
-    def preparer(self, setting: Setting | None) -> Preparer | None:
-        """What writes the answers; None without a tokenizer's folder."""
-        if setting is None:
-            return None
-        return groups.Rollouts(self, tokenizers.load_tokenizer(setting.tokenizer), setting.seed)  # type: ignore[no-any-return]
+    def chosen(self, rewards: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All answers, each as much better as its reward is above its group's mean."""
+        return groups.advantages_of(rewards, self.scale_rewards), np.ones(rewards.shape, bool)
 
     def count_in(self, batch: Batch) -> int:
         """The divisor of the sum, by `loss_type`."""
