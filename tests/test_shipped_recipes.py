@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.base.artifact import Artifact
+from hone.base.durable import read_jsonl
 from hone.base.run import Run
 from hone.feed.load import PackedTokens
 from hone.model import hf
@@ -73,6 +74,28 @@ def test_draft_heads_are_trained_and_serve_as_the_recipe_says(tmp_path, monkeypa
     for name in ("medusa", "eagle"):
         assert 1 <= made[name]["tokens_per_verification"].value <= 4 and made[name]["tokens_per_verification"].n > 0
         assert made[name]["kv_cache_bytes"].value >= made["plain"]["kv_cache_bytes"].value
+
+
+@pytest.mark.slow
+def test_an_adapter_beside_codes_is_trained_as_the_recipe_says(tmp_path, monkeypatch):
+    """recipes/qlora.yaml, made small: less text and fewer steps, to its end."""
+    pytest.importorskip("numba")
+    monkeypatch.chdir(tmp_path)
+    small = {"data-text.max_bytes": "300000", "data-more.max_bytes": "200000", "train-base.steps": "12"}
+    small |= {"train-base.validation.interval": "6", "train-base.early_stopping": "{}"}
+    small |= {"train-tuned.steps": "12", "train-tuned.validation.interval": "6", "train-tuned.early_stopping": "{}"}
+    Recipe.load(RECIPES / "qlora.yaml").override(small).run("work", Run(quiet=True))
+    made = tmp_path / "work/qlora"
+    rows = [row for row in read_jsonl(made / "train-tuned/steps.jsonl") if "val_loss" in row]
+    assert [row["step"] for row in rows] == [6, 12] and rows[1]["val_loss"] < rows[0]["val_loss"]
+    figures = {name: Artifact.read(made / name).figures for name in ("train-base", "train-tuned")}
+    trained = figures["train-tuned"]["trained_params"].value
+    assert 0 < trained < figures["train-base"]["num_params"].value / 5
+    begun, ended = (hf.load(made / name) for name in ("compress-nf4", "train-tuned"))
+    stored = dict(begun.layers[0].mixer.qkv.named_buffers())
+    assert stored and "adapter_config.json" in {path.name for path in (made / "train-tuned").iterdir()}
+    beside = dict(ended.layers[0].mixer.qkv.inner.named_buffers())  # the codes stayed as they were
+    assert all((beside[name] == one).all() for name, one in stored.items())
 
 
 SHORT = {"steps": "3", "batch_size": "2", "seq_len": "16", "validation.sequences": "1"}
