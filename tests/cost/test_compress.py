@@ -10,8 +10,8 @@ import pytest
 from benchmarks import mask_seconds
 from hone.compress import PRUNERS, QUANTIZERS
 from hone.cost.compress.compression import Compression, MatrixWork, Passes
-from hone.cost.compress.memory import compress_bytes
-from hone.cost.compress.seconds import compress_seconds
+from hone.cost.compress.memory import _moments, compress_bytes
+from hone.cost.compress.seconds import HOST_BYTES_PER_S, compress_seconds
 from hone.cost.dims import ModelDims
 from tests.cost.h200 import LEDGER, h200
 
@@ -156,3 +156,36 @@ def test_more_turns_and_columns_cost_more(kind: str) -> None:
     if kind != "gptaq":
         more = QUANTIZERS.read({"kind": kind, "iters": 2 * step.iters})
         assert 1.4 < more.work(4096, 4096).num_bytes / step.work(4096, 4096).num_bytes < 2
+
+
+def test_a_checkpoint_is_read_at_one_rate_and_written_at_another() -> None:
+    """A layer's bytes through the mapped file, its shard's into new host memory: each by its own rate of the calibration."""
+    machine, work = h200(), compression("rtn", 128)
+    base = compress_seconds(machine, work).value
+
+    def more(**rates: float) -> float:
+        changed = machine.calibration.model_copy(update=rates)
+        return compress_seconds(machine.model_copy(update={"calibration": changed}), work).value - base
+
+    weights = 2 * sum(work.dims.layer_params)
+    assert more(mapped_bytes_per_s=1e9) == pytest.approx(weights * (1 / 1e9 - 1 / 6.9e9), rel=0.01)
+    slow = 1e8  # the last shard is waited for, and the one before it while the last layer is computed
+    assert more(host_bytes_per_s=slow) > work.shard_bytes[-1] * (1 / slow - 1 / HOST_BYTES_PER_S)
+
+
+def test_reshaped_models_are_compared_on_one_rank() -> None:
+    """Its states are not divided, and both models are loaded again; an embedding's matrix is stored in the first shard."""
+    machine = h200().model_copy(update={"num_ranks": 4})
+    work = replace(compression("rtn", 128), check_sequences=64)
+    alone = replace(work, reshaped=True)
+    states = 2 * 64 * 2048 * 4096 * 2
+    assert work.checked_share(4) == 0.25 and [alone.checked_share(4, rank) for rank in (None, 0, 3)] == [1.0, 1.0, 0.0]
+    assert compress_bytes(machine, alone, 0).value - compress_bytes(machine, work, 0).value == pytest.approx(
+        0.75 * states
+    )
+    assert compress_seconds(machine, alone).value > compress_seconds(machine, work).value
+    table = MatrixWork(500_000, 4096, work.layers[0][0].steps)
+    for first in (1 << 30, 5 << 30):
+        with_table = replace(work, embedding=((table,),), shard_bytes=(first, *work.shard_bytes[1:]))
+        last = [*_moments(h200(), with_table, len(work.layers), 0)][-1]
+        assert last["written"] == pytest.approx(first)

@@ -179,6 +179,20 @@ def test_every_point_has_a_rate(small):
     assert attention.forward_flops_per_s > 0 and attention.train_flops_per_s > 0
 
 
+def test_rates_that_are_not_kept_are_measured_and_those_that_are_stored_taken(small):
+    quick = micro.calibrate("cpu", keep=False)
+    assert quick.matmuls and read_calibration(identity(describe("cpu"))) is None
+    stored = micro.calibrate("cpu")
+    assert micro.calibrate("cpu", keep=False) == stored
+
+
+def test_a_mapped_file_is_read_as_it_is(tmp_path):
+    assert micro._mapped(tmp_path, "cpu") == {}
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 16)
+    (probe,) = micro._mapped(tmp_path, "cpu").values()
+    assert probe.amount == 4096 and probe.work().tolist() == [*range(256)] * 16
+
+
 def test_the_disk_of_the_current_folder_is_measured(small, tmp_path):
     small.chdir(tmp_path)
     small.setattr(micro, "disturbance", lambda *_: "")
