@@ -119,11 +119,11 @@ def scores(student: Decoder, teacher: Decoder, held_out: np.ndarray, options: ar
 
 
 def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each arm and figure beside plain training; of the student's own text also beside reverse KL on the data."""
+    """A row for each arm of two or more seeds and each figure, beside plain training on the same seeds; of the student's own text also beside reverse KL on the data."""
     sizes, made = header["sizes"], []
     what = f"{sizes['steps']} steps of {sizes['rows_a_step']} x {sizes['seq_len']} tokens after {sizes['start_steps']} plain ones, lr {sizes['lr']:g}"
     beside = {ON_POLICY: "reverse KL", ON_OWN: ON_DATA}
-    for arm in (one for one in ARMS if one in found):
+    for arm in (one for one in ARMS if len(found.get(one, {})) > 1):
         for name, said in NAMES.items():
             values = common.values_of(found, arm, name)
             row = {
@@ -133,8 +133,9 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
             peers = [PLAIN] if arm != PLAIN else []
             peers += [beside[arm]] if name == "own_kl" and arm in beside else []
             for peer in peers:
-                other = common.values_of(found, peer, name)
-                apart = paired(other, values)
+                both = sorted(found[arm].keys() & found[peer].keys())
+                other = [found[peer][seed][name] for seed in both]
+                apart = paired(other, [found[arm][seed][name] for seed in both])
                 row |= {"peer": peer, "peer_value": statistics.fmean(other), "difference": apart.by}
                 made.append({**row, "difference_interval": apart.half})
             if not peers:

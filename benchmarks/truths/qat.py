@@ -96,7 +96,7 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
             made.append({
                 "figure": f"{header['model']}: recovered of what int4 ({_scales(grid)}) costs {told}, {arm.rpartition(', ')[0]}, {what}",
                 "value": statistics.fmean(shares), "unit": "of the lost loss", "n": len(shares), "interval": half_width(shares),
-                "technique": "quantization_aware/integer",
+                "technique": "fake quantizer/integer",
                 "note": f"held-out loss {statistics.fmean(whole):.4f}, rounded {statistics.fmean(cost):.4f}, trained {statistics.fmean(after):.4f} "
                 f"+- {half_width(after):.4f} nats; +- {half_width(shares):.3f} of the share (95 %, {len(shares)} seeds)",
             })  # fmt: skip
