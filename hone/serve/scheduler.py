@@ -139,9 +139,9 @@ class Scheduler:
         return scheduled
 
     def _rounds(self, seqs: Sequence[Seq]) -> int:
-        """Rounds of guessing for one step: one while others wait, and no more than tokens are to come, of which a round brings one or more."""
+        """Rounds of guessing for one step: one while others wait, and at the end fewer, because a round brings one token or more."""
         most = max((seq.max_tokens - seq.length for seq in seqs), default=0)
-        rounds = min(1 if self.num_waiting else self.rounds, self.rounds, most)
+        rounds = min(1 if self.num_waiting else self.rounds, self.rounds, most // 2 + 1)
         pool = self.pages.pool
         needed = (rounds + 1) * (self.lookahead + 1) // pool.block_size + 1
         return rounds if needed * len(seqs) <= pool.num_free else min(rounds, 1)

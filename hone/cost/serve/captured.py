@@ -12,7 +12,7 @@ _MOST_TIMES = 4
 """A step that takes this many times longer than its launch needs none either way: the step before it may be shorter."""
 
 
-_ROUNDS_S, _BYTES_S, _LAYER_S = 3e-3, 3e12, 2e-5
+_ROUNDS_S, _BYTES_S, _LAYER_S = 6e-3, 3e12, 2e-5
 """Seconds of rounds of speculation before the host reads; bytes a second that a GPU reads, and seconds of a layer of few tokens."""
 
 

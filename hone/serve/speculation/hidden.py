@@ -23,7 +23,7 @@ class HiddenDrafter(Drafter):
         ge=1,
         le=32,
         description="Rounds of verifying and guessing that a GPU runs before the host reads their tokens. "
-        "By default as many as take about 3 ms; 1 while requests wait.",
+        "By default as many as take about 6 ms; 1 while requests wait.",
     )
 
 
