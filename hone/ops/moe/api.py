@@ -155,6 +155,9 @@ def unpermute(
 FEW_IDS = 4096
 """Up to this many entries are sorted by comparing each with all, in one kernel."""
 
+COMPARED_IDS = 2048
+"""Up to this many entries that is as fast as counting them."""
+
 
 @torch.library.custom_op("hone::expert_order", mutates_args=())
 def _order_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,10 +193,10 @@ def _list_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     from hone.ops.moe.triton_kernels import count_visits, list_few, list_visits
 
     ids = expert_ids.contiguous()
-    place, order, ends = _order_fake(expert_ids, num_experts)
     num_ids, experts = ids.numel(), max(16, power_of_2(num_experts))
-    if not num_ids:
-        return place, order, ends.zero_()
+    if num_ids <= COMPARED_IDS:
+        return _order_op(ids, num_experts)
+    place, order, ends = _order_fake(expert_ids, num_experts)
     if num_ids <= FEW_IDS:
         padded = max(16, power_of_2(num_ids))
         list_few[(1,)](
@@ -202,7 +205,7 @@ def _list_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         )  # fmt: skip
         return place, order, ends
     counts = torch.zeros(2, num_experts, dtype=torch.int32, device=ids.device)
-    block = max(16, min(256, 32768 // experts))
+    block = max(16, min(256, 8192 // experts))
     count_visits[(-(-num_ids // 1024),)](ids, counts, num_ids, BLOCK=1024, num_warps=4)
     list_visits[(-(-num_ids // block),)](
         ids, counts, counts[1], place, order, ends, num_ids, num_experts, BLOCK=block, EXPERTS=experts, num_warps=4

@@ -7,7 +7,7 @@ import torch
 from hone.ops.cpu.rules import HALVES
 from hone.ops.where import Choice, Where
 
-WIDENED_FROM = 128
+WIDENED_FROM = 80
 """Visits an expert from which codes are widened once before the product: before, each tile of rows widens them for itself."""
 
 

@@ -15,8 +15,8 @@ from hone.ops.moe.triton_experts import scale_of
 from hone.ops.moe.triton_visits import numbers_of
 from hone.ops.moe.weights import ExpertWeights
 
-_VALUES = 4096
-"""Weights of a program."""
+_ROWS, _VALUES = 32, 4096
+"""Rows and weights of a program: scales of neighbouring rows lie side by side, so that few rows would read most of them in vain."""
 
 
 @triton.jit
@@ -49,10 +49,9 @@ def widened(weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
     assert weights.scales is not None, "dense weights are wide"
     out = torch.empty(experts, num_out, num_in, dtype=dtype, device=weights.values.device)
     block, num_rows = weights.block, experts * num_out
-    units = min(power_of_2(num_in // block), max(1, _VALUES // block))
-    rows = max(1, _VALUES // (block * units))
-    widen_rows[(triton.cdiv(num_rows, rows), triton.cdiv(num_in // block, units))](
+    units = min(power_of_2(num_in // block), max(1, _VALUES // (_ROWS * block)))
+    widen_rows[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_in // block, units))](
         weights.values, weights.scales, out, num_rows, num_out, num_in, weights.scales.shape[1],
-        KIND=weights.kind, BLOCK=block, UNITS=units, ROWS=rows, num_warps=4,
+        KIND=weights.kind, BLOCK=block, UNITS=units, ROWS=_ROWS, num_warps=4,
     )  # fmt: skip
     return out

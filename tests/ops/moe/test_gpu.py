@@ -40,6 +40,22 @@ def test_permute_and_back(tokens: int, top_k: int, experts: int, width: int, dty
 
 
 @pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(1, 8, 128), (257, 8, 129), (512, 8, 128), (513, 8, 128), (8192, 4, 32)]
+)
+def test_rows_in_any_order(tokens: int, top_k: int, experts: int) -> None:
+    x, ids = torch.randn(tokens, 64, device="cuda"), torch.randint(0, experts, (tokens, top_k), device="cuda")
+    ids[: tokens // 3] = 3
+    for _ in range(3):
+        poison()
+        rows, ends, place = permute(x, ids, experts, any_order=True)
+        wanted = torch.bincount(ids.flatten(), minlength=experts).cumsum(0)
+        assert torch.equal(ends.long(), wanted)
+        assert torch.equal(torch.bucketize(place.long(), wanted, right=True), ids)
+        assert torch.equal(rows[place.long()], x[:, None].expand(-1, top_k, -1))
+        assert place.flatten().unique().numel() == tokens * top_k
+
+
+@pytest.mark.parametrize(
     ("experts", "out", "width", "most"), [(128, 1536, 2048, 16), (64, 100, 264, 40), (16, 24, 41, 17)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
