@@ -33,6 +33,12 @@ def skinny_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
     return SkinnyShape(64, block_m, 128, 4, 4 if parts == 1 else 5, parts, early=True)
 
 
+def slotted_shape(rows: int, out_features: int, in_features: int) -> SkinnyShape:
+    """The same where the factors of adapters are added (`hone.ops.slotted_linear`): narrow tiles alone, of which two fit on an SM."""
+    shape = skinny_shape(rows, out_features, in_features)
+    return SkinnyShape(64, shape.block_m, 128, 4, 4 if shape.parts == 1 else 5, shape.parts, early=True)
+
+
 class QuantizedShape(NamedTuple):
     """Tile and pipeline of `gluon.w4`: x rows, 64-column chunks a stage, stages, 64-row tiles, parts of K, blocks an SM.
 

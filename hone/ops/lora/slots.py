@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.base.errors import SpecError
 from hone.ops.dispatch import backend_of, locate
 from hone.ops.linear.api import linear
-from hone.ops.linear.shapes import skinny_shape
+from hone.ops.linear.shapes import slotted_shape
 from hone.ops.lora import reference
 
 
@@ -117,7 +117,7 @@ def slotted_linear(
     if sum(widths) != len(weight):
         raise SpecError(f"widths are {list(widths)}, of {len(weight)} output features", fix="give widths that make N")
     _check_rows(slots, ranks, x)
-    block = skinny_shape(max(1, len(x)), len(weight), x.shape[1]).block_n
+    block = slotted_shape(max(1, len(x)), len(weight), x.shape[1]).block_n
     case = {
         "dtype": x.dtype if {x.dtype} == {one.dtype for one in (weight, downs, ups)} else None,
         "rows": len(x),

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.ops.early import early_launch, launch_options, prefetch, previous_kernel_done, start_next_kernel
-from hone.ops.linear.shapes import SkinnyShape, power_of_2, skinny_shape
+from hone.ops.linear.shapes import SkinnyShape, power_of_2, slotted_shape
 from hone.ops.linear.triton_skinny import parts_of, sum_of_columns, sum_parts
 
 _BLOCK_R = 16
@@ -202,11 +202,11 @@ def _narrow(
 def slotted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, downs: Tensor, ups: Tensor, groups: Tensor, ranks: Tensor,
     widths: Sequence[int], *, shape: SkinnyShape | None = None, width: int | None = None, block_k: int = 256, programs: int = 264,
-    block_c: int = 128, more_stages: int = 4, ahead: bool = False,
+    block_c: int = 128, more_stages: int = 4, ahead: bool = True,
 ) -> Tensor:  # fmt: skip
     """x W^T + b + s (x A^T) B^T: [T, N], of at most 64 rows whose starts are 16-byte aligned."""
     (rows, columns), features = x.shape, len(weight)
-    shape = shape or skinny_shape(rows, features, columns)
+    shape = shape or slotted_shape(rows, features, columns)
     if width is None:
         width = 1024 if columns > 8192 else 512 if columns >= 1024 else max(64, power_of_2(columns) // 2)
     room = max(16, power_of_2(rows))
