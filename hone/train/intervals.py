@@ -182,6 +182,10 @@ class Validation(Spec):
         0, ge=0, description="Steps between evaluations on the val split; 0: only at the end."
     )
     sequences: int = Field(64, ge=0, description="Sequences of the val split in an evaluation; 0: all.")
+    samples: int = Field(
+        0, ge=0, le=64, description="Held-out sequences whose beginnings the model continues at each evaluation."
+    )
+    sample_tokens: int = Field(48, gt=0, description="Most tokens of a sample.")
 
     def total(self, steps: int, val: Sequence[int], *, mixed: bool, also: Sequence[int], first: int = 0) -> int:
         """Sequences of all evaluations in `steps`, whose data have `val` sequences each; `mixed`: by a mixture; `also`: steps

@@ -26,6 +26,7 @@ from hone.train.expert_parallel.passes import RoomyPasses
 from hone.train.faults.checks import Checks
 from hone.train.faults.rerun import Guard, Rerun
 from hone.train.live.rank_times import RankTimes
+from hone.train.live.samples import Sampler
 from hone.train.noise.linears import linears_of
 from hone.train.objectives.at_start import AtStart
 from hone.train.objectives.base import Objective, Setting
@@ -113,6 +114,8 @@ class Trainer:
         self.linears = linears_of(model, precision, self.objective, holds=holds)
         self.routing, self.rooms = Routing(model, compiles=compile), RoomyPasses(model, self.ranks.mesh)
         self.preparer = self.objective.preparer(setting)
+        self.sampler: Sampler | None = None
+        """What writes samples at evaluations."""
         self.done = 0
         self.tokens = 0
         self.asked: Callable[[], bool] = lambda: False

@@ -49,6 +49,7 @@ from hone.train.inputs import config_of, data_of, same_vocabulary
 from hone.train.intervals import Checkpointing, EarlyStopping, Stop, Validation
 from hone.train.live.opening import check, shown, watch_of
 from hone.train.live.profiling import Profiler
+from hone.train.live.samples import Sampler, check_samples
 from hone.train.mask import check_mask, zeros_of
 from hone.train.noise.fits import check_noise
 from hone.train.objectives.draft_heads.fits import check_heads
@@ -205,6 +206,7 @@ class Train(Prolonged):
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
+        check_samples(self, machine.num_ranks)
         check_rounding(self, config)
         check_pairs(self.objective, data, self.parallelism, rerun=self.checkpoint.check.rerun_interval)
         check_rollouts(self, data, config)
@@ -286,6 +288,8 @@ class Train(Prolonged):
             trainer = trainer_of(self, *models(in_parts=in_parts), plan, zeros, run, offload, first.folder)
             for line in trainer.update.weights.notes:
                 run.say(line)
+            if self.validation.samples:
+                trainer.sampler = Sampler(self.validation.samples, self.validation.sample_tokens, first.folder)
             stop = Stop(self.early_stopping, draft, run)
             trainer.early = early = Budget(self.early_stopping.energy, stop, trainer, plan.schedule, draft, run)
             early.governor = governor

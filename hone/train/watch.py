@@ -151,7 +151,9 @@ class Watch:
     def evaluated(self, row: dict[str, Any]) -> None:
         """Logs an evaluation; `row` is its line in steps.jsonl."""
         self._write(self._steps, row)
-        points = {f"val/{name.removeprefix('val_')}": value for name, value in row.items() if name != "step"}
+        points = {
+            f"val/{name.removeprefix('val_')}": value for name, value in row.items() if name not in ("step", "samples")
+        }
         self._add(points, row["step"])
         self._before = time.perf_counter()
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from markupsafe import Markup
 
 from hone.report import bars, charts, units
-from hone.report.collect import Line, Row, sound
+from hone.report.collect import Line, Row, mappings, sound
 from hone.report.sections.base import FULL, HALF, both
 
 TRAINED = {
@@ -28,6 +28,13 @@ class Run(NamedTuple):
     words: str
 
 
+class Sampled(NamedTuple):
+    """A training with its prompts, each with (step, text written after it) of every evaluation."""
+
+    row: Row
+    texts: list[tuple[str, list[tuple[int, str]]]]
+
+
 @dataclass(frozen=True)
 class Training:
     """Loss curves of every training that wrote its steps, and planned pipeline schedules."""
@@ -40,11 +47,27 @@ class Training:
     schedules: list[Run]
     distilled: bool
     """Whether a training had a teacher."""
+    samples: list[Sampled]
 
     @classmethod
     def of(cls, line: Line) -> Self | None:
         found = losses(line)
-        return cls(found, schedules(line), any(taught(row) for row in line.of("train"))) if found else None
+        distilled = any(taught(row) for row in line.of("train"))
+        return cls(found, schedules(line), distilled, sampled(line)) if found else None
+
+
+def sampled(line: Line, most: int = 8) -> list[Sampled]:
+    """What each training wrote at its evaluations, after at most `most` of its prompts."""
+    found = []
+    for row in line.of("train"):
+        texts: dict[str, list[tuple[int, str]]] = {}
+        for entry in mappings(row.content.get("steps.jsonl")):
+            for one in mappings(entry.get("samples")):
+                if sound(entry.get("step")):
+                    texts.setdefault(str(one.get("prompt", "")), []).append((entry["step"], str(one.get("text", ""))))
+        if texts:
+            found.append(Sampled(row, list(texts.items())[:most]))
+    return found
 
 
 def losses(line: Line) -> list[Run]:

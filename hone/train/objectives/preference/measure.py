@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hone.feed.mix.sources import Joined
     from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.live.samples import Sampler
     from hone.train.objectives.base import Objective
 
 
@@ -32,6 +33,7 @@ class Trained(Protocol):
     teacher: Decoder | None
     objective: Objective
     preparer: Preparer | None
+    sampler: Sampler | None
     ranks: Ranks
     device: torch.device
     done: int
@@ -52,6 +54,10 @@ def evaluated(
     row = {"step": trainer.done, "val_loss": val_loss}
     if not trainer.objective.scores_text:
         row["val_bits_per_byte"] = val_loss / math.log(2) * tokens / max(num_bytes, 1)
+    if (
+        trainer.sampler is not None and trainer.ranks.mesh.leads
+    ):  # it alone writes the row; the others wait in the next step
+        row["samples"] = trainer.sampler.rows(trainer.model, val, seq_len)
     if isinstance(trainer.objective, Preference):
         row |= held_out(trainer, val, batch_size=batch_size, seq_len=seq_len, num_sequences=num_sequences)
     if trainer.objective.trains_heads:
