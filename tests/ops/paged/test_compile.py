@@ -13,6 +13,7 @@ from hone.ops.compat import INTERPRETED
 from hone.ops.paged import gluon_prefill
 from hone.ops.paged.gluon_latent import decode_latents
 from hone.ops.paged.triton_decode import decode
+from hone.ops.paged.triton_launch import plan_decode
 from hone.ops.paged.triton_prefill import prefill
 from hone.ops.paged.triton_shared import own_rest, shared_parts, shared_tile
 from tests.ops.compiled import SHARED_LIMIT, Compiled, compile_gluon, compile_triton, descriptor
@@ -96,6 +97,23 @@ def test_decode(page, page_size, options):
     assert record.clean and fetched_ahead(record)
     assert record.count("HMMA") == 32
     assert 2 * record.shared < 227 << 10
+
+
+def test_three_programs_of_many_sequences_fit_a_multiprocessor():
+    many, one = (plan_decode(132, 128, 64, 2, count, 4) for count in (512, 1))
+    assert (many.programs, many.stages) == (3 * 132, 2) and one.programs == 2 * 132
+    assert plan_decode(132, 128, 64, 2, 512, 64) == one and plan_decode(132, 128, 64, 4, 512, 4) == one
+    record = compile_triton(
+        decode,
+        signature("*bf16", part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
+        {**shape(128, 64), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": many.block_n,
+         "STAGES": many.stages, "MANY": False, "SWAP": False, "INTEGER": False, "EARLY": True},
+        divisible=STRIDES,
+        num_warps=many.num_warps,
+    )  # fmt: skip
+    assert record.clean and 3 * (record.shared + 1024) <= 228 << 10 and 3 * 128 * record.registers <= 65536, (
+        record.line()
+    )
 
 
 def test_prefill():
