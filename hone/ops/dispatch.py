@@ -19,7 +19,7 @@ from hone.base.errors import SpecError
 from hone.ops.attention_rules import attend, attend_backward, attend_latent, attend_paged
 from hone.ops.cpu.isa import cpu_isa
 from hone.ops.cpu.rules import GATHERED, HALVES, ON_CPU, UP_TO_32
-from hone.ops.linear.shapes import GATED_FILL, gated_fill
+from hone.ops.linear.shapes import gated_fill, gated_pays
 from hone.ops.moe.rules import choose_experts, expert_swiglu, grouped_linear
 from hone.ops.where import Choice, Where
 
@@ -199,8 +199,8 @@ def _gated_linear(
         return Choice("separate", "the kernel is made for Hopper's asynchronous products of 16 bits")
     if in_features % 8 or features % 8 or not (in_features and in_rows):
         return Choice("separate", f"rows of {in_features} or {features} numbers are not 16-byte aligned")
-    filled = gated_fill(rows, features, where.num_sms)
-    if filled < GATED_FILL:
+    if not gated_pays(rows, features, in_features, where.num_sms):
+        filled = gated_fill(rows, features, where.num_sms)
         return Choice("separate", f"{rows} rows fill {filled:.0%} of the kernel's tiles: the library has smaller ones")
     return Choice("gluon", f"{rows} rows: the product is gated before it is written")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.ops.dispatch import Where, choose
-from hone.ops.linear.shapes import gated_fill
+from hone.ops.linear.shapes import gated_fill, gated_pays
 
 HOPPER = Where("cuda", (9, 0), 132, (3, 6))
 AMPERE = Where("cuda", (8, 0), 108, (3, 6))
@@ -81,6 +81,25 @@ def test_tiles_that_are_wanted() -> None:
     assert gated_fill(64, 128 * 132, 132) == 0.5
     assert gated_fill(128, 128 * 133, 132) == pytest.approx(133 / 264)
     assert gated_fill(0, 128, 132) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "columns", "pays"),
+    [
+        (8192, 14336, 4096, True),
+        (1024, 14336, 4096, True),
+        (1536, 14336, 4096, False),
+        (512, 14336, 4096, False),
+        (8192, 3072, 1024, True),
+        (640, 3072, 1024, True),
+        (768, 3072, 1024, False),
+    ],
+)
+def test_one_kernel_for_product_and_gate_where_it_was_faster(
+    rows: int, features: int, columns: int, pays: bool
+) -> None:
+    """Measured on an H200 (docs/ops.md)."""
+    assert gated_pays(rows, features, columns, 132) == pays
 
 
 @pytest.mark.parametrize(
