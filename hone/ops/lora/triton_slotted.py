@@ -22,7 +22,9 @@ from hone.ops.early import early_launch, launch_options, prefetch, previous_kern
 from hone.ops.linear.shapes import SkinnyShape, power_of_2, slotted_shape
 from hone.ops.linear.triton_skinny import parts_of, sum_of_columns, sum_parts
 
-_BLOCK_R = 16
+_BLOCK_R, _BLOCK_K, _BLOCK_C = 16, 256, 128
+_PROGRAMS = 264
+"""Of the kernel in front: two an SM of an H200."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -121,7 +123,7 @@ def slotted(
     stride_slot, stride_piece, stride_narrow, END_0, END_1,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, RANK: tl.constexpr,
     ROOM: tl.constexpr, PARTS: tl.constexpr, WHOLE_K: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
-    SOON: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, MORE_STAGES: tl.constexpr,
+    SOON: tl.constexpr, STAGES: tl.constexpr, MORE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`triton_skinny.skinny` with B u added; pieces are from 0, END_0 and END_1 on, multiples of BLOCK_N. Waits for `narrow` alone."""
     part = tl.program_id(1)
@@ -137,12 +139,11 @@ def slotted(
         start_next_kernel(EARLY)  # which reads nothing that `narrow_rows` wrote
     count = tl.load(groups)
     begin = part * BLOCK_C
-    if AHEAD:
-        b = _factors(ups, groups, inner, begin, count, stride_slot, RANK, BLOCK_C)
+    b = _factors(ups, groups, inner, begin, count, stride_slot, RANK, BLOCK_C)
     if EARLY:
         more: tl.constexpr = ROOM
         lines: tl.constexpr = BLOCK_N * RANK // 64
-        if count * RANK > (BLOCK_C * PARTS if AHEAD else 0):
+        if count * RANK > BLOCK_C * PARTS:
             g = tl.minimum(tl.arange(0, more), count - 1)
             slot = tl.load(groups + 1 + g).to(tl.int64)
             start = tl.program_id(0) * BLOCK_N * RANK + tl.arange(0, lines) * 64
@@ -156,12 +157,10 @@ def slotted(
     at = tl.program_id(0) * BLOCK_N
     piece = (at >= END_0).to(tl.int32) + (at >= END_1).to(tl.int32)
     u_columns = narrow + piece * stride_piece + columns[None, :] * stride_narrow
-    added = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if AHEAD:
-        c = begin + tl.arange(0, BLOCK_C)[:, None]
-        u = tl.load(u_columns + c, mask=mine & (c < count * RANK), other=0.0)
-        added = tl.dot(b, u, added)
-        begin += PARTS * BLOCK_C
+    c = begin + tl.arange(0, BLOCK_C)[:, None]
+    u = tl.load(u_columns + c, mask=mine & (c < count * RANK), other=0.0)
+    added = tl.dot(b, u)
+    begin += PARTS * BLOCK_C
     for start in tl.range(begin, count * RANK, PARTS * BLOCK_C, num_stages=MORE_STAGES):
         b = _factors(ups, groups, inner, start, count, stride_slot, RANK, BLOCK_C)
         c = start + tl.arange(0, BLOCK_C)[:, None]
@@ -182,18 +181,16 @@ def launch_groups(slots: Tensor, blocks: int) -> Tensor:
     return groups
 
 
-def _narrow(
-    x: Tensor, downs: Tensor, groups: Tensor, ranks: Tensor, room: int, width: int, block_k: int, programs: int
-) -> Tensor:
+def _narrow(x: Tensor, downs: Tensor, groups: Tensor, ranks: Tensor, room: int, width: int) -> Tensor:
     """x A^T: [P, T, G R] in x's dtype, of as many adapters as there may be."""
     (rows, columns), pieces = x.shape, ranks.shape[1]
     rank, most, block_t = downs.shape[1] // pieces, min(rows, len(downs)), max(16, power_of_2(rows))
     parts, blocks = triton.cdiv(columns, width), pieces * (rank // _BLOCK_R)
     out = x.new_empty(pieces, rows, most * rank)
     sums = x.new_empty(parts, blocks * room * block_t * _BLOCK_R if parts > 1 else 0, dtype=torch.float32)
-    narrow_rows[(blocks * parts, min(most, max(1, programs // (blocks * parts))))](
+    narrow_rows[(blocks * parts, min(most, max(1, _PROGRAMS // (blocks * parts))))](
         x, downs, groups, ranks, sums, out, rows, columns, x.stride(0), downs.stride(0), ranks.stride(0), sums.stride(0),
-        out.stride(0), out.stride(1), RANK=rank, ROOM=room, BLOCK_T=block_t, BLOCK_R=_BLOCK_R, BLOCK_K=min(block_k, width),
+        out.stride(0), out.stride(1), RANK=rank, ROOM=room, BLOCK_T=block_t, BLOCK_R=_BLOCK_R, BLOCK_K=min(_BLOCK_K, width),
         WIDTH=width, PARTS=parts, num_warps=4, **launch_options(early_launch(x.device)),
     )  # fmt: skip
     return out
@@ -201,16 +198,14 @@ def _narrow(
 
 def slotted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, downs: Tensor, ups: Tensor, groups: Tensor, ranks: Tensor,
-    widths: Sequence[int], *, shape: SkinnyShape | None = None, width: int | None = None, block_k: int = 256, programs: int = 264,
-    block_c: int = 128, more_stages: int = 4, ahead: bool = True,
+    widths: Sequence[int], *, shape: SkinnyShape | None = None,
 ) -> Tensor:  # fmt: skip
     """x W^T + b + s (x A^T) B^T: [T, N], of at most 64 rows whose starts are 16-byte aligned."""
     (rows, columns), features = x.shape, len(weight)
     shape = shape or slotted_shape(rows, features, columns)
-    if width is None:
-        width = 1024 if columns > 8192 else 512 if columns >= 1024 else max(64, power_of_2(columns) // 2)
+    width = 1024 if columns > 8192 else 512 if columns >= 1024 else max(64, power_of_2(columns) // 2)
     room = max(16, power_of_2(rows))
-    narrow = _narrow(x, downs, groups, ranks, room, width, block_k, programs)
+    narrow = _narrow(x, downs, groups, ranks, room, width)
     out = x.new_empty(rows, features)
     parts = parts_of(rows, features, shape.parts, out)
     split, early = shape.parts > 1, early_launch(x.device)
@@ -218,9 +213,9 @@ def slotted_product(
     slotted[(triton.cdiv(features, shape.block_n), shape.parts)](
         x, weight, bias, ups, groups, narrow, parts, rows, features, columns, x.stride(0), weight.stride(0), features,
         rows * features, ups.stride(0), narrow.stride(0), narrow.stride(1), ends[0], ends[1],
-        BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, BLOCK_K=shape.block_k, BLOCK_C=block_c, RANK=ups.shape[2],
+        BLOCK_N=shape.block_n, BLOCK_M=shape.block_m, BLOCK_K=shape.block_k, BLOCK_C=_BLOCK_C, RANK=ups.shape[2],
         ROOM=room, PARTS=shape.parts, WHOLE_K=columns % shape.block_k == 0,
-        HAS_BIAS=bias is not None and not split, SOON=split, AHEAD=ahead, STAGES=shape.stages, MORE_STAGES=more_stages,
+        HAS_BIAS=bias is not None and not split, SOON=split, STAGES=shape.stages, MORE_STAGES=4,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(early),
     )  # fmt: skip
     return sum_parts(parts, bias, out) if split else out

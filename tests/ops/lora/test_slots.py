@@ -87,13 +87,13 @@ def test_the_product_with_factors_does_not_spill_on_hopper() -> None:
         (triton_slotted.narrow_rows, narrow, 4, "*bf16"),
         (
             triton_slotted.slotted,
-            {**product, "BLOCK_N": 128, "PARTS": 1, "SOON": False, "AHEAD": False, "STAGES": 4},
+            {**product, "BLOCK_N": 128, "PARTS": 1, "SOON": False, "STAGES": 4},
             8,
             "*bf16",
         ),
         (
             triton_slotted.slotted,
-            {**product, "BLOCK_N": 64, "PARTS": 2, "SOON": True, "AHEAD": False, "STAGES": 5},
+            {**product, "BLOCK_N": 64, "PARTS": 2, "SOON": True, "STAGES": 5},
             4,
             "*fp32",
         ),
