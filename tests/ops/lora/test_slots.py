@@ -87,8 +87,8 @@ def test_the_product_with_factors_does_not_spill_on_hopper() -> None:
         (triton_slotted.narrow_rows, narrow, 4, "*bf16"),
         (
             triton_slotted.slotted,
-            {**product, "BLOCK_N": 128, "PARTS": 1, "SOON": False, "STAGES": 4},
-            8,
+            {**product, "BLOCK_N": 64, "PARTS": 1, "SOON": False, "STAGES": 4},
+            4,
             "*bf16",
         ),
         (
