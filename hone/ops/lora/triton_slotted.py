@@ -22,7 +22,7 @@ from hone.ops.early import early_launch, launch_options, prefetch, previous_kern
 from hone.ops.linear.shapes import SkinnyShape, power_of_2, slotted_shape
 from hone.ops.linear.triton_skinny import parts_of, sum_of_columns, sum_parts
 
-_BLOCK_R, _BLOCK_K, _BLOCK_C = 16, 256, 128
+_BLOCK_R, _BLOCK_K, _BLOCK_C = 16, 256, 64
 _PROGRAMS = 264
 """Of the kernel in front: two an SM of an H200."""
 

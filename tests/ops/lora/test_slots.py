@@ -82,7 +82,7 @@ def test_the_product_with_factors_does_not_spill_on_hopper() -> None:
 
     strides = ("stride_x", "stride_weight", "stride_out", "stride_part", "stride_slot", "stride_piece", "stride_narrow")
     narrow = {"BLOCK_T": 32, "BLOCK_R": 16, "BLOCK_K": 256, "WIDTH": 512, "PARTS": 8}
-    product = {"BLOCK_M": 32, "BLOCK_K": 128, "BLOCK_C": 128, "WHOLE_K": True, "HAS_BIAS": False, "MORE_STAGES": 4}
+    product = {"BLOCK_M": 32, "BLOCK_K": 128, "BLOCK_C": 64, "WHOLE_K": True, "HAS_BIAS": False, "MORE_STAGES": 4}
     for kernel, sizes, warps, out in (
         (triton_slotted.narrow_rows, narrow, 4, "*bf16"),
         (
