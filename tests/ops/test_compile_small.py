@@ -150,15 +150,19 @@ WIDTHS = {"dense": 0, "mxfp4": 32}
 
 
 def compile_experts(kernel: Any, kind: str, constants: dict[str, Any], warps: int = 4) -> Any:
-    """A kernel of a layer of Qwen3-30B-A3B's experts, with scales of 128 columns, or of gpt-oss's in MXFP4."""
+    """A kernel of a layer of Qwen3-30B-A3B's experts, with scales of 128 columns (int8: of rounded inputs), or of gpt-oss's in MXFP4."""
     types = bf16("x", "h", "scales", "bias", "out", "y") | {
         "weight": KINDS[kind],
         "ids": "*i32",
         "order": "*i32",
         "ends": "*i32",
     }
-    types |= fp32("weights") | {"limit": "fp32", "alpha": "fp32"} | ({"scales": "*u8"} if kind == "mxfp4" else {})
-    constants |= {"BIASED": kind == "mxfp4", "LIMITED": kind == "mxfp4"}
+    types |= (
+        fp32("weights", "x_scales")
+        | {"limit": "fp32", "alpha": "fp32"}
+        | ({"scales": "*u8"} if kind == "mxfp4" else {})
+    )
+    constants |= {"BIASED": kind == "mxfp4", "LIMITED": kind == "mxfp4", "ROUNDED": kind == "int8"}
     constants |= {"KIND": kind, "GROUPED": kind != "dense", "EARLY": True, "TOP_K": 8, "EVEN": True, "LISTED": False}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
