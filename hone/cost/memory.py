@@ -85,7 +85,8 @@ def train_bytes(
     summed = gradients if passes > 1 else 0
     if summed and divided is not None and divided.num_ranks > 1:
         summed = divided.summed_bytes(own)
-    weights += width * (dims.num_params - params) if frozen_bytes is None else frozen_bytes
+    frozen = width * (dims.num_params - params) if frozen_bytes is None else frozen_bytes
+    weights += frozen if divided is None or not frozen else divided.frozen_bytes(dims, width, frozen)
 
     # Each layer's attention saves its own float mask of the batch.
     mask = seq_len if packed and not (kernels and half) else 0

@@ -250,7 +250,8 @@ def play_options(work: Training, machine: Machine) -> dict[str, Any]:
 def exchange_s(work: Training, device: str, times: Transfers) -> float:
     """Seconds in which gradients and weights travel in a step."""
     each = work.divided.step_s(work.trained or work.part, work.dtype, work.gradient_accumulation_steps, device, times)
-    return work.updates * each
+    frozen = sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes) for one in work.frozen_gathers)
+    return work.updates * each + frozen
 
 
 def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate:
@@ -265,6 +266,8 @@ def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate
         if work.pipeline is not None
         else work.divided.exposed_s(work.trained or work.part, work.dtype, device, times)
     )
+    for first in work.frozen_gathers[:1]:  # a step's first layer waits for its own
+        waits += times.seconds(first.op, first.ranks, first.num_bytes)
     told = ""
     if work.context_degree > 1 and work.context is not None:
         passes, repeated = work.gradient_accumulation_steps, len(work.recomputed)

@@ -109,6 +109,25 @@ class Divided:
             whole += 4 * dims.num_params * (1 + others + (1 if apart else 1 / self.num_ranks))
         return whole + (4 * dims.num_params / self.of("optimizer") if apart else 0.0)
 
+    def frozen_bytes(self, dims: ModelDims, width: int, num_bytes: float) -> float:
+        """Bytes on one rank of a model's frozen weights, `num_bytes` in all, of which embedding and head are dense in `width` bytes each."""
+        if self.of("weights") == 1:
+            return num_bytes
+        layers = frozen_layer_bytes(dims, width, num_bytes) * dims.num_layers
+        near = min(self.within or self.num_shards, self.num_shards)
+        whole = layers if near == 1 else layers * min(GATHERED_LAYERS / max(dims.num_layers, 1), 1.0)
+        again = layers / near if 1 < near < self.num_shards else 0.0
+        return num_bytes - layers + layers / self.num_shards + whole + again
+
+    def frozen_messages(self, dims: ModelDims, width: int, num_bytes: float, micro_batches: int) -> list[Message]:
+        """The gathers of a step of the layers' weights of `frozen_bytes`, each for forward and backward pass; they never change."""
+        if self.of("weights") == 1:
+            return []
+        near = min(self.within or self.num_shards, self.num_shards)
+        times = micro_batches * (1 if near == 1 else 2)
+        ranks = near if near > 1 else self.num_shards
+        return [Message("all_gather", ranks, frozen_layer_bytes(dims, width, num_bytes), times)] * dims.num_layers
+
     def gradient_bytes(self, dims: ModelDims, passes: int) -> float:
         """Bytes of float32 gradients on one rank, at the end of the last of `passes` backward passes, when it has most of them.
 
@@ -240,6 +259,11 @@ class Divided:
         else:
             found.append(Message("all_gather", shards, size, micro_batches * (1 if self.within == 1 else 2)))
         return found
+
+
+def frozen_layer_bytes(dims: ModelDims, width: int, num_bytes: float) -> float:
+    """Bytes of a layer's frozen weights, on average, where all of `dims` have `num_bytes` and the ends are dense in `width` bytes each."""
+    return max(num_bytes - width * (dims.num_params - _layers(dims)), 0.0) / max(dims.num_layers, 1)
 
 
 def _coded(bits: int) -> float:

@@ -15,7 +15,7 @@ from hone.cost.train.context import Sharing, Sizes
 from hone.cost.train.experts import ExpertRows
 from hone.cost.train.offload import Load, Offload, OnDevice
 from hone.cost.train.pipeline import Pipelined
-from hone.cost.train.replicas import Divided
+from hone.cost.train.replicas import Divided, Message
 from hone.cost.train.tensor import Tensor
 from hone.cost.train.update import UpdateCost
 from hone.measure.calibration import Layout
@@ -211,6 +211,16 @@ class Training:
         if self.trained is None or self.frozen_bytes is None:
             return None
         return code_width(self.model, self.trained, self.frozen_bytes, self.dtype)
+
+    @property
+    def frozen_gathers(self) -> list[Message]:
+        """A step's gathers of frozen weights, layer by layer, where ranks divide these beside adapters."""
+        if self.trained is None:
+            return []
+        width = BYTES[self.dtype]
+        dense = float(width * (self.model.num_params - self.trained.num_params))
+        size = dense if self.frozen_bytes is None else self.frozen_bytes
+        return self.divided.frozen_messages(self.model, width, size, self.gradient_accumulation_steps)
 
     @property
     def updates(self) -> int:

@@ -59,18 +59,18 @@ def _check(spec: Any, config: ModelConfig) -> None:
         "parallelism.pipeline_parallel_degree": layout.pipeline_parallel_degree > 1 and layout.pipeline_parallel_degree,
         "parallelism.expert_parallel_degree": layout.expert_parallel_degree > 1 and layout.expert_parallel_degree,
         "parallelism.offload": layout.offload.kind != "none" and layout.offload.kind,
-        "parallelism.data_parallel": layout.data_parallel.kind not in ("ddp", "zero1", "zero2")
+        "parallelism.data_parallel": layout.data_parallel.kind not in ("ddp", "zero1", "zero2", "zero3")
         and layout.data_parallel.kind,
     }
     ways = {
         "parallelism.context_parallel_degree": "context_parallel_degree: 1: a soft prompt stands before whole documents",
         "precision": "precision: bf16",
         "parallelism.offload": "offload: none: an adapter's optimizer state is small",
-        "parallelism.data_parallel": "data_parallel ddp, zero1 or zero2: frozen weights are whole on every rank",
+        "parallelism.data_parallel": "data_parallel ddp, zero1, zero2 or zero3",
     }
     for field, value in wrong.items():
         if value:
-            way = ways.get(field, "ranks that share the batch alone: data_parallel ddp, zero1 or zero2")
+            way = ways.get(field, "ranks that share the batch alone: data_parallel ddp, zero1, zero2 or zero3")
             raise SpecError(
                 f"{field} {value} does not train adapters, whose model is frozen and not divided", fix=f"take {way}"
             )

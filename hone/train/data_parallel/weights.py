@@ -16,6 +16,7 @@ from hone.model.decoder import Decoder, parts_of
 from hone.parallel.grid import Copies, Grid
 from hone.train.data_parallel.bucket import Bucket
 from hone.train.data_parallel.flat import Flat
+from hone.train.data_parallel.frozen import Frozen
 from hone.train.data_parallel.moves import Moves
 from hone.train.data_parallel.sums import Sum
 from hone.train.data_parallel.travel import Travel
@@ -56,6 +57,7 @@ class DividedWeights(Weights):
         self.pieces: dict[str, tuple[int, int]] = {}
         """The elements of each weight, start to stop, that `masters` holds."""
         self._frees = "weights" in sharded and grid.copies.shard.size > 1
+        self._adapts = bool(model.config.adapters)
         self._on_gpu = torch.device(grid.device).type == "cuda"
         make = partial(self._make, dtype=dtype, shares_gradients="gradients" in sharded, whole=whole, copied=copied)
         self._rounds = moves is not None and moves.weight_bits > 0
@@ -64,10 +66,13 @@ class DividedWeights(Weights):
         make = partial(make, alone=alone, summing=summing or Sum())
         ends: dict[str, nn.Parameter] = {}
         self._layers: list[list[Bucket]] = []
+        self._frozen: list[list[Frozen]] = []
+        """What adapters leave as it is, of each layer: one, or none where it stays whole."""
         for path in parts_of(model.config):
             given = self._take(model, path, zeros or {})
             if path.startswith("layers."):
                 self._layers.append(make(given, frees=self._frees))
+                self._frozen.append(self._freeze(model.get_submodule(path)))
             else:
                 ends |= given
         model.maker = None
@@ -112,6 +117,20 @@ class DividedWeights(Weights):
                 parameter.register_hook(partial(filled, zeros[name]))
         self.parameters |= found
         return found
+
+    def _freeze(self, layer: nn.Module) -> list[Frozen]:
+        """Divides what adapters leave as it is in a layer: frozen weights, and buffers, as codes of quantized ones are."""
+        if not (self._frees and self._adapts):
+            return []
+        found: dict[str, Tensor] = {name: one for name, one in layer.named_parameters() if not one.requires_grad}
+        found |= dict(layer.named_buffers())
+        # One whose numbers lie in another order stays whole, as its kernel reads it.
+        found = {name: one for name, one in found.items() if one.numel() and one.is_contiguous()}
+        copies = self.grid.copies
+        made = [Frozen(found, copies, self._travels[copies.shard])] if found else []
+        for one in made:
+            one.free()
+        return made
 
     def _make(
         self,
@@ -159,7 +178,7 @@ class DividedWeights(Weights):
             self._name(bucket)
 
     @staticmethod
-    def _ready(buckets: Sequence[Bucket]) -> None:
+    def _ready(buckets: Sequence[Bucket | Frozen]) -> None:
         for bucket in buckets:
             bucket.ready()
 
@@ -175,21 +194,31 @@ class DividedWeights(Weights):
         """After layer `index` has computed: frees its weights until the backward pass comes back to it."""
         grad = torch.is_grad_enabled() and output.requires_grad
         if grad:
-            output.register_hook(lambda _: self._bring(index, index - 1))
+            output.register_hook(lambda _: self._came_back(index))
         if self._backward:  # a layer that is recomputed is about to need them again
             return
         with torch.no_grad():
-            for bucket in self._layers[index]:
+            for bucket in self._held(index):
                 bucket.leave() if grad else bucket.free()
+
+    def _held(self, index: int) -> list[Bucket | Frozen]:
+        """The weights of layer `index`, trained and frozen."""
+        return [*self._layers[index], *self._frozen[index]]
+
+    def _came_back(self, index: int) -> None:
+        """When the backward pass comes to layer `index`: the one after it has computed all, and its frozen weights are needed no more."""
+        for one in self._frozen[index + 1] if index + 1 < len(self._frozen) else ():
+            one.free()
+        self._bring(index, index - 1)
 
     @torch.no_grad()
     def _bring(self, index: int, following: int) -> None:
-        for bucket in self._layers[index]:
+        for bucket in self._held(index):
             bucket.gather()
         if self._frees and 0 <= following < len(self._layers):
-            for bucket in self._layers[following]:
+            for bucket in self._held(following):
                 bucket.gather()
-        self._ready(self._layers[index])
+        self._ready(self._held(index))
 
     def before_backward(self, last: bool) -> None:
         """Before a backward pass; `last`: it is the last one of the step."""
@@ -223,6 +252,9 @@ class DividedWeights(Weights):
         """After a backward pass; after the step's last one, the gradients are those of all ranks."""
         while self._waiting:  # those in which a weight took no part
             self._launch(self._waiting.popleft())
+        for layer in self._frozen:  # the first one that has adapters, and one that was brought beside it
+            for one in layer:
+                one.free()
         self._backward, norms = False, []
         for bucket in reversed(
             self._buckets
@@ -330,14 +362,18 @@ class DividedWeights(Weights):
         with torch.no_grad():
             for bucket in buckets:
                 bucket.widen() if wide else bucket.gather()
-            for bucket in buckets:
-                bucket.ready()
+            frozen = self._frozen[int(index)] if index else []
+            for one in frozen:
+                one.gather()
+            self._ready([*buckets, *frozen])
         try:
             yield
         finally:
             for bucket in buckets:
                 bucket.narrow()
                 bucket.free()
+            for one in frozen:
+                one.free()
 
 
 def _arrived(weights: weakref.ref[DividedWeights], name: str, parameter: Tensor) -> None:

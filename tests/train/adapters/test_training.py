@@ -140,7 +140,7 @@ def test_the_plan_counts_what_is_trained(base: Path, data_folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
 def test_ranks_train_one_adapter(kind: str, trained: Artifact, base: Path, data_folder: Path, tmp_path: Path) -> None:
     spec = {**SPEC, "parallelism": {"data_parallel": {"kind": kind}}}
     ended = together(2, _made, spec, str(data_folder), str(tmp_path / kind), str(base))
@@ -157,7 +157,7 @@ def _made(spec: dict[str, Any], data: str, out: str, model: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallelism": {"data_parallel": "zero3"}}, "data_parallel zero3 does not train adapters"),
+        ({"parallelism": {"data_parallel": "zero_plus_plus"}}, "data_parallel zero_plus_plus does not train adapters"),
         ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree 2 does not train adapters"),
         ({"precision": "fp8"}, "precision fp8 does not train adapters"),
         ({"init": "teacher"}, "init makes another one|a 'model' parent both give"),
