@@ -80,11 +80,11 @@ def test_peft_computes_what_hone_wrote(name: str, base: Path, tmp_path: Path) ->
     model = begun(base, TECHNIQUES[name])
     folder = written(model, base, tmp_path / "adapter")
     again = hf.load(folder)
-    torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=0, atol=3e-6)
+    torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=0, atol=1e-5)
     assert again.config.tie_embeddings == model.config.tie_embeddings
     loaded = library().PeftModel.from_pretrained(theirs(base), str(folder)).eval()
     # Rounding: PEFT in float32 is as far as this from PEFT in float64.
-    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=3e-6)
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=1e-5)
     merged = merge(folder, tmp_path / "merged", MergeSpec(dtype="float32"))
     plain = hf.load(merged.path)
     assert not plain.config.adapters
