@@ -141,9 +141,8 @@ class Rounds:
         if (batch.lengths != 1 + step.num_guesses).any() or (batch.positions[_firsts(batch)] != starts).any():
             return 0
         if self._guesser is None:
-            return int(
-                starts.max() + 2 * self._k < self._longest
-            )  # `settle` looks k places up behind the last that may be kept
+            # `settle` looks up the pages of k places behind the last that may be kept.
+            return int(starts.max() + 2 * self._k < self._longest)
         return max(0, min(_MOST, most - self._k, self._longest - 1 - self._k - int(starts.max())) // (self._k + 1))
 
     @torch.inference_mode()
