@@ -105,12 +105,20 @@ def from_trace(gaps_s: Sequence[float] | np.ndarray, horizon_s: float, seed: int
 
 
 def read_gaps(path: Path) -> list[float]:
-    """Seconds between failures from a file of hours, one a line. SpecError: no such file, or a line that is no number."""
+    """Seconds between failures from a file of hours, one a line. SpecError: no such file, a line that is no number above 0, or too few."""
     try:
-        return [3600 * float(line) for line in path.read_text(encoding="utf8").split()]
+        hours = [float(line) for line in path.read_text(encoding="utf8").split()]
     except OSError as error:
         raise SpecError(f"failures={path} cannot be read: {error.strerror}", fix="check the path") from None
     except ValueError as error:
         raise SpecError(
-            f"{path} is no record of failures: {error}", fix="write the hours between two failures, one a line"
+            f"failures={path} is no record of failures: {error}", fix="write the hours between two failures, one a line"
         ) from None
+    wrong = next((one for one in hours if not (0 < one < math.inf)), None)
+    if wrong is not None or len(hours) < 2:
+        said = f"has {len(hours)} of them" if wrong is None else f"has {wrong:g}"
+        raise SpecError(
+            f"failures={path} {said}, where two or more hours between failures are needed, each above 0",
+            fix="write the hours between two failures, one a line",
+        )
+    return [3600 * one for one in hours]

@@ -130,12 +130,22 @@ class Endpoints:
             raise RuntimeError(self._engine.death)
 
 
+def _value(name: str, given: Any) -> Any:
+    """The value of a field, of which a text is read as YAML."""
+    try:
+        return yaml.safe_load(given) if isinstance(given, str) else given
+    except yaml.YAMLError as error:
+        raise SpecError(
+            f"{name}={given} is no YAML: {' '.join(str(error).split())}", fix="quote it as one value"
+        ) from None
+
+
 def app(args: Mapping[str, Any]) -> Any:
     """The Ray Serve application of `OnRay`'s fields; values that are texts, as of a command line, are read as YAML.
 
     Raises MissingExtra without Ray Serve, SpecError for wrong fields.
     """
-    spec = OnRay.read({name: yaml.safe_load(one) if isinstance(one, str) else one for name, one in args.items()})
+    spec = OnRay.read({name: _value(name, one) for name, one in args.items()})
     options = scaling(spec)
     try:
         from ray import serve

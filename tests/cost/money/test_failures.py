@@ -83,7 +83,15 @@ def test_recorded_failures_are_played(tmp_path):
     assert even["time between failures of the job"] == pytest.approx(3.0, rel=0.05)
     assert even[middle] == pytest.approx(even["wall time"], rel=0.03)
     assert clustered[middle] < clustered["wall time"]
-    (tmp_path / "words.txt").write_text("often")
-    for name in ("words.txt", "none.txt"):
-        with pytest.raises(SpecError, match=r"record of failures|cannot be read"):
+    for name, text in {
+        "words": "often",
+        "empty": "",
+        "one": "3",
+        "nan": "nan 5 6",
+        "zero": "0 0",
+        "less": "-1 5",
+    }.items():
+        (tmp_path / name).write_text(text)
+    for name in ("words", "empty", "one", "nan", "zero", "less", "none"):
+        with pytest.raises(SpecError, match=r"failures=.*(record of failures|cannot be read|are needed)"):
             Checkpoints(failures=str(tmp_path / name)).sheet()

@@ -203,9 +203,14 @@ def test_points_of_a_measured_front_are_formats(tmp_path):
     assert {one.name for one in found} <= {one.name for one in formats_of(goal, fleet_of("1xH100", goal), found)}
     slow = replace(found[0], allocation={**found[0].allocation, "bits": [3, 8]})
     assert slow not in formats_of(goal, fleet_of("1xH100", goal), (slow,)), "3 bits gain nothing there"
-    with pytest.raises(SpecError, match="does not say what matrices lose"):
-        (tmp_path / "front/sensitivities.json").write_text("{}")
-        mixed_formats(goal)
+    strict = goal.model_copy(update={"quality": goal.quality.model_copy(update={"max_increase": 1e-5})})
+    assert mixed_formats(strict) == (), "what was measured says that no choice loses so little"
+    kept = json.loads((tmp_path / "front/sensitivities.json").read_text())
+    del kept["matrices"]["0.x"]["losses"]
+    for wrong in ({}, kept):
+        (tmp_path / "front/sensitivities.json").write_text(json.dumps(wrong))
+        with pytest.raises(SpecError, match="does not say what matrices lose"):
+            mixed_formats(goal)
 
 
 def test_a_limit_of_quality_can_be_met_before_anything_is_measured():

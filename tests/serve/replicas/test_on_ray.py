@@ -55,6 +55,8 @@ def test_what_ray_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         on_ray.app({"model": "m", "autoscaler": {"kind": "predictive"}})
     with pytest.raises(SpecError, match="num_gpu"):
         on_ray.app({"model": "m", "num_gpu": "1"})
+    with pytest.raises(SpecError, match=r"server=.* is no YAML"):
+        on_ray.app({"model": "m", "server": "{bad: ["})
     assert on_ray.scaling(on_ray.OnRay(model="m", replicas=3)) == {"num_replicas": 3}
     if not ray_serve():
         with pytest.raises(MissingExtra, match=r"ray\[serve\]"):

@@ -31,9 +31,9 @@ def mixed_formats(goal: Goal) -> tuple[Format, ...]:
     if not goal.compresses:
         return ()
     most = goal.quality.max_increase
-    found = [one for folder in goal.measured for one in _points(Path(folder), most)]
-    if found or most is None:
-        return tuple(found)
+    measured = [Path(folder) for folder in goal.measured if (Path(folder) / SENSITIVITIES).exists()]
+    if measured or most is None:  # a front on which nothing is within the limit says that nothing is
+        return tuple(one for folder in measured for one in _points(folder, most))
     return (_within(most),)
 
 
@@ -50,19 +50,18 @@ def _points(folder: Path, most: float | None) -> list[Format]:
     Their losses add up what each matrix loses alone, times the share of it that was measured of other models, or of this one.
     """
     path = folder / SENSITIVITIES
-    if not path.exists():
-        return []
     try:
         kept = json.loads(path.read_text(encoding="utf8"))
         made = json.loads((folder / "hone.json").read_text(encoding="utf8"))
         rows = list(kept["matrices"].values())
         allocation: Allocation = ALLOCATIONS.read(kept["allocation"])
+        sizes, losses = [row["bytes"] for row in rows], [row["losses"] for row in rows]
+        weights, own = sum(row["weights"] for row in rows), _own_share(made, kept["loss"])
+        step = next((one for one in made["spec"]["steps"] if "bits" in one), STEP)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(f"{path} does not say what matrices lose: {error}", fix="compress the model again") from None
-    sizes, losses = [row["bytes"] for row in rows], [row["losses"] for row in rows]
-    share = max(allocation.most_share or 1.0, _own_share(made, kept["loss"]))
-    step = next((one for one in made["spec"]["steps"] if "bits" in one), STEP)
-    weights, fewest = sum(row["weights"] for row in rows), share * sum(map(max, losses))
+    share = max(allocation.most_share or 1.0, own)
+    fewest = share * sum(map(max, losses))
     found: dict[int, Format] = {}
     for halvings in range(POINTS):
         bound = min(most or fewest, fewest) / 2**halvings
