@@ -168,16 +168,17 @@ def _unpack(family: Family) -> Any:
 
 
 def _quantize(family: Family) -> Any:
-    one_row = quantizer("bf16" if family.pairs else "f32", family.isa)
+    stored = "bf16" if family.pairs else "f32"
+    whole, split = quantizer(stored, split=False), quantizer(stored, split=True)
 
     @jitable
     def quantize(args, row):  # type: ignore[no-untyped-def]
-        one_row(
-            v.get_i64(args, 0),
-            row * v.get_i64(args, 1),
-            v.get_i64(args, 4),
-            v.get_i64(args, 2) + row * v.get_i64(args, 3),
-        )
+        x, at, columns = v.get_i64(args, 0), row * v.get_i64(args, 1), v.get_i64(args, 4)
+        out = v.get_i64(args, 2) + row * v.get_i64(args, 3)
+        if v.get_i64(args, 5) == 0:
+            whole(x, at, columns, out)
+        else:
+            split(x, at, columns, out)
 
     return quantize
 

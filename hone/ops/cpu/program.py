@@ -43,7 +43,7 @@ class Program:
         self._table: np.ndarray | None = None
         self._header = np.zeros(HEADER, dtype=np.int64)
         self._scratch_bytes = -(-max(scratch_bytes, _PRODUCT_BYTES) // 64) * 64
-        self._codes: dict[int, Tensor] = {}
+        self._codes: dict[tuple[int, bool], Tensor] = {}
         self._scratch: Tensor | None = None
         self._code = 0
 
@@ -93,7 +93,7 @@ class Program:
         if hold:
             self._kept.append(weight)
         if weight.stored in WEIGHTS[1:]:
-            x = self._quantized(x, weight.columns)
+            x = self._quantized(x, weight.columns, split=weight.stored in ("i4", "i4s"))
         stride = weight.row_bytes
         chunk = max(4, min(256, _CHUNK_BYTES // stride) // 4 * 4)
         stored = WEIGHTS.index(weight.stored) if weight.stored in WEIGHTS else 0
@@ -197,12 +197,16 @@ class Program:
             self._code = compiled(self.family, kinds, tuple(sorted(products)), tuple(sorted(groups)))
         return self._code
 
-    def _quantized(self, x: Tensor, columns: int) -> Tensor:
-        """Adds the operation that makes codes of an operand, for products of codes. Its buffer serves one product after another."""
-        if columns not in self._codes:
-            self._codes[columns] = torch.zeros(self.most_rows, quantized_bytes(columns), dtype=torch.uint8)
-        out = self._codes[columns]
-        self._add("quantize", 1, True, self.kept(x), x.stride(0), self.kept(out), out.stride(0), columns)
+    def _quantized(self, x: Tensor, columns: int, *, split: bool) -> Tensor:
+        """Adds the operation that makes codes of an operand, for products of codes. Its buffer serves one product after another.
+
+        `split`: for codes of 4 bits (`cpu_codes`).
+        """
+        key = (columns, split)
+        if key not in self._codes:
+            self._codes[key] = torch.zeros(self.most_rows, quantized_bytes(columns), dtype=torch.uint8)
+        out = self._codes[key]
+        self._add("quantize", 1, True, self.kept(x), x.stride(0), self.kept(out), out.stride(0), columns, int(split))
         return out
 
     def _packed(self) -> np.ndarray:

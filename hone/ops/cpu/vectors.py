@@ -89,8 +89,8 @@ def splat(builder: Any, value: Any, kind: Any = FLOATS) -> Any:
 
 
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z of FLOATS."""
-    return called(builder, f"llvm.fma.v{WIDTH}f32", FLOATS, x, y, z)
+    """x * y + z of vectors of floats."""
+    return called(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
 def total(builder: Any, x: Any) -> Any:

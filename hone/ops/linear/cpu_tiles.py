@@ -42,7 +42,7 @@ def columns_loop(
     builder.position_at_end(loop)
     column = builder.phi(I64)
     column.add_incoming(begin, before)
-    sums = [[builder.phi(FLOATS) for _ in row] for row in starts]
+    sums = [[builder.phi(start.type) for start in row] for row in starts]
     for row, start_row in zip(sums, starts):
         for one, start in zip(row, start_row):
             one.add_incoming(start, before)
@@ -57,17 +57,17 @@ def columns_loop(
     return new
 
 
-def state_of(builder: Any, state: Any, rows: int, count: int) -> tuple[Sums, Sums]:
-    """Places and values of the sums f32 [rows, count, 16] at address `state`."""
+def state_of(builder: Any, state: Any, rows: int, count: int, kind: Any = FLOATS) -> tuple[Sums, Sums]:
+    """Places and values of the sums f32 [rows, count, 16] at address `state`, of which `kind` may have fewer lanes."""
     places = [[pointer(builder, state, I64(64 * (r * count + m))) for m in range(count)] for r in range(rows)]
-    return places, [[loaded(builder, place, FLOATS) for place in row] for row in places]
+    return places, [[loaded(builder, place, kind) for place in row] for row in places]
 
 
 def keep_state(builder: Any, places: Sums, sums: Sums) -> None:
     """Stores what `state_of` loaded."""
     for place_row, row in zip(places, sums):
         for place, one in zip(place_row, row):
-            builder.store(one, builder.bitcast(place, FLOATS.as_pointer()), align=1)
+            builder.store(one, builder.bitcast(place, one.type.as_pointer()), align=1)
 
 
 FETCHED = 4

@@ -91,14 +91,13 @@ def _grouped(scales: Tensor, in_features: int, columns: int) -> tuple[Tensor, in
 def pack_blocks(codes: Tensor) -> Tensor:
     """Codes int8 -8 ... 7 [N, K] as uint8 [ceil(N / 4), ceil(K / 128), 4, 64].
 
-    Bits 4 j of 16-bit word i of 64 bytes hold code + 8 of column 32 j + i. Rows and columns that pad a block have code 0.
+    Byte 16 j + i of 64 holds code + 8 of column 32 j + i, and in its upper half of column 32 j + 16 + i, so that any 32 columns from a
+    multiple of 32 are 16 bytes. Rows and columns that pad a block have code 0.
     """
     rows, columns = codes.shape
     lifted = F.pad(codes, (0, -columns % BLOCK, 0, -rows % ROWS)).add(8).view(torch.uint8)
-    lifted = lifted.view(len(lifted) // ROWS, ROWS, -1, 4, 32).transpose(1, 2)
-    low = lifted[..., 0, :] | (lifted[..., 1, :] << 4)
-    high = lifted[..., 2, :] | (lifted[..., 3, :] << 4)
-    return torch.stack((low, high), dim=-1).flatten(-2)
+    lifted = lifted.view(len(lifted) // ROWS, ROWS, -1, 4, 2, 16).transpose(1, 2)
+    return (lifted[..., 0, :] | (lifted[..., 1, :] << 4)).contiguous().flatten(-2)
 
 
 def unpack_blocks(blocks: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -112,11 +111,9 @@ def block_rows(blocks: Tensor, index: Tensor, in_features: int) -> Tensor:
 
 
 def _unpacked(octets: Tensor) -> Tensor:
-    """The codes int8 [..., 4, 32] in the bytes [..., 64] of rows of blocks."""
-    pairs = octets.unflatten(-1, (32, 2))
-    low, high = pairs[..., 0], pairs[..., 1]
-    lifted = torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=-2)
-    return lifted.view(torch.int8) - 8
+    """The codes int8 [..., 4, 2, 16] in the bytes [..., 64] of rows of blocks."""
+    octets = octets.unflatten(-1, (4, 16))
+    return torch.stack((octets & 15, octets >> 4), dim=-2).view(torch.int8) - 8
 
 
 def _wide(values: Tensor | None) -> Tensor | None:

@@ -61,9 +61,9 @@ def weights(features: int, columns: int, dtype: torch.dtype) -> list[tuple[str, 
 
 
 def in_16_bits(x: Tensor) -> Tensor:
-    """x as products of codes see it: integers up to 32767 times a scale for each row."""
+    """x as products of codes see it: integers up to 32639 times a scale for each row."""
     top = x.double().abs().amax(1, keepdim=True)
-    return (x.float() * (32767 / top).float()).round().double() * (top / 32767)
+    return (x.float() * (32639 / top).float()).round().double() * (top / 32639)
 
 
 def check_products(dtype: torch.dtype) -> None:
