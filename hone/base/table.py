@@ -111,9 +111,11 @@ def is_foreign(cls: type) -> bool:
 class Table:
     """Slot `slot`: a literal mapping of technique names to 'module:Class', resolved on lookup."""
 
-    def __init__(self, slot: str, rows: dict[str, str]) -> None:
+    def __init__(self, slot: str, rows: dict[str, str], elsewhere: dict[str, str] | None = None) -> None:
+        """`elsewhere`: names that users look for here, and what makes them."""
         self.slot = slot
         self.rows = dict(rows)
+        self.elsewhere = elsewhere or {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -130,6 +132,8 @@ class Table:
         installed = self.installed()
         if name in installed:
             return self._foreign(installed[name], f"{self.slot} '{name}' ({installed[name]})")
+        if name in self.elsewhere:
+            raise SpecError(f"{self.slot} '{name}' is begun by another stage", fix=self.elsewhere[name])
         known = [*self.rows, *installed]
         raise SpecError(
             f"unknown {self.slot} '{name}'",

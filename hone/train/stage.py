@@ -281,7 +281,7 @@ class Train(Prolonged):
             draft.measuring(Window(run.device, power_trace(run, draft))) as window,
         ):
             zeros = zeros_of(parents["mask"].folder, run.device) if "mask" in parents else {}
-            models = partial(starting_models, self, parents, reading.sources.train, run.device)
+            models = partial(starting_models, self, parents, reading.sources.train, run, state=draft.state)
             # No name has the whole models where a rank has parts of them.
             offload = plan.offload.within(draft.state / "offload")
             in_parts = mesh.world_size > 1 or offload.leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.base.artifact import Artifact
@@ -61,16 +62,22 @@ class Read:
 
 
 def starting_models(
-    spec: Training, parents: dict[str, Artifact], data: PackedTokens | None, device: str, *, in_parts: bool = False
+    spec: Training,
+    parents: dict[str, Artifact],
+    data: PackedTokens | None,
+    run: Run,
+    *,
+    state: Path,
+    in_parts: bool = False,
 ) -> tuple[Decoder, Decoder | None]:
-    """(model in float32, teacher in the compute dtype or None) on `device`. Of a model with adapters these alone are float32 and are
+    """(model in float32, teacher in the compute dtype or None) on the device of `run`. Of a model with adapters these alone are float32 and are
     trained; its weights are in the compute dtype.
 
     With init: teacher the model has every `init.keep_every`-th layer of the teacher; else it is the parent 'model', grown as init says,
     or a random one for the tokens of `data`. There is a teacher where the objective needs one and
     it is not the model itself as it was at the start. `in_parts`: the model is on the meta
     device with a maker of its parts, for ranks that have not all of it; a student made of a teacher's layers is whole, as its
-    teacher is.
+    teacher is. A new adapter's first values that take long to find are kept in the folder `state`, which rank 0 writes.
     """
     from hone.model.adapters.trainable import Trainable
     from hone.model.decoder import Drawn, build, unmade
@@ -80,7 +87,7 @@ def starting_models(
     from hone.train.objectives.draft_heads.fits import with_heads
     from hone.train.student import from_teacher
 
-    computed = getattr(torch, TORCH_NAMES[spec.precision])
+    device, computed = run.device, getattr(torch, TORCH_NAMES[spec.precision])
     kept, reads = kept_layers(spec.init), spec.objective.from_teacher
     reads = reads and "teacher" in parents
     teacher = load(parents["teacher"].folder, device, torch.float32) if reads or kept is not None else None
@@ -92,7 +99,8 @@ def starting_models(
             checkpoint = WithScore(checkpoint, spec.seed)
         dtype = computed if spec.objective.trains_heads else torch.float32
         if spec.adapter is not None or checkpoint.config.adapters:
-            checkpoint, dtype = Trainable(checkpoint, spec.adapter, spec.seed), computed
+            checkpoint, dtype = Trainable(checkpoint, spec.adapter, spec.seed, state / "first_values"), computed
+            run.mesh.from_leader(partial(checkpoint.keep, device, dtype))
         if in_parts:
             model = checkpoint.empty()
             model.maker = Read(checkpoint, device, dtype)

@@ -75,10 +75,10 @@ def test_models_of_the_middle_are_saved_alike_and_change_nothing(both, data_fold
     assert disk > 2 * made.figures["model_bytes"].estimate.value
 
 
-def test_a_continued_run_begins_with_the_masters(both):
+def test_a_continued_run_begins_with_the_masters(both, tmp_path):
     kept = load_file(both["float32"].folder / "model.safetensors")
     spec = Train.read({**SPEC, "precision": "bf16"})
-    model, _ = starting_models(spec, {"model": both["float32"]}, None, "cpu")
+    model, _ = starting_models(spec, {"model": both["float32"]}, None, Run(quiet=True), state=tmp_path)
     assert torch.equal(model.embedding, kept["model.embed_tokens.weight"])
 
 

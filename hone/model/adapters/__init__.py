@@ -17,5 +17,11 @@ ADAPTERS = Table(
         "p_tuning": "hone.model.adapters.prompts.p_tuning:PTuning",
         "p_tuning_v2": "hone.model.adapters.prompts.prefix:PTuningV2",
     },
+    # Its first values are what a quantizer loses, so that codes and adapter are made together.
+    elsewhere={
+        "loftq": "make codes and adapter together with hone compress MODEL --steps='[{kind: nf4, double_quant: true}, "
+        "{kind: loftq, rank: 16}]' --out=FOLDER (PEFT's loftq_iter is iterations), then train on with the adapter: "
+        "--from.model=FOLDER, without --adapter"
+    },
 )
 """A spec that declares the weights it adds, around linears, behind blocks or as a prompt before the tokens."""

@@ -139,9 +139,13 @@ class LinearAdapter(Adapter):
         """The module that replaces `inner`: an `hone.model.adapters.wrap.Adapted`."""
         raise NotImplementedError
 
-    def start(self, module: nn.Module) -> None:
+    def first_values(self, module: nn.Module) -> dict[str, Tensor]:
+        """What `start` needs of the linear in `module` and takes long to find, by name: `hone train` finds it once and keeps it on disk."""
+        return {}
+
+    def start(self, module: nn.Module, first: Mapping[str, Tensor]) -> None:
         """To be called once on what `wrap` made, when a new adapter's training begins: the linear has its weights, and the adapter's
-        parameters are drawn. For adapters whose first values depend on the weights they wrap."""
+        parameters are drawn. For adapters whose first values depend on the weights they wrap. `first` is what `first_values` gave."""
 
 
 def wrappers(adapters: Iterable[Adapter], linear: LinearSpec, modules: Iterable[str]) -> Wrappers:

@@ -14,7 +14,7 @@ from hone.model.adapters.lora import LoRA
 from hone.model.linear_spec import LinearSpec, ParameterSpec, Piece
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class DoRA(LoRA):
@@ -42,7 +42,7 @@ class DoRA(LoRA):
 
         return DoRALinear(self, inner.requires_grad_(False), linear, pieces)
 
-    def start(self, module: nn.Module) -> None:
+    def start(self, module: nn.Module, first: Mapping[str, Tensor]) -> None:
         """The lengths are those of the rows of W, since B is zero."""
         module.start()
 

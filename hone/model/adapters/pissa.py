@@ -50,8 +50,8 @@ class PiSSA(LoRA):
         )
         return (*trained, *first)
 
-    def start(self, module: nn.Module) -> None:
-        """Takes the largest singular directions from the weight. Raises SpecError for one that is not of floats."""
+    def first_values(self, module: nn.Module) -> dict[str, Tensor]:
+        """The largest singular directions of the weight: A0 and B0, as A_PIECE and B_PIECE, float32. Raises SpecError for one that is not of floats."""
         import torch
 
         from hone.model.linear import Dense
@@ -60,18 +60,27 @@ class PiSSA(LoRA):
             raise SpecError(
                 "pissa takes a part of each weight, and the model's are quantized", fix="take adapter.kind: lora"
             )
+        found = {}
+        for piece, rows in module.rows():
+            if piece in module.pieces:
+                own = self.of_piece(piece.name)
+                whole = module.inner.weight.detach()[rows].float()
+                left, values, right = torch.linalg.svd(whole, full_matrices=False)
+                root = (values[: own.rank] / own.scale).sqrt()
+                found[f"A_{piece.name}"] = root[:, None] * right[: own.rank]
+                found[f"B_{piece.name}"] = left[:, : own.rank] * root
+        return found
+
+    def start(self, module: nn.Module, first: Mapping[str, Tensor]) -> None:
+        """Takes these directions from the weight."""
         weight = module.inner.weight.detach()
         for piece, rows in module.rows():
-            if piece not in module.pieces:
-                continue
-            own = self.of_piece(piece.name)
-            left, values, right = torch.linalg.svd(weight[rows].float(), full_matrices=False)
-            root = (values[: own.rank] / own.scale).sqrt()
-            down, up = root[:, None] * right[: own.rank], left[:, : own.rank] * root
-            for name, value in (("A", down), ("B", up)):
-                for kind in ("lora", "lora_first"):
-                    getattr(module, f"{kind}_{name}_{piece.name}").detach().copy_(value)
-            weight[rows] -= (own.scale * (up @ down)).to(weight.dtype)
+            if piece in module.pieces:
+                down, up = (first[f"{name}_{piece.name}"].to(weight.device) for name in "AB")
+                for name, value in (("A", down), ("B", up)):
+                    for kind in ("lora", "lora_first"):
+                        getattr(module, f"{kind}_{name}_{piece.name}").detach().copy_(value)
+                weight[rows] -= (self.of_piece(piece.name).scale * (up @ down)).to(weight.dtype)
 
     def exported(self, tensors: Mapping[str, Tensor]) -> tuple[Adapter, dict[str, Tensor]]:
         """LoRA of twice the rank, [A; A0] and [B, -B0]: on the model as it was it computes the same."""

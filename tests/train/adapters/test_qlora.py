@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
@@ -70,3 +71,12 @@ def test_loftq_begins_nearer_to_the_dense_weights_and_is_trained_on(data_folder:
     assert factor.shape == (8, 64) and not torch.equal(factor, qkv.lora_A_q.detach())
     losses = [json.loads(line).get("loss") for line in (made.folder / "steps.jsonl").read_text().splitlines()]
     assert losses[0] is not None and losses[2] < losses[0]
+
+
+def test_loftq_as_an_adapter_names_the_stage_that_begins_it() -> None:
+    """With its options given, too; the command that is named makes what a training without `adapter` goes on with."""
+    with pytest.raises(SpecError, match="adapter 'loftq' is begun by another stage") as caught:
+        Train.read({"adapter": {"kind": "loftq", "rank": 8}})
+    command = caught.value.fix
+    steps = command[command.index("--steps='") + 9 :].partition("'")[0]
+    assert [one.kind for one in Compress.read({"steps": yaml.safe_load(steps)}).steps] == ["nf4", "loftq"]

@@ -233,3 +233,29 @@ def test_an_adapter_needs_its_model(trained: Artifact, base: Path, data_folder: 
     with pytest.raises(HoneError, match="belongs to owner/base, which is no model folder here") as caught:
         hf.load(folder)
     assert "hf:owner/base" in str(caught.value.fix)
+
+
+def test_pissa_decomposes_each_weight_once(base: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again where a killed training goes on, which ends with the same bytes."""
+    step, svd, seen = Trainer.step, torch.linalg.svd, []
+
+    def counted(*args: Any, **how: Any) -> Any:
+        seen.append(args[0].shape)
+        return svd(*args, **how)
+
+    def dying(self: Trainer, batch: Any) -> Any:
+        if self.done == 3:
+            raise KeyboardInterrupt
+        return step(self, batch)
+
+    monkeypatch.setattr(torch.linalg, "svd", counted)
+    how: dict[str, Any] = {"adapter": {"kind": "pissa", "rank": 4}, "steps": 4}
+    whole = train(base, data_folder, "pissa", **how)
+    assert len(seen) == 2 * 7
+    monkeypatch.setattr(Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train(base, data_folder, "pissa-killed", **how)
+    monkeypatch.setattr(Trainer, "step", step)
+    assert len(seen) == 4 * 7
+    again = train(base, data_folder, "pissa-killed", **how)
+    assert len(seen) == 4 * 7 and again.content == whole.content
