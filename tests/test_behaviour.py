@@ -67,6 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "teacher": (
         "train/teachers/test_teachers.py",
         "train/teachers/test_theseus.py",
+        "train/teachers/test_temporal_ensemble.py",
         "train/cached_logits/test_cached_logits.py",
     ),
     "text": ("train/texts/test_texts.py",),

@@ -66,6 +66,7 @@ def estimate(work: Training, machine: Machine) -> dict[str, Estimate]:
     state = state_bytes(work)
     one = checkpoint_bytes(work)
     told = f"float32 weights {human_bytes(4 * saved)} + optimizer {human_bytes(state)}"
+    told += f" + predictions {human_bytes(work.remembered)}" if work.remembered else ""
     if work.num_checkpoints:
         formula = f"{work.num_checkpoints} x ({told})"
         found[CHECKPOINTS] = Estimate(value=work.num_checkpoints * one, unit="B", formula=formula, tolerance=0.05)
@@ -83,7 +84,7 @@ def checkpoint_bytes(work: Training) -> float:
     # Ranks that combine weights every so many steps keep an optimizer's state each; of `kept_bytes` local_sgd's 4 are the weights.
     velocity = divided.kept_bytes - 4 if divided.every and not divided.peers else 0.0
     delayed = BYTES[work.dtype] if not work.offload.exact else 0  # the next step's weights
-    return (4 + velocity + delayed) * work.saved_params + state_bytes(work)
+    return (4 + velocity + delayed) * work.saved_params + state_bytes(work) + work.remembered
 
 
 def state_bytes(work: Training) -> float:
@@ -339,6 +340,10 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         copied = (4 * (work.trained or work.part).num_params + work.update.state_bytes) / work.divided.of("optimizer")
         formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"
         growth = growth.model_copy(update={"value": growth.value + copied, "formula": formula})
+    if work.remembered and not on_gpu:
+        kept = work.remembered * (1 + bool(work.num_checkpoints))  # a checkpoint is written from a copy
+        formula = f"{growth.formula} + predictions {human_bytes(kept)}"
+        growth = growth.model_copy(update={"value": growth.value + kept, "formula": formula})
     if work.teacher is None:
         return growth
     weights = 0 if work.teaches_itself else work.teacher.num_params

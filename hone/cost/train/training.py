@@ -63,6 +63,8 @@ class Training:
     teacher: ModelDims | None = None
     teaches_itself: bool = False
     """Whether the teacher is the trained model with other adapters, which takes a pass and no weights."""
+    remembered: float = 0.0
+    """Bytes of what a teacher keeps of the data, on the host and in each checkpoint."""
     packed: bool = True
     """Whether sequences hold several documents, which requires attention masks."""
     saved_dtype: str = ""

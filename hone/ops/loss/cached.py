@@ -20,7 +20,8 @@ class Kept(NamedTuple):
     """`ids` int64 [T, k] and their `log_probs` float32 [T, k] of a teacher at `temperature`, over the ids below `vocab_size`.
 
     With `tails` [T], the log-probability of all other ids together, these are one more outcome; else what is left out counts
-    nothing. `drawn`: the ids were drawn from the teacher's distribution, some of them several times.
+    nothing. `drawn`: the ids were drawn from the teacher's distribution, some of them several times. `known` bool [T]: the tokens
+    that have them, None: all; the loss of others is their cross entropy.
     """
 
     ids: Tensor
@@ -29,6 +30,7 @@ class Kept(NamedTuple):
     temperature: float = 1.0
     tails: Tensor | None = None
     drawn: bool = False
+    known: Tensor | None = None
 
 
 def cached_loss(
@@ -52,8 +54,8 @@ def cached_loss(
     total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for begin in range(0, len(x), size):
         part = slice(begin, begin + size)
-        tails = None if kept.tails is None else kept.tails[part]
-        own = kept._replace(ids=kept.ids[part], log_probs=kept.log_probs[part], tails=tails)
+        tails, known = (None if one is None else one[part] for one in (kept.tails, kept.known))
+        own = kept._replace(ids=kept.ids[part], log_probs=kept.log_probs[part], tails=tails, known=known)
         given = (x[part], weight, targets[part], own, alpha, divergence, softcap, ignore_index)
         total = total + checkpoint(_of_chunk, *given, use_reentrant=False, preserve_rng_state=False)
     return total
@@ -78,7 +80,7 @@ def _of_chunk(
             log_p = torch.cat((log_p, kept.tails.to(soft.dtype)[:, None]), -1)
             log_p = log_p.log_softmax(-1)  # float16 on disk: the probabilities add up to one again
         apart = terms(divergence, log_p, log_q)[0].sum(-1)
-    text = 0.0
-    if alpha < 1:
+    text, share = 0.0, alpha if kept.known is None else alpha * kept.known
+    if alpha < 1 or kept.known is not None:
         text = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
-    return (alpha * temperature**2 * apart + (1 - alpha) * text).masked_fill(~valid, 0).sum()
+    return (share * temperature**2 * apart + (1 - share) * text).masked_fill(~valid, 0).sum()

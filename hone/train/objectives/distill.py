@@ -53,7 +53,7 @@ class Distill(Objective):
 
     @property
     def from_cache(self) -> bool:
-        return not self.teacher.has_decoder
+        return self.teacher.from_cache
 
     @property
     def reads_teacher(self) -> bool:
@@ -74,14 +74,14 @@ class Distill(Objective):
         teacher: Decoder | None,
         teacher_hidden: Tensor | None,
     ) -> Tensor:
-        """`total`, or with a teacher's log-probabilities from disk the same of these."""
-        kept = kept_of(context) if self.from_cache else None
-        if kept is None:
+        """`total`, or with the log-probabilities that a teacher without a model keeps the same of these."""
+        if self.teacher.has_decoder:
             return self.total(model, x, targets, teacher, teacher_hidden)
         from hone.ops.loss.cached import cached_loss
 
+        normed = model.head_input(x).flatten(0, -2)
         return cached_loss(
-            model.head_input(x).flatten(0, -2), model.head_weight, targets.flatten(), kept, alpha=self.alpha,
+            normed, model.head_weight, targets.flatten(), kept_of(context, model, normed), alpha=self.alpha,
             divergence=self.divergence.computed(), softcap=model.config.logits_softcap,
         )  # fmt: skip
 

@@ -76,8 +76,11 @@ class Teacher(Technique):
     from_parent: ClassVar[bool] = False
     """Whether it is the input 'teacher'; else it begins with the training and has the student's shape."""
 
+    from_cache: ClassVar[bool] = False
+    """Whether its predictions are on disk, in the input 'logits'."""
+
     has_decoder: ClassVar[bool] = True
-    """Whether it is a model, whose hidden states there are; else its predictions are on disk, in the input 'logits'."""
+    """Whether it is a model, whose hidden states there are; else it keeps predictions of each text."""
 
     def tutor(self, model: Decoder, given: Decoder | None) -> Tutor:
         """The teacher of `model`, which has its initial weights; `given` is the input 'teacher', if it is one."""

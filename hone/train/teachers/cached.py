@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,6 +11,8 @@ from hone.base.lazy import lazy
 from hone.train.teachers.base import Teacher, Tutor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hone.feed.load import Batch
     from hone.model.context import Context
     from hone.model.decoder import Decoder
@@ -18,14 +21,14 @@ torch = lazy("torch")
 ops = lazy("hone.ops.loss.cached")
 
 _KEPT = "teacher's log-probabilities"
-"""Their place in a context's memo."""
+"""Their place in a context's memo, and that of what is told of the student's."""
 
 
 class Cached(Teacher):
     """The few log-probabilities a token of the input 'logits', which the stage teach wrote: no teacher is in memory. Anshumann et al. 2025, arXiv:2503.16870."""
 
     paper: ClassVar[str] = "arXiv:2503.16870"
-    from_parent: ClassVar[bool] = False
+    from_cache: ClassVar[bool] = True
     has_decoder: ClassVar[bool] = False
     rest: Literal["bucket", "zero"] = Field(
         "bucket",
@@ -52,7 +55,7 @@ class Reader(Tutor):
         if not self._bucket:
             tails = None
         device = context.positions.device
-        context.memo[_KEPT] = ops.Kept(
+        kept = ops.Kept(
             ids.to(device),
             log_probs.to(device),
             facts.vocab_size,
@@ -60,8 +63,18 @@ class Reader(Tutor):
             None if tails is None else tails.to(device),
             facts.sampled,
         )
+        keep_for(context, kept)
 
 
-def kept_of(context: Context) -> Any:
-    """What a `Reader` gave `context`; None without one."""
-    return context.memo.get(_KEPT)
+def keep_for(context: Context, kept: Any, sees: Callable[[Tensor, Tensor, float | None], None] | None = None) -> None:
+    """Gives the pass of `context` what is `kept` of its tokens (`hone.ops.loss.cached.Kept`); `sees` is told of its normed hidden
+    states [T, D], the head [V, D] and the softcap of logits."""
+    context.memo[_KEPT] = kept, sees
+
+
+def kept_of(context: Context, model: Decoder, x: Tensor) -> Any:
+    """What `keep_for` gave `context`, the pass of `model` with normed hidden states x [T, D]."""
+    kept, sees = context.memo[_KEPT]
+    if sees is not None:
+        sees(x, model.head_weight, model.config.logits_softcap)
+    return kept

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from hone.base.errors import SpecError
 from hone.base.plan import Facts, need
+from hone.feed.epochs import epoch_of, steps_for
 from hone.feed.facts import DataFacts
 from hone.model.facts import CheckpointFacts
 from hone.train.cached_logits.facts import LogitsFacts
 from hone.train.cached_logits.stage import check_cache
 from hone.train.teachers.peer import Peer
+from hone.train.teachers.temporal_ensemble import TemporalEnsemble
 from hone.train.teachers.theseus import Theseus
 
 if TYPE_CHECKING:
@@ -29,9 +31,12 @@ def check_teacher(
         raise SpecError(
             f"logits {facts['logits'].where} are not read", fix="set objective: {kind: distill, teacher: cached}"
         )
-    if objective.reads_teacher and not objective.from_teacher:
+    teacher = getattr(objective, "teacher", None)
+    if isinstance(teacher, TemporalEnsemble):
+        _check_ensemble(spec, config, num_ranks, data)
+    elif objective.reads_teacher and not objective.from_teacher:
         _check_own(spec, config, num_ranks)
-    if isinstance(getattr(objective, "teacher", None), Theseus):
+    if isinstance(teacher, Theseus):
         _check_theseus(spec, config, facts)
     text = getattr(objective, "text", None)
     if text is None or not text.writer:
@@ -71,9 +76,7 @@ def _check_cached(spec: Any, config: ModelConfig, data: list[DataFacts], facts: 
         )
     logits = need(facts, "logits", LogitsFacts)
     check_cache(logits, data, spec.seq_len, objective.temperature)
-    if objective.text.writer or objective.pairs(config.num_layers, config.num_layers):
-        what = f"text {objective.text.kind}" if objective.text.writer else f"objective {objective.kind}"
-        raise SpecError(f"{what} needs a teacher in memory, and {where} is on disk", fix="set objective.teacher: fixed")
+    _check_no_model(objective, config, f"{where} is on disk")
     if objective.divergence.kind != "forward_kl" and (logits.sampled or objective.teacher.rest == "zero"):
         what = "ids that were drawn" if logits.sampled else "rest: zero"
         raise SpecError(
@@ -87,6 +90,36 @@ def _check_cached(spec: Any, config: ModelConfig, data: list[DataFacts], facts: 
                 f"{where} is of whole sequences and the whole vocabulary, of which each rank of {name}_parallel_degree {degree} has a part",
                 fix=f"set parallelism.{name}_parallel_degree: 1; data-parallel ranks may share the work",
             )
+
+
+def _check_no_model(objective: Any, config: ModelConfig, told: str) -> None:
+    """For a teacher that keeps predictions alone."""
+    if objective.text.writer or objective.pairs(config.num_layers, config.num_layers):
+        what = f"text {objective.text.kind}" if objective.text.writer else f"objective {objective.kind}"
+        raise SpecError(f"{what} needs a teacher in memory, and {told}", fix="set objective.teacher: fixed")
+
+
+def _check_ensemble(spec: Any, config: ModelConfig, num_ranks: int, data: list[DataFacts]) -> None:
+    """For a teacher that keeps what the student predicted of each text."""
+    teacher, where = spec.objective.teacher, "objective.teacher temporal_ensemble"
+    _check_no_model(spec.objective, config, f"{where} keeps predictions of the last layer")
+    if num_ranks > 1:
+        raise SpecError(
+            f"{where} does not work with {num_ranks} ranks, of which each would keep the texts that it reads",
+            fix="train on one rank, or take objective.teacher: fixed",
+        )
+    if teacher.k >= config.vocab_size:
+        raise SpecError(
+            f"{where}: k {teacher.k} leaves nothing of a vocabulary of {config.vocab_size} tokens",
+            fix=f"set objective.teacher.k: {min(16, config.vocab_size - 1)}",
+        )
+    epoch = epoch_of(data, spec.seq_len)
+    steps = spec.steps or steps_for(epoch, spec.batch_size, spec.tokens)
+    if steps * spec.batch_size <= epoch.num_sequences:
+        raise SpecError(
+            f"{where} learns from earlier epochs, and {steps} steps x batch_size {spec.batch_size} read no text of {epoch.num_sequences} sequences twice",
+            fix=f"set steps to more than {epoch.num_sequences // spec.batch_size}, such as {3 * epoch.num_sequences // spec.batch_size}, or take less data",
+        )
 
 
 def _check_theseus(spec: Any, config: ModelConfig, facts: Mapping[str, Facts]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from hone.train.adapters.saving import exported
 from hone.train.fp8.fits import fp8_products
 from hone.train.growth.init import growths_of
 from hone.train.precision import FP8_RECIPES, TORCH_NAMES, saved_dtype
+from hone.train.teachers.temporal_ensemble import TemporalEnsemble
 from hone.train.to_cost.adapted import adapted_linears
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ def training_of(
     # An adapter's own model takes a forward pass more, too.
     given_teacher = given.get("teacher", given.get("model"))
     teacher = given_teacher.config if spec.objective.from_teacher and given_teacher is not None else own
+    teacher, remembered = teacher and spec.parallelism.part_of(teacher), 0.0
+    if isinstance(ensemble := getattr(spec.objective, "teacher", None), TemporalEnsemble):
+        teacher = replace(config.dims(), layers=())  # its head finds the most likely ids
+        remembered = ensemble.remembered_bytes(min(epoch.num_sequences, steps * spec.batch_size), spec.seq_len)
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
@@ -77,7 +83,8 @@ def training_of(
             also=spec.evaluates_every,
             first=2 * bool(growths_of(spec.init)),
         ),
-        teacher=teacher and spec.parallelism.part_of(teacher),
+        teacher=teacher,
+        remembered=remembered,
         teaches_itself=teacher is not None and "teacher" not in given,
         num_checkpoints=spec.checkpoint.kept(steps, spec.optimizer.rewind) + keep.num_states(steps),
         snapshot=spec.checkpoint.async_mode == "async",
