@@ -130,9 +130,9 @@ def slotted_linear(
         return lora_expand(narrow, ups, slots, ranks, linear(x, weight, bias), widths)
     from hone.ops.lora.triton_slotted import launch_groups, slotted_product
 
+    fresh, rows = groups is None, x if x.stride(1) == 1 else x.contiguous()
     groups = launch_groups(slots, len(widths) * rank // 16) if groups is None else groups
-    rows = x if x.stride(1) == 1 else x.contiguous()
-    return slotted_product(rows, weight, bias, downs, ups, groups, ranks, widths)
+    return slotted_product(rows, weight, bias, downs, ups, groups, ranks, widths, fresh=fresh)
 
 
 def slot_groups(slots: Tensor, *, rank: int, pieces: int) -> Tensor | None:

@@ -142,12 +142,16 @@ def slotted(
     b = _factors(ups, groups, inner, begin, count, stride_slot, RANK, BLOCK_C)
     if EARLY:
         more: tl.constexpr = ROOM
-        lines: tl.constexpr = BLOCK_N * RANK // 64
+        lines: tl.constexpr = (
+            BLOCK_N // 4
+        )  # of 64 numbers, in 16 ranks of a tile: a power of two, which all ranks together may not be
         if count * RANK > BLOCK_C * PARTS:
             g = tl.minimum(tl.arange(0, more), count - 1)
             slot = tl.load(groups + 1 + g).to(tl.int64)
             start = tl.program_id(0) * BLOCK_N * RANK + tl.arange(0, lines) * 64
-            prefetch(ups + (slot * stride_slot)[:, None] + tl.minimum(start, (N - 1) * RANK)[None, :])
+            for _ in tl.static_range(0, RANK, 16):
+                prefetch(ups + (slot * stride_slot)[:, None] + tl.minimum(start, (N - 1) * RANK)[None, :])
+                start += BLOCK_N * 16
     total = sum_of_columns(
         x + columns[None, :] * stride_x, weight_rows, mine, first, last, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, STAGES
     )
@@ -181,7 +185,7 @@ def launch_groups(slots: Tensor, blocks: int) -> Tensor:
     return groups
 
 
-def _narrow(x: Tensor, downs: Tensor, groups: Tensor, ranks: Tensor, room: int, width: int) -> Tensor:
+def _narrow(x: Tensor, downs: Tensor, groups: Tensor, ranks: Tensor, room: int, width: int, early: bool) -> Tensor:
     """x A^T: [P, T, G R] in x's dtype, of as many adapters as there may be."""
     (rows, columns), pieces = x.shape, ranks.shape[1]
     rank, most, block_t = downs.shape[1] // pieces, min(rows, len(downs)), max(16, power_of_2(rows))
@@ -191,24 +195,27 @@ def _narrow(x: Tensor, downs: Tensor, groups: Tensor, ranks: Tensor, room: int, 
     narrow_rows[(blocks * parts, min(most, max(1, _PROGRAMS // (blocks * parts))))](
         x, downs, groups, ranks, sums, out, rows, columns, x.stride(0), downs.stride(0), ranks.stride(0), sums.stride(0),
         out.stride(0), out.stride(1), RANK=rank, ROOM=room, BLOCK_T=block_t, BLOCK_R=_BLOCK_R, BLOCK_K=min(_BLOCK_K, width),
-        WIDTH=width, PARTS=parts, num_warps=4, **launch_options(early_launch(x.device)),
+        WIDTH=width, PARTS=parts, num_warps=4, **launch_options(early),
     )  # fmt: skip
     return out
 
 
 def slotted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, downs: Tensor, ups: Tensor, groups: Tensor, ranks: Tensor,
-    widths: Sequence[int], *, shape: SkinnyShape | None = None,
+    widths: Sequence[int], *, shape: SkinnyShape | None = None, fresh: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x W^T + b + s (x A^T) B^T: [T, N], of at most 64 rows whose starts are 16-byte aligned."""
+    """x W^T + b + s (x A^T) B^T: [T, N], of at most 64 rows whose starts are 16-byte aligned.
+
+    `fresh`: the kernel before this one wrote `groups`, which is then not read early.
+    """
     (rows, columns), features = x.shape, len(weight)
     shape = shape or slotted_shape(rows, features, columns)
     width = 1024 if columns > 8192 else 512 if columns >= 1024 else max(64, power_of_2(columns) // 2)
-    room = max(16, power_of_2(rows))
-    narrow = _narrow(x, downs, groups, ranks, room, width)
+    room, early = max(16, power_of_2(rows)), early_launch(x.device)
+    narrow = _narrow(x, downs, groups, ranks, room, width, early and not fresh)
     out = x.new_empty(rows, features)
     parts = parts_of(rows, features, shape.parts, out)
-    split, early = shape.parts > 1, early_launch(x.device)
+    split = shape.parts > 1
     ends = [sum(widths[: index + 1]) for index in range(len(widths) - 1)] + [features] * 2
     slotted[(triton.cdiv(features, shape.block_n), shape.parts)](
         x, weight, bias, ups, groups, narrow, parts, rows, features, columns, x.stride(0), weight.stride(0), features,

@@ -161,9 +161,16 @@ class _Filling:
         index, begin = place.begin(module)
         most, columns, rows = self._layout.rank, place.in_features, place.modules[module]
         start = place.down + index * most * columns
-        self.numbers[start : start + lora.rank * columns].view(lora.rank, columns).copy_(down)
+        narrow = self.numbers[start : start + lora.rank * columns].view(lora.rank, columns).copy_(down)
         start = place.up + begin * most
-        self.numbers[start : start + rows * most].view(rows, most)[:, : lora.rank].copy_(up)
+        wide = self.numbers[start : start + rows * most].view(rows, most)[:, : lora.rank].copy_(up)
+        # Zero times infinity would reach the rows of other adapters.
+        if not (narrow.isfinite().all() and wide.isfinite().all()):
+            dtype = str(self._base.dtype).removeprefix("torch.")
+            raise ArtifactError(
+                f"{self._file}: the factors of {module} times their scale {lora.scale:g} are beyond the largest number in {dtype}",
+                fix="set engine.dtype: bfloat16, or train the adapter with a smaller alpha",
+            )
         self.ranks[place.index, index] = lora.rank
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -97,6 +97,12 @@ def test_the_product_with_factors_does_not_spill_on_hopper() -> None:
             4,
             "*fp32",
         ),
+        (  # ranks that are no power of two
+            triton_slotted.slotted,
+            {**product, "BLOCK_N": 64, "PARTS": 1, "SOON": False, "STAGES": 4, "RANK": 48},
+            4,
+            "*bf16",
+        ),
     ):
         sizes = {"RANK": 16, "ROOM": 32, "EARLY": True, **sizes}
         types = dict.fromkeys((name for name in kernel.arg_names if name not in sizes), "i32")

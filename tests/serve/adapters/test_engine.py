@@ -182,6 +182,14 @@ def test_adapters_of_more_than_linears_are_refused(
         one.adapters.load("x", str(tmp_path))
 
 
+def test_factors_that_are_infinite_in_the_models_dtype_are_refused(tmp_path: Path) -> None:
+    """They are multiplied with the zeros of other rows: one adapter would end the requests of all others."""
+    model = decoder().half()
+    one, folder = engine(model, lora={"max_loras": 1}), adapter_folder(tmp_path / "a", model, 3, rank=4, alpha=1e6)
+    with pytest.raises(ArtifactError, match="q_proj times their scale 250000 are beyond the largest number in float16"):
+        one.adapters.load("x", str(folder))
+
+
 def test_dora_leaves_the_bias_of_the_base_as_it_is(tmp_path: Path) -> None:
     model = decoder(family="qwen2")
     for layer in model.layers:
