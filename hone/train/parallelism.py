@@ -181,10 +181,13 @@ class Parallelism(Spec):
         long the layers of a part take, by which they are divided into stages."""
         dims = config.dims()
         degree, update = self.tensor_parallel_degree, cost(config.trained_dims() or dims)
-        part = part_of(config.local(degree).dims(), degree) if degree > 1 else None
+        local = config.local(degree) if degree > 1 else config
+        part = part_of(local.dims(), degree) if degree > 1 else None
         if self.expert_parallel_degree > 1:
             part = experts.part_of(dims, expert_params(config), self.expert_parallel_degree)
             update = cost(part)
+        elif part is not None and config.adapters:
+            update = cost(local.trained_dims() or part)
         elif part is not None:
             cost = _of_parts(cost, update, cost(part))
             update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)  # of whole matrices

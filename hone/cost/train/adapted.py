@@ -84,6 +84,12 @@ def code_width(dims: ModelDims, trained: ModelDims, frozen_bytes: float, dtype: 
     return max(frozen_bytes - BYTES[dtype] * dense, 0.0) / max(coded, 1)
 
 
+def coded_bytes(dims: ModelDims, trained: ModelDims, code_width: float, dtype: str) -> float:
+    """Bytes of all frozen weights where those of the layers' linears are codes of `code_width` bytes: `code_width` of them is that."""
+    coded = sum(_frozen(dims, trained))
+    return code_width * coded + BYTES[dtype] * (dims.num_params - trained.num_params - coded)
+
+
 def decoding_seconds(
     machine: Machine, dims: ModelDims, trained: ModelDims, code_width: float, passes: Sequence[int], dtype: str
 ) -> float:

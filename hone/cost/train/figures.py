@@ -165,7 +165,7 @@ def with_more(step: Estimate, work: Training, machine: Machine) -> Estimate:
     if copied:
         formula = f"{step.formula} + waits for copies of activations {copied:.3g} s (link rates may be assumed)"
         step = step.model_copy(update={"value": step.value + copied, "formula": formula})
-    here = update_seconds(updated(work, work.update), work.trained or work.part, machine, work.dtype).value
+    here = update_seconds(updated(work, work.update), work.trained_here or work.part, machine, work.dtype).value
     step = stepped(step, here, work.offload, work.load, machine)
     if inside:
         inside = waits_s(machine, work.dtype, step.value, inside)
@@ -250,7 +250,9 @@ def play_options(work: Training, machine: Machine) -> dict[str, Any]:
 
 def exchange_s(work: Training, device: str, times: Transfers) -> float:
     """Seconds in which gradients and weights travel in a step."""
-    each = work.divided.step_s(work.trained or work.part, work.dtype, work.gradient_accumulation_steps, device, times)
+    each = work.divided.step_s(
+        work.trained_here or work.part, work.dtype, work.gradient_accumulation_steps, device, times
+    )
     frozen = sum(one.times * times.seconds(one.op, one.ranks, one.num_bytes) for one in work.frozen_gathers)
     return work.updates * each + frozen
 
@@ -265,7 +267,7 @@ def with_transfers(step: Estimate, work: Training, machine: Machine) -> Estimate
     waits = (
         moved
         if work.pipeline is not None
-        else work.divided.exposed_s(work.trained or work.part, work.dtype, device, times)
+        else work.divided.exposed_s(work.trained_here or work.part, work.dtype, device, times)
     )
     for first in work.frozen_gathers[:1]:  # a step's first layer waits for its own
         waits += times.seconds(first.op, first.ranks, first.num_bytes)
@@ -308,7 +310,7 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         device=device,
         divided=work.divided,
         fp8=work.keeps_codes,
-        trained=work.trained,
+        trained=work.trained_here,
         lean=work.lean,
         frozen_bytes=work.frozen_bytes,
     )
@@ -337,7 +339,9 @@ def growth_bytes(work: Training, device: str, *, passes: int | None = None) -> E
         formula = f"{growth.formula} + rows of experts on their way {human_bytes(rows)}"
         growth = growth.model_copy(update={"value": growth.value + rows, "formula": formula})
     if work.snapshot and work.num_checkpoints and not on_gpu:
-        copied = (4 * (work.trained or work.part).num_params + work.update.state_bytes) / work.divided.of("optimizer")
+        copied = (4 * (work.trained_here or work.part).num_params + work.update.state_bytes) / work.divided.of(
+            "optimizer"
+        )
         formula = f"{growth.formula} + copy for checkpoints {human_bytes(copied)}"
         growth = growth.model_copy(update={"value": growth.value + copied, "formula": formula})
     if work.remembered and not on_gpu:

@@ -99,12 +99,14 @@ class Training:
     """How they are coded."""
     trained: ModelDims | None = None
     """The weights of adapters, where these alone are trained and in checkpoints; None: all are."""
+    trained_part: ModelDims | None = None
+    """Those of one tensor-parallel rank; None: `trained`."""
     lean: bool = False
     """Whether all adapters are LoRA, whose products keep their inputs alone."""
     frozen_bytes: float | None = None
-    """Bytes of the frozen weights where they stay codes; None: they are in `dtype`."""
+    """Bytes of the frozen weights of one rank's part where they stay codes; None: they are in `dtype`."""
     adapted: tuple[tuple[AdaptedLinear, ...], ...] = ()
-    """The linears of each layer under LoRA or DoRA, where all adapters are; empty: they are not."""
+    """The linears of each layer of one rank's part under LoRA or DoRA, where all adapters are; empty: they are not."""
     exported: int = 0
     """Weights of the finished folder where an adapter is saved as another one; 0: those that are trained."""
 
@@ -132,6 +134,11 @@ class Training:
         if self.pipeline is not None:
             return self.pipeline.parts[self.pipeline.largest]
         return self.tensor.dims or self.model
+
+    @property
+    def trained_here(self) -> ModelDims | None:
+        """Of `part` the weights of adapters, where these alone are trained."""
+        return self.trained_part or self.trained
 
     @property
     def saved_params(self) -> int:
@@ -202,7 +209,7 @@ class Training:
             "loss_chunk": self.loss_chunk(device),
             "piece_len": self.piece_len,
             "sequence_ranks": self.tensor.degree if self.tensor.sequence else 1,
-            "trained": self.trained,
+            "trained": self.trained_here,
             "adapted": self.adapted,
             "code_width": self.code_width,
         }
@@ -210,19 +217,19 @@ class Training:
     @property
     def code_width(self) -> float | None:
         """Bytes of a frozen weight of the layers' linears that stays a code; None: they are dense."""
-        if self.trained is None or self.frozen_bytes is None:
+        if self.trained_here is None or self.frozen_bytes is None:
             return None
-        return code_width(self.model, self.trained, self.frozen_bytes, self.dtype)
+        return code_width(self.part, self.trained_here, self.frozen_bytes, self.dtype)
 
     @property
     def frozen_gathers(self) -> list[Message]:
         """A step's gathers of frozen weights, layer by layer, where ranks divide these beside adapters."""
-        if self.trained is None:
+        if self.trained_here is None:
             return []
         width = BYTES[self.dtype]
-        dense = float(width * (self.model.num_params - self.trained.num_params))
+        dense = float(width * (self.part.num_params - self.trained_here.num_params))
         size = dense if self.frozen_bytes is None else self.frozen_bytes
-        return self.divided.frozen_messages(self.model, width, size, self.gradient_accumulation_steps)
+        return self.divided.frozen_messages(self.part, width, size, self.gradient_accumulation_steps)
 
     @property
     def updates(self) -> int:

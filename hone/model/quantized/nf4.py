@@ -6,18 +6,20 @@ Shapes: N output features, K input features, G blocks of a row that share a scal
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hone.base.errors import ArtifactError
+from hone.base.errors import ArtifactError, SpecError
 from hone.model.quantized.dequantizing import Dequantizing
 from hone.model.quantized.layouts import layout_of
 from hone.model.quantized.layouts.bitsandbytes_4bit import Bitsandbytes4, nested
 from hone.model.quantized.scheme import Scheme
 from hone.ops import dequantize_nf4
 from hone.ops.nf4.reference import NESTED_BLOCK, Nested, table
+from hone.parallel.cut import Cut
 
 
 class NF4(Dequantizing):
@@ -125,6 +127,34 @@ class NF4(Dequantizing):
     def plain_codes(self) -> tuple[Tensor, Tensor]:
         indices = torch.stack((self.codes >> 4, self.codes & 15), dim=-1).view(len(self.codes), -1)
         return indices.view(torch.int8) - 8, self._float_scales() if self.doubled else self.scales
+
+    def cut(self, cut: Cut, *, bias: bool) -> NF4:
+        """The linear of some rows, or of some columns, with the bias of its rows or none; scales that were quantized again are float32.
+
+        Raises SpecError for columns that begin or end inside a block.
+        """
+        start, stop = cut.ranges[0] if cut.axis == 1 else (0, self.in_features)
+        size = self.scheme.group_size
+        if start % size or stop % size:
+            raise SpecError(
+                f"columns {start} to {stop} of a weight [{self.out_features}, {self.in_features}] begin or end inside a block of {size} codes",
+                fix="lower parallelism.tensor_parallel_degree, or compress the model with a smaller group_size",
+            )
+        with torch.device(self.codes.device):
+            scheme = replace(self.scheme, layout=self.scheme.layout.removesuffix("-nested"))
+            found = NF4(stop - start, cut.local_shape[0], bias and self.bias is not None, scheme=scheme)
+        if self.codes.is_meta:
+            return found
+        scales = self._float_scales() if self.doubled else self.scales
+        rows = (
+            torch.cat([torch.arange(*one) for one in cut.ranges]) if cut.axis == 0 else torch.arange(self.out_features)
+        )
+        rows = rows.to(self.codes.device)
+        found.codes = self.codes[rows, start // 2 : stop // 2]
+        found.scales = scales[rows, start // size : stop // size]
+        if found.bias is not None and self.bias is not None:
+            found.bias = self.bias[rows]
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4:
         """Implements `.to(...)`: scales stay float32, as in the checkpoint."""

@@ -12,13 +12,16 @@ from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.train.precision import FP8_RECIPES
 
+TENSOR_PARALLEL = frozenset({"lora", "pissa"})
+"""Adapters whose factors tensor-parallel ranks divide."""
+
 
 def with_adapter(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts]) -> ModelConfig:
     """`config` with the adapter that the train stage `spec` adds, if any. Raises SpecError where it does not fit the model or the spec."""
     if spec.adapter is not None:
         config = _added(spec, config, given)
     if config.adapters:
-        _check(spec, config)
+        _check(spec, config, given)
     return config
 
 
@@ -41,7 +44,7 @@ def _added(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts])
     return found
 
 
-def _check(spec: Any, config: ModelConfig) -> None:
+def _check(spec: Any, config: ModelConfig, given: Mapping[str, CheckpointFacts]) -> None:
     """Raises SpecError for what a training of adapters cannot do."""
     if alone(config) is None:
         kinds = ", ".join(one.kind for one in config.adapters)
@@ -55,7 +58,6 @@ def _check(spec: Any, config: ModelConfig) -> None:
     wrong = {
         "parallelism.context_parallel_degree": config.prompt is not None and degree > 1 and degree,
         "precision": spec.precision in FP8_RECIPES and spec.precision,
-        "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree > 1 and layout.tensor_parallel_degree,
         "parallelism.pipeline_parallel_degree": layout.pipeline_parallel_degree > 1 and layout.pipeline_parallel_degree,
         "parallelism.expert_parallel_degree": layout.expert_parallel_degree > 1 and layout.expert_parallel_degree,
         "parallelism.offload": layout.offload.kind != "none" and layout.offload.kind,
@@ -70,9 +72,46 @@ def _check(spec: Any, config: ModelConfig) -> None:
     }
     for field, value in wrong.items():
         if value:
-            way = ways.get(field, "ranks that share the batch alone: data_parallel ddp, zero1, zero2 or zero3")
+            way = ways.get(
+                field,
+                "ranks that share the batch or the products alone: data_parallel ddp, zero1, zero2 or zero3, tensor_parallel_degree",
+            )
+            raise SpecError(f"{field} {value} does not train adapters, whose model is frozen", fix=f"take {way}")
+    if layout.tensor_parallel_degree > 1:
+        _check_tensor_parallel(config, layout, given.get("model"))
+
+
+def _check_tensor_parallel(config: ModelConfig, layout: Any, model: CheckpointFacts | None) -> None:
+    """Raises SpecError for an adapter, or a model under it, that tensor-parallel ranks cannot have parts of."""
+    adapter, degree = config.adapters[0], layout.tensor_parallel_degree
+    stored = dict(model.quantization or {}) if model is not None else {}
+    reasons = {
+        f"adapter '{adapter.kind}', whose numbers belong to whole rows or whole layers": (
+            "take adapter.kind: lora or pissa",
+            adapter.kind not in TENSOR_PARALLEL,
+        ),
+        "adapter.dropout, which each rank would draw for itself": (
+            "set adapter.dropout=0",
+            getattr(adapter, "dropout", 0) > 0,
+        ),
+        "weights of the model that train beside the factors": (
+            "leave out adapter.bias, modules_to_save and trainable_token_indices",
+            bool(config.own_weights() or config.token_rows()),
+        ),
+        "enable_async_tensor_parallel, whose products have no factors": (
+            "set parallelism.enable_async_tensor_parallel: false",
+            layout.enable_async_tensor_parallel,
+        ),
+        f"a model stored as {stored.get('quant_method')}, of which ranks have no parts": (
+            "give a model in bfloat16, or one whose weights are in bitsandbytes' 4 bits (hone compress with nf4 or fp4)",
+            bool(stored) and not stored.get("load_in_4bit"),
+        ),
+    }
+    for reason, (way, applies) in reasons.items():
+        if applies:
             raise SpecError(
-                f"{field} {value} does not train adapters, whose model is frozen and not divided", fix=f"take {way}"
+                f"parallelism.tensor_parallel_degree {degree} does not train {reason}",
+                fix=f"{way}, or share the batch alone: data_parallel ddp, zero1, zero2 or zero3",
             )
 
 

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 def save_adapter(trainer: Trainer, model: Path, tokenizer_from: Path, dtype: str, folder: Path) -> ModelConfig:
     """Writes the adapter of `trainer` in the torch `dtype`, from its float32 masters; its base is the model folder `model`, or that
     of an adapter with which the training went on. All ranks call it, rank 0 writes. Returns the model's config."""
-    config, weights = trainer.model.config, trainer.update.weights
+    from hone.train.parallelism import Parallelism
+
+    config, weights = Parallelism.config(trainer.model), trainer.update.weights
+    joined = getattr(trainer.model, "joined", lambda _, value: value.detach())
     keys, factors, stored = peft.keys(config), {}, getattr(torch, dtype)
     with trainer.ranks.mesh.transfers():
         for index, layer in enumerate(trainer.model.layers):
             names = config.singles(index)
             with torch.no_grad(), weights.whole(f"layers.{index}", wide=True):
                 for path in config.adapter_parameters(index):
-                    one = layer.get_parameter(path).detach()
+                    one = joined(f"layers.{index}.{path}", layer.get_parameter(path))
                     factors[keys[names[path]]] = one.to("cpu", stored, copy=True)
         for own in config.own_weights():
             with torch.no_grad(), weights.whole(own.part, wide=True):

@@ -170,7 +170,7 @@ def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, 
                     fix="set parallelism.tensor_parallel_degree to 1; ddp, zero1 to zero3 and context parallelism train experts",
                 )
     try:
-        check_split(config, degree)
+        check_split(config.model_copy(update={"adapters": ()}), degree)  # of adapters `train.adapters.fits` says it
     except SpecError as error:
         fix = "set parallelism.tensor_parallel_degree to a number that divides all of them, or to 1"
         raise SpecError(f"{whose}{error.what}", fix=fix) from None
@@ -201,25 +201,55 @@ def cuts_of(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, Cut]:
         found[f"{name}.weight"] = Cut(shape, 0, (_vocabulary_rows(config.vocab_size, rank, num_ranks),))
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
-            name, shape = f"layers.{index}.{path}", (linear.out_features, linear.in_features)
+            depth = len(config.wrappers(index, path, linear))
+            name, shape = f"layers.{index}.{path}{'.inner' * depth}", (linear.out_features, linear.in_features)
+            found |= _adapters_cuts(config, index, path, linear, rank, num_ranks) if depth else {}
             if linear.shard == "row":
                 columns = linear.columns(rank, num_ranks)
                 found[f"{name}.weight"] = Cut(shape, 1, ((columns.start, columns.stop),))
                 if linear.bias and rank == 0:  # added once
                     found[f"{name}.bias"] = Cut(shape[:1], 0, ((0, shape[0]),))
             elif linear.shard == "column":
-                own, begin, ranges = linear.rows(rank, num_ranks), 0, []
-                for piece in linear.pieces:
-                    ranges.append((begin + own[piece.name].start, begin + own[piece.name].stop))
-                    begin += piece.out_features
-                found[f"{name}.weight"] = Cut(shape, 0, tuple(ranges))
+                ranges = _row_ranges(linear, rank, num_ranks)
+                found[f"{name}.weight"] = Cut(shape, 0, ranges)
                 if linear.bias:
-                    found[f"{name}.bias"] = Cut(shape[:1], 0, tuple(ranges))
+                    found[f"{name}.bias"] = Cut(shape[:1], 0, ranges)
         for path, parameter in config.parameters(index).items():
             if not isinstance(parameter, NormSpec) and parameter.heads is not None:
                 own_rows = parameter.local(rank, num_ranks)
                 cut = Cut(tuple(parameter.shape), 0, ((own_rows.start, own_rows.stop),))
                 found[f"layers.{index}.{path}"] = cut
+    return found
+
+
+def _row_ranges(linear: LinearSpec, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """The rows of a column-parallel linear that `rank` holds: a range of each piece."""
+    own, begin, ranges = linear.rows(rank, num_ranks), 0, []
+    for piece in linear.pieces:
+        ranges.append((begin + own[piece.name].start, begin + own[piece.name].stop))
+        begin += piece.out_features
+    return tuple(ranges)
+
+
+def _adapters_cuts(
+    config: ModelConfig, index: int, path: str, linear: LinearSpec, rank: int, num_ranks: int
+) -> dict[str, Cut]:
+    """The parts of LoRA's factors around a linear: rows of B of a column-parallel one, columns of A of a row-parallel one.
+
+    The other factor every rank has: its gradient is a sum over the ranks, as the product is.
+    """
+    found, own, columns = {}, linear.rows(rank, num_ranks), linear.columns(rank, num_ranks)
+    around = config.wrappers(index, path, linear)
+    for depth, (adapter, pieces) in enumerate(reversed(around)):
+        for piece in pieces:
+            inside = own.get(piece.name)  # of one of its pieces, or of all rows as one
+            rows = _row_ranges(linear, rank, num_ranks) if inside is None else ((inside.start, inside.stop),)
+            for one in adapter.parameters(linear, (piece,)):
+                name, down = f"layers.{index}.{path}{'.inner' * depth}.{one.path}", "_A_" in one.name
+                if linear.shard == "row" and down:
+                    found[name] = Cut(one.shape, 1, ((columns.start, columns.stop),))
+                elif linear.shard == "column" and not down:
+                    found[name] = Cut(one.shape, 0, rows)
     return found
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hone.base.errors import SpecError
 from hone.model.config import ModelConfig
 from hone.model.decoder import Decoder, unmade
 from hone.model.linear import MakeLinear
+from hone.model.quantized.hadamard import input_hadamard
+from hone.model.quantized.nf4 import NF4
 from hone.parallel.axis import Axis
 from hone.parallel.cut import Cut
 
@@ -39,6 +42,17 @@ class PartDecoder(Decoder):
     def adopt(self, own: nn.Module, whole: nn.Module, path: str = "") -> None:
         """Gives `own`, the part of this decoder at `path`, its parts of the parameters of `whole`."""
         given, head = dict(whole.named_parameters()), f"{path}." if path else ""
+        for rest, module in list(whole.named_modules()):
+            name = head + rest
+            if input_hadamard(module) or hasattr(module, "table"):
+                raise SpecError(
+                    f"{name} is a quantized embedding, or multiplies its inputs by a Hadamard matrix, and ranks divide neither",
+                    fix="set parallelism.tensor_parallel_degree to 1; data_parallel zero3 divides what is frozen, too",
+                )
+            if isinstance(module, NF4):
+                every = Cut((module.out_features, module.in_features), 0, ((0, module.out_features),))
+                cut = self.cuts.get(f"{name}.weight", every)
+                own.set_submodule(rest, module.cut(cut, bias=cut is every or f"{name}.bias" in self.cuts))
         for rest, _ in list(own.named_parameters()):
             name, value = head + rest, given[rest].detach()
             value = self.cuts[name].take(value) if name in self.cuts else value.clone()
@@ -64,19 +78,31 @@ class PartDecoder(Decoder):
             self._empty.append(unmade(self.whole_config))
         whole, own = copy.deepcopy(self._empty[0].get_submodule(path)), dict(part.named_parameters())
         for name, empty in list(whole.named_parameters()):
-            value, cut = own.get(name), self.cuts.get(f"{path}.{name}")
-            if cut is not None or value is None:  # other ranks have the rest, or all of it: a bias of rank 0
-                found = torch.zeros(empty.shape, dtype=dtype, device=next(iter(own.values())).device)
-                if cut is not None and value is not None:
-                    cut.put(value, found)
-                transfer = self.axis.all_reduce(found)
-                if transfer is not None:
-                    transfer.wait()
-                value = found
+            value, device = own.get(name), next(iter(own.values())).device
+            if value is None:  # another rank has it: a bias
+                value = self._summed(torch.zeros(empty.shape, dtype=dtype, device=device))
+            else:
+                value = self.joined(f"{path}.{name}", value)
             if keep:
                 owner, _, last = name.rpartition(".")
                 setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach(), requires_grad=False))
         return whole if keep else None
+
+    @torch.no_grad()
+    def joined(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Parameter `name` with the parts of all ranks, of which `value` is this one's. Every rank of the axis calls it."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return value.detach()
+        found = value.new_zeros(cut.shape)
+        cut.put(value, found)
+        return self._summed(found)
+
+    def _summed(self, found: torch.Tensor) -> torch.Tensor:
+        transfer = self.axis.all_reduce(found)
+        if transfer is not None:
+            transfer.wait()
+        return found
 
 
 class _Cutter:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import keep_all
+from hone.cost.train.adapted import code_width, coded_bytes
 from hone.cost.train.pipeline import layer_seconds
 from hone.cost.train.replicas import Divided
 from hone.cost.train.training import Training
@@ -23,6 +24,7 @@ from hone.train.teachers.temporal_ensemble import TemporalEnsemble
 from hone.train.to_cost.adapted import adapted_linears
 
 if TYPE_CHECKING:
+    from hone.cost.dims import ModelDims
     from hone.feed.load import Packing
     from hone.model.config import ModelConfig
 
@@ -31,9 +33,19 @@ LEAN = frozenset({"lora", "pissa"})
 """Adapters whose products are one operation that keeps its input alone (`hone.ops.lora`)."""
 
 
-def codes_of(config: ModelConfig, given: CheckpointFacts | None) -> float | None:
-    """Bytes of the weights that an adapter leaves as codes; None where it leaves dense ones."""
-    return float(given.weights_bytes) if config.adapters and given is not None and given.packed else None
+def codes_of(
+    config: ModelConfig, given: CheckpointFacts | None, part: ModelDims | None, trained: ModelDims | None, dtype: str
+) -> float | None:
+    """Bytes of the weights that an adapter leaves as codes, of all or of a tensor-parallel rank's `part`; None where it leaves dense ones."""
+    if not config.adapters or given is None or not given.packed:
+        return None
+    whole, every = float(given.weights_bytes), config.trained_dims()
+    if part is None or trained is None or every is None:
+        return whole
+    width, said = code_width(config.dims(), every, whole, dtype), given.quantization or {}
+    if said.get("bnb_4bit_use_double_quant"):  # a part has float32 scales: `hone.model.quantized.nf4.NF4.cut`
+        width += (4 - 1 - 8 / 256) / said.get("bnb_4bit_blocksize", 64)
+    return coded_bytes(part, trained, width, dtype)
 
 
 def training_of(
@@ -64,6 +76,9 @@ def training_of(
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
+    degree = spec.parallelism.tensor_parallel_degree
+    local = config.local(degree) if config.adapters and degree > 1 else config
+    trained_part = local.trained_dims() if local is not config else None
     shared = spec.parallelism.shared(config, costs, spec.gradient_accumulation_steps, spec.seq_len, timed)
     return Training(
         model=dims,
@@ -101,8 +116,9 @@ def training_of(
         fp8=fp8_products(spec.precision),
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
         trained=config.trained_dims(),
+        trained_part=trained_part,
         lean=bool(config.adapters) and all(one.kind in LEAN for one in config.adapters),
-        adapted=adapted_linears(config),
-        frozen_bytes=codes_of(config, given.get("model")),
+        adapted=adapted_linears(local),
+        frozen_bytes=codes_of(config, given.get("model"), shared.tensor.dims, trained_part, dtype),
         exported=exported(config).trained_params if config.adapters else 0,
     )

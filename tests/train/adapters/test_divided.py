@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model that ranks divide among them (zero3, HSDP): the training is that of one process, on any layout."""
+"""Adapters beside a frozen model that ranks divide among them (zero3, HSDP, tensor parallelism): the training is that of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.conftest import SHAPE, STEADY
 from tests.train.ranks import made
 
 QUIET = Run(quiet=True)
-SIZES = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
+SIZES = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256}
 SPEC: dict[str, Any] = {
     "adapter": {"kind": "lora", "rank": 4},
     "steps": 4,
@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "hsdp": ("nf4", 4, {"data_parallel": {"kind": "zero3", "data_parallel_replicate_degree": 2}}),
     "pissa": ("dense", 2, {"data_parallel": "zero3"}),
     "neighbours": ("dense", 4, {"data_parallel": {"kind": "zero3", "reshard_after_forward": 2}}),
+    "tensor": ("dense", 2, {"tensor_parallel_degree": 2}),
+    "tensor, all tokens": ("dense", 2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+    "tensor, qlora": ("nf4", 2, {"tensor_parallel_degree": 2}),
+    "tensor and zero3, qlora": ("nf4", 4, {"tensor_parallel_degree": 2, "data_parallel": "zero3"}),
     "weights stay": ("nf4", 2, {"data_parallel": {"kind": "zero3", "reshard_after_forward": "never"}}),
 }
 
