@@ -44,7 +44,7 @@ def codes_of(
         return whole
     width, said = code_width(config.dims(), every, whole, dtype), given.quantization or {}
     if said.get("bnb_4bit_use_double_quant"):  # a part has float32 scales: `hone.model.quantized.nf4.NF4.cut`
-        width += (4 - 1 - 8 / 256) / said.get("bnb_4bit_blocksize", 64)
+        width += (4 - 1 - 4 / 256) / said.get("bnb_4bit_blocksize", 64)
     return coded_bytes(part, trained, width, dtype)
 
 

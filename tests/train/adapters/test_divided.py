@@ -12,13 +12,22 @@ import torch
 from safetensors.torch import load_file
 
 from hone.base.artifact import Artifact
+from hone.base.errors import SpecError
 from hone.base.run import Run
 from hone.cost.train.replicas import Divided
+from hone.cost.train.tensor import part_of
 from hone.model import hf
+from hone.model.adapters.lora import LoRA
+from hone.model.adapters.peft import adapted
 from hone.model.decoder import build
+from hone.model.facts import CheckpointFacts
 from hone.model.quantized.nf4_base import nf4_base
+from hone.parallel.cut import Cut
 from hone.train.loop import Trainer
 from hone.train.stage import Train
+from hone.train.tensor_parallel.decoder import _maker, cuts_of
+from hone.train.tensor_parallel.parts import PartDecoder
+from hone.train.to_cost.training import codes_of
 from tests.ranked import together
 from tests.train.conftest import SHAPE, STEADY
 from tests.train.ranks import made
@@ -107,11 +116,11 @@ def test_a_divided_model_trains_the_adapter_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"data_parallel": "zero3"}, {"tensor_parallel_degree": 2}])
 def test_a_killed_training_goes_on_in_another_layout(
-    bases: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: dict[str, Any], bases: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks with a divided quantized model are killed after checkpoints; one process ends the training, with its own numbers."""
-    layout = {"data_parallel": "zero3"}
     on_ranks(2, bases, data_folder, "nf4", tmp_path / "killed", kill_at=5, steps=6, parallelism=layout)
     assert not (tmp_path / "killed").exists()
     wanted, made_now, step = alone(bases, data_folder, "nf4", steps=6), [], Trainer.step
@@ -149,6 +158,76 @@ def _kept(spec: dict[str, Any], data: str, out: str, model: str) -> tuple[int, i
     Trainer.step = looking  # type: ignore[method-assign]
     made({**spec, "steps": 1}, data, out, model=model)
     return tuple(map(sum, zip(*found, strict=True)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("sizes", [{}, {"rank_pattern": {"down_proj": 5}}])
+def test_the_parts_of_the_ranks_are_those_that_their_modules_have(family: str, sizes: dict[str, Any]) -> None:
+    """With biases (Qwen2), and with q, k and v in one checkpoint module (Phi-3), of which a rank has rows of each."""
+    plain = SHAPE.model_copy(update=SIZES).config(61, eos=0).model_copy(update={"family": family})
+    config = adapted(plain, LoRA.read({"kind": "lora", "rank": 4, **sizes}))
+    whole, ranks = build(config, seed=1), 2
+    generator = torch.Generator().manual_seed(0)
+    for parameter in whole.parameters():
+        parameter.data.normal_(generator=generator)
+    x, tokens = torch.randn(3, 128, generator=generator), torch.arange(12).view(1, 12)
+    parts = [PartDecoder(whole, config.local(ranks), _Alone(rank), _maker(_Alone(rank))) for rank in range(ranks)]
+    for rank, part in enumerate(parts):
+        part.take(whole, cuts_of(config, rank, ranks))
+    names = [name for name in whole.state_dict() if "lora_" in name]
+    assert names and {name for name in parts[1].cuts if "lora_" in name} == {
+        name for name in names if ("lora_A" in name) == (".mixer.out." in name or ".down." in name)
+    }
+    for layer in range(config.num_layers):
+        block = whole.layers[layer].mixer
+        rows = [part.layers[layer].mixer.qkv(x) for part in parts]
+        cut = [part.cuts[f"layers.{layer}.mixer.qkv.inner.weight"] for part in parts]
+        found = torch.zeros(cut[0].shape[0], len(x))
+        for one, part in zip(cut, rows, strict=True):
+            one.put(part.T, found)
+        torch.testing.assert_close(found.T, block.qkv(x), atol=1e-4, rtol=1e-4)
+        inputs = torch.randn(3, 256, generator=generator)
+        down = [
+            part.layers[layer].feed_forward.down(half) for part, half in zip(parts, inputs.chunk(2, 1), strict=True)
+        ]
+        torch.testing.assert_close(sum(down), whole.layers[layer].feed_forward.down(inputs), atol=1e-3, rtol=1e-4)
+    assert whole(tokens).isfinite().all()
+
+
+class _Alone:
+    """An axis of two ranks that sends nothing."""
+
+    size = 2
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def test_parts_of_a_matrix_of_codes_are_parts_of_its_values(bases: Path) -> None:
+    whole = hf.Checkpoint(bases / "nf4").build().layers[0].feed_forward.down
+    values = whole.dequantize(torch.float32)
+    assert whole.doubled and values.shape == (128, 256)
+    rows = whole.cut(Cut((128, 256), 0, ((0, 10), (64, 70))), bias=False)
+    columns = whole.cut(Cut((128, 256), 1, ((128, 256),)), bias=False)
+    assert torch.equal(rows.dequantize(torch.float32), values[[*range(10), *range(64, 70)]])
+    assert torch.equal(columns.dequantize(torch.float32), values[:, 128:])
+    with pytest.raises(SpecError, match="begin or end inside a block of 64 codes"):
+        whole.cut(Cut((128, 256), 1, ((0, 96),)), bias=False)
+
+
+def test_the_plan_of_tensor_parallel_ranks_counts_parts(bases: Path) -> None:
+    """By hand: of the factors a rank has half of B's rows or of A's columns and the other factor; of codes half, with float32 scales."""
+    given = CheckpointFacts.of(bases / "nf4")
+    config = adapted(given.config, LoRA.read(SPEC["adapter"]))
+    local, hidden, inner, layers = config.local(2).trained_dims(), 128, 256, 2
+    columns = 3 * 4 * hidden + 4 * 256 // 2 + 2 * 4 * hidden + 4 * 2 * inner // 2  # A and B of q, k, v and of gate, up
+    rows = 4 * hidden // 2 + 4 * hidden + 4 * inner // 2 + 4 * hidden  # of out and down
+    assert local is not None and local.num_params == layers * (columns + rows)
+    part = part_of(config.local(2).dims(), 2)
+    coded = layers * (256 * hidden + hidden * hidden + 3 * inner * hidden)
+    found = codes_of(config, given, part, local, "float32")
+    ends = given.weights_bytes - coded * (0.5 + (1 + 4 / 256) / 64)
+    assert found == pytest.approx(coded / 2 * (0.5 + 4 / 64) + ends / 2, rel=0.1)
 
 
 def test_the_plan_divides_the_frozen_layers() -> None:

@@ -158,7 +158,20 @@ def _made(spec: dict[str, Any], data: str, out: str, model: str) -> str:
     ("changes", "said"),
     [
         ({"parallelism": {"data_parallel": "zero_plus_plus"}}, "data_parallel zero_plus_plus does not train adapters"),
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree 2 does not train adapters"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "pipeline_parallel_degree 2 does not train adapters"),
+        ({"parallelism": {"tensor_parallel_degree": 2}, "adapter": {"kind": "dora"}}, "does not train adapter 'dora'"),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "adapter": {"kind": "lora", "dropout": 0.1}},
+            "does not train adapter.dropout",
+        ),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "adapter": {"kind": "lora", "modules_to_save": ["norm"]}},
+            "does not train weights of the model",
+        ),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}},
+            "does not train enable_async_tensor_parallel",
+        ),
         ({"precision": "fp8"}, "precision fp8 does not train adapters"),
         ({"init": "teacher"}, "init makes another one|a 'model' parent both give"),
         ({"adapter": {"kind": "lora", "target_modules": ["query"]}}, "name no linear"),
