@@ -203,6 +203,7 @@ RULES: dict[str, list[Rule]] = {
         (r"^peak memory of one of 2 cuda", "of rank 0, where the estimate is of the rank that needs most"),
         (r"^peak memory(?: of one of (?P<ranks>1) cuda)? " + GPTQ, _gptq),
         (r"beside llm-compressor", "under its peer's settings, which are not in the row"),
+        (r"^Cholesky factor|^search of scales|^sweep", PART),
         (r"^bits a weight", "a size, which the plan says to the byte"),
     ],
     "serve_cpu": [(r"", NO_RATES)],

@@ -133,7 +133,7 @@ def attention_seconds(
     if not rates:
         return flops * (3.5 if train else 1.0) / speed_of_light(machine, dtype)[0]
     points = sorted((one.seq_len, one.train_flops_per_s if train else one.forward_flops_per_s) for one in rates)
-    return flops / (_between(points, seq_len or points[-1][0]) * lasting(machine, dtype))
+    return flops / (between(points, seq_len or points[-1][0]) * lasting(machine, dtype))
 
 
 def lasting(machine: Machine, dtype: str) -> float:
@@ -154,7 +154,7 @@ def waits_s(machine: Machine, dtype: str, busy_s: float, waits: float) -> float:
     return waits - regained
 
 
-def _between(points: list[tuple[int, float]], size: float) -> float:
+def between(points: list[tuple[int, float]], size: float) -> float:
     """The rate at `size` between two of `points` in ascending order, linear in logarithms; outside the nearest one's."""
     sizes = [point[0] for point in points]
     place = bisect_right(sizes, size)

@@ -17,6 +17,7 @@ import torch
 
 from hone.base.durable import write_atomic
 from hone.measure.calibration import (
+    GPU_FACTORS,
     GPU_GRADIENT_SHAPES,
     GPU_SHAPES,
     GRADIENT_SHAPES,
@@ -31,6 +32,7 @@ from hone.measure.calibration import (
     read_calibration,
 )
 from hone.measure.energy import Meter, at_rest
+from hone.measure.factors import factor_probes, factor_rates
 from hone.measure.load import Load, processor_load
 from hone.measure.machine import Machine, describe, identity
 from hone.measure.memory import give_back, resident_bytes
@@ -262,6 +264,7 @@ def _rates(
         attentions=(*_others(kept.attentions if kept else (), dtype), *attention_rates(dtype, rate, names)),
         kernels=(*_others(kept.kernels if kept else (), dtype), *kernel_rates(dtype, rate, names)),
         fp8=coded or (kept.fp8 if kept else ()),
+        factors=factor_rates(rate, names) or (kept.factors if kept else ()),
         gathers=tuple(Bandwidth(num_bytes=name[1], bytes_per_s=rate(name, started=True)) for name in gathers),
         host_bytes_per_s=rate("to host") if cuda else None,
         pinned_bytes_per_s=rate("from host") if cuda else None,
@@ -312,6 +315,7 @@ def _probes(timer: Timer, dtype: str) -> dict[Any, Probe]:
     if timer.cuda:
         states = bytes_[: _FILE_BYTES // 4]
         probes["to host"] = Probe(lambda: states.cpu(), _FILE_BYTES, 0.1)
+        probes |= factor_probes(timer.device, GPU_FACTORS) if dtype == "float32" else {}
         pinned, target = torch.empty(_FILE_BYTES // 4).pin_memory(), torch.empty_like(states)
         probes["from host"] = Probe(lambda: target.copy_(pinned, non_blocking=True), _FILE_BYTES, 0.1)
     logits = torch.randn(256, 4096, device=timer.device)

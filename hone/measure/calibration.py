@@ -21,12 +21,12 @@ Layout = Literal["forward", "input_gradient", "weight_gradient"]
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
-_METHOD = 9
+_METHOD = 10
 """Version of the method; a change invalidates stored rates on every machine. 2: without other work, with a busy GPU.
 3: also gathered rows, the disk, and copies from a GPU to the host. 4: the median of a round's tries, not the least.
 5: products of many rows read and write memory that no cache holds. 6: also copies from pinned host memory to a GPU.
 7: also the memory of a process. 8: attention by length, and on a GPU the kernels of a training and what it sustains.
-9: probes of passes as large as their kernels need."""
+9: probes of passes as large as their kernels need. 10: Cholesky factors on a GPU."""
 
 SHAPES = [
     (m, n, k)
@@ -43,6 +43,8 @@ GPU_GRADIENT_SHAPES = [
     (m, n, k) for m in (2048, 16384) for n, k in ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
 ]
 """(m, n, k) of the products that are measured, [m, k] x [k, n]: on a CPU and on a GPU, forward, then of both gradients."""
+GPU_FACTORS = (1024, 4096, 14336)
+"""Columns of the Cholesky factors that are measured on a GPU."""
 
 
 class MatmulRate(BaseModel):
@@ -106,6 +108,15 @@ class LinearRate(BaseModel):
     flops_per_s: PositiveFloat
 
 
+class FactorRate(BaseModel):
+    """Rate of a Cholesky factor [K, K] in float32, of K^3 / 3 FLOPs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    columns: int
+    flops_per_s: PositiveFloat
+
+
 class CollectiveTime(BaseModel):
     """Seconds of one collective on several ranks, on devices of one kind."""
 
@@ -154,6 +165,7 @@ class Calibration(BaseModel):
     )
     kernels: tuple[KernelRate, ...] = Field((), description="Bandwidth of the kernels of a training on a GPU.")
     fp8: tuple[LinearRate, ...] = Field((), description="Rates of fp8 linears on a GPU that has such products.")
+    factors: tuple[FactorRate, ...] = Field((), description="Rate of Cholesky factors on a GPU by their size.")
     sustained: Mapping[str, float] = Field(
         {}, description="By dtype the rate of arithmetic in work that lasts seconds, over that of a call on its own."
     )
@@ -192,6 +204,7 @@ class Calibration(BaseModel):
         more: dict[str, Any] = {"matmuls": (*matmuls, *self.matmuls), "attentions": (*attentions, *self.attentions)}
         more["collectives"] = self.collectives or other.collectives
         more["beside"] = other.beside if self.beside is None else self.beside
+        more["factors"] = self.factors or other.factors
         more["kernels"] = (*(rate for rate in other.kernels if rate.dtype not in self.with_kernels), *self.kernels)
         more["fp8"], more["sustained"] = self.fp8 or other.fp8, {**other.sustained, **self.sustained}
         more["busy"] = {**{name: why for name, why in other.busy.items() if name not in self.dtypes}, **self.busy}
@@ -228,6 +241,8 @@ class Calibration(BaseModel):
         for coded in self.fp8:
             what = f"fp8 {coded.recipe} linear {coded.m} x {coded.n} x {coded.k}, {coded.passes}{', held' * coded.held}"
             rows.append((what, f"{coded.flops_per_s / 1e9:,.1f} GFLOP/s"))
+        for factor in self.factors:
+            rows.append((f"Cholesky factor of {factor.columns:,} columns", f"{factor.flops_per_s / 1e9:,.1f} GFLOP/s"))
         for kernel in self.kernels:
             rows.append((f"{kernel.dtype} {kernel.kernel}", f"{kernel.bytes_per_s / 1e9:,.1f} GB/s"))
         for dtype, share in self.sustained.items():

@@ -206,15 +206,13 @@ def _codes_on(machine: Machine, model: CheckpointFacts, dtype: str) -> str:
         return ""
     found = linear_of(model.quantization, "model.layers.0.mlp.down_proj")
     scheme = None if found is None else found[1].get("scheme")
-    inputs = None if scheme is None else scheme.activations
-    if scheme is None or inputs is None or {scheme.bits, inputs.bits} != {8} or scheme.number != inputs.number:
+    recipe = "" if scheme is None else scheme.product_of_codes
+    if scheme is None or not recipe:
         return ""
-    integer = scheme.number == "int"
-    blocks = scheme.block == (128, 128)
     sizes = {"rows": 512, "out_features": 1024, "in_features": 1024}
-    case = {"dtype": getattr(torch, dtype), "blockwise": blocks, "integer": integer}
+    case = {"dtype": getattr(torch, dtype), "blockwise": recipe == "blockwise", "integer": scheme.number == "int"}
     runs = choose("fp8_linear", where_of(machine), **sizes, **case).backend != "reference"
-    return ("blockwise" if blocks else "rowwise") if runs else ""
+    return recipe if runs else ""
 
 
 def _read_bytes(spec: EngineSpec, model: CheckpointFacts, dtype: str) -> float | None:

@@ -8,11 +8,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import mask_seconds
+from benchmarks.predicted.rates import kept, stored
 from hone.compress import PRUNERS, QUANTIZERS
+from hone.compress.quantizers.integer import SCALES_TRIED
 from hone.cost.compress.compression import Compression, MatrixWork, Passes
 from hone.cost.compress.memory import _moments, compress_bytes
 from hone.cost.compress.seconds import HOST_BYTES_PER_S, compress_seconds
+from hone.cost.compress.sweep import FACTOR_BYTES
 from hone.cost.dims import ModelDims
+from hone.cost.work import FACTORED, Work, factor_s, products_s, work_seconds
+from hone.measure.calibration import FactorRate
+from hone.ops.rounding.integer_grid import SHRINK
 from tests.cost.h200 import LEDGER, h200
 
 LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -42,9 +48,9 @@ def test_pruning_in_the_sweep_is_a_second_sweep_and_its_masks() -> None:
         for more in ({}, {"sparsity": 0.5}, {"sparsity": 0.5, "pattern": "2:4"})
     )
     alone = PRUNERS.read({"kind": "sparsegpt", "pattern": "2:4"}).work(4096, 4096)
-    factor = 4096**3 / 3
     for both in (half, pattern):
-        assert both.flops - factor == both.on_gpu.flops - factor == 2 * (plain.flops - factor)
+        assert both.factored == both.on_gpu.factored == plain.factored == 4096
+        assert both.flops == both.on_gpu.all_flops - 4096**3 / 3 == 2 * plain.flops
     assert pattern.on_gpu.num_ops < half.on_gpu.num_ops and pattern.num_ops > 2 * half.num_ops
     # One sweep: what the joint one has beyond GPTQ's, less GPTQ's column loop that both sweeps share.
     assert alone.flops == plain.flops and alone.num_bytes < plain.num_bytes + pattern.num_bytes
@@ -58,7 +64,7 @@ def test_masks_cost_what_a_sweep_that_chooses_them_took(pattern: str) -> None:
     rows = [row for row in map(json.loads, lines) if row["figure"].endswith(f" {pattern}")]
     row = rows[-1]
     work = PRUNERS.read({"kind": "sparsegpt", "pattern": pattern}).work(mask_seconds.ROWS, mask_seconds.COLUMNS)
-    estimate = work.num_bytes * row["byte_s"] + work.num_ops * row["op_s"] + work.flops * row["flop_s"]
+    estimate = work.num_bytes * row["byte_s"] + work.num_ops * row["op_s"] + work.all_flops * row["flop_s"]
     assert 0.67 < estimate / row["value"] < 1.5, (estimate, row["value"])
     now = mask_seconds.counted(pattern)
     assert now.num_ops == pytest.approx(row["num_ops"], rel=0.1), "measure it again: python -m benchmarks.mask_seconds"
@@ -151,8 +157,9 @@ def test_more_turns_and_columns_cost_more(kind: str) -> None:
         small, wide = (step.work(4096, columns) for columns in (1024, 4096))
         small, wide = (one.on_gpu if device == "gpu" else one for one in (small, wide))
         powers = 16 if kind != "hqq" else 4
-        assert wide.num_bytes == pytest.approx(4 * small.num_bytes)
-        assert (wide.flops or wide.num_bytes) >= 0.99 * powers * (small.flops or small.num_bytes)
+        squares = FACTOR_BYTES if kind == "gptaq" and device == "gpu" else 0
+        assert wide.num_bytes - squares * 4096**2 == pytest.approx(4 * (small.num_bytes - squares * 1024**2))
+        assert (wide.all_flops or wide.num_bytes) >= 0.99 * powers * (small.all_flops or small.num_bytes)
     if kind != "gptaq":
         more = QUANTIZERS.read({"kind": kind, "iters": 2 * step.iters})
         assert 1.4 < more.work(4096, 4096).num_bytes / step.work(4096, 4096).num_bytes < 2
@@ -189,3 +196,69 @@ def test_reshaped_models_are_compared_on_one_rank() -> None:
         with_table = replace(work, embedding=((table,),), shard_bytes=(first, *work.shard_bytes[1:]))
         last = [*_moments(h200(), with_table, len(work.layers), 0)][-1]
         assert last["written"] == pytest.approx(first)
+
+
+def test_a_factor_has_a_rate_of_its_size() -> None:
+    """That of the calibration, else the part of large products that an H200's factors reached; on a CPU that of a product."""
+    machine = h200()
+    large = products_s(machine, 1e12)
+    for columns, share in FACTORED:
+        assert factor_s(machine, columns) == pytest.approx(columns**3 / 3e12 * large / share)
+    assert factor_s(machine, 0) == 0.0
+    rates = (FactorRate(columns=1024, flops_per_s=1e12), FactorRate(columns=4096, flops_per_s=16e12))
+    known = machine.model_copy(update={"calibration": machine.calibration.model_copy(update={"factors": rates})})
+    assert factor_s(known, 4096) == pytest.approx(4096**3 / 3 / 16e12)
+    assert factor_s(known, 2048) == pytest.approx(2048**3 / 3 / 4e12)
+    assert factor_s(known, 16384) == pytest.approx(16384**3 / 3 / 16e12)  # beyond the last one its rate
+    here = machine.model_copy(update={"device": "cpu"})
+    assert factor_s(here, 4096) == pytest.approx(products_s(here, 4096**3 / 3))
+
+
+def test_a_gpu_computes_while_operations_are_started() -> None:
+    machine, starts, moved = h200(), Work(num_ops=1e5), Work(num_bytes=1e12)
+    both = Work(num_ops=1e5, num_bytes=1e12)
+    one, two = work_seconds(machine, starts), work_seconds(machine, moved)
+    assert work_seconds(machine, both) == pytest.approx(max(one, two))
+    here = machine.model_copy(update={"device": "cpu"})
+    assert work_seconds(here, both) == pytest.approx(work_seconds(here, starts) + work_seconds(here, moved))
+
+
+def test_few_rows_of_a_product_are_slow() -> None:
+    """The sweep adds the errors of all columns before 64 columns, products of which a GPU's rate is far from that of large ones."""
+    name = next(name for name, one in stored().items() if one["processor"] == "NVIDIA H200")
+    machine = h200().model_copy(update={"calibration": kept(name)})
+    thin = Work(products=((64.0, 64, 4096, 2048),))
+    assert (
+        1.3 * products_s(machine, thin.all_flops)
+        < work_seconds(machine, thin)
+        < 4 * products_s(machine, thin.all_flops)
+    )
+
+
+def test_inputs_that_a_gpu_multiplies_as_codes_cost_no_wide_weights() -> None:
+    work = replace(compression("rtn", 128), rounding_bytes=80.0)
+    coded = replace(work, codes="rowwise")
+    machine = h200()
+    plain, wide, codes = (compress_seconds(machine, one).value for one in (compression("rtn", 128), work, coded))
+    assert codes < 1.1 * plain < wide
+    here = machine.model_copy(update={"device": "cpu"})
+    assert compress_seconds(here, coded).value == compress_seconds(here, work).value  # a CPU has no such products
+
+
+def test_the_search_tries_the_sizes_of_the_grid() -> None:
+    assert len(SHRINK) == SCALES_TRIED
+    search, none = (
+        QUANTIZERS.read({"kind": "rtn", "scale": scale}).work(64, 128).on_gpu for scale in ("search", "absmax")
+    )
+    assert search.num_bytes - none.num_bytes == pytest.approx(80.0 * (1 + 2 * len(SHRINK)) * 64 * 128)
+
+
+def test_the_next_layer_is_read_after_the_last_one_was_fetched() -> None:
+    """Copies of one stream follow one another: with a disk that takes no time, a slow copy to the host delays every layer but the first."""
+    machine, work = h200(), compression("rtn", 128, num_layers=4)
+    quick, slow = ({"host_bytes_per_s": rate, "disk_bytes_per_s": 1e15, "durable_s": 1e-9} for rate in (1e12, 1e9))
+    took = []
+    for rates in (quick, slow):
+        changed = machine.calibration.model_copy(update=rates)
+        took.append(compress_seconds(machine.model_copy(update={"calibration": changed}), work).value)
+    assert took[1] - took[0] == pytest.approx(sum(work.shard_bytes[1:]) * (1e-9 - 1e-12), rel=0.01)

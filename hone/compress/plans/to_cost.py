@@ -52,6 +52,7 @@ def compression_of(
         differentiated += min(spec.allocation.differentiated, spec.allocation.num_sequences, num_sequences)
     if spec.quantizer is not None:
         more |= {"range_bytes": spec.quantizer.range_bytes, "rounding_bytes": spec.quantizer.rounding_bytes}
+        more["codes"] = spec.quantizer.scheme(model.config.hidden_size).product_of_codes
     found = Compression(
         model.config.dims(),
         layers[:count],

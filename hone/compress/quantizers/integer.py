@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hone.ops.rounding.integer_grid import Grid
 
 
+SCALES_TRIED = 21
+"""Sizes of the grid that a search tries, of a symmetric one with both signs (`hone.ops.rounding.integer_grid.SHRINK`)."""
 _FLOAT16_SCALES = ("gptq", "gptq_v2", "awq")
 """Layouts whose scales are float16 whatever the checkpoint's dtype is."""
 _NOT_OF_EMBEDDINGS = ("kind", "activations", "observer", "rules")
@@ -179,7 +181,8 @@ class IntegerQuantizer(Quantizer):
         """Rounding, the search over scales if any, and packing: by bytes for 4 bits, code by code otherwise."""
         passes = 1 if self.scale != "search" else 40 if self.symmetric else 24
         packing = 0 if self.stored_layout == "int-quantized" else 48 if self.bits in (4, 8) else 140
-        # A scale is tried in chunks that a CPU's cache holds; on a GPU each of its eight operations moves all of a chunk.
         size, starts = rows * columns, passes * 12
-        on_gpu = Work(num_bytes=(passes * 64.0 + packing) * size, num_ops=starts)
+        # A scale is tried in chunks that a CPU's cache holds; on a GPU each of its ten operations moves all of a chunk (`_error`).
+        tried = 0 if self.scale != "search" else 1 + 2 * SCALES_TRIED if self.symmetric else SCALES_TRIED
+        on_gpu = Work(num_bytes=(64.0 + tried * 80.0 + packing) * size, num_ops=starts)
         return Work(num_bytes=(passes * 22.0 + packing) * size, num_ops=starts, on_gpu=on_gpu)

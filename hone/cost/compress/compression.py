@@ -63,6 +63,8 @@ class Compression:
     """Bytes moved for each value of a linear's input by the statistics of its range."""
     rounding_bytes: float = 0.0
     """The same for rounding it in the second pass, which then dequantizes the weights for every batch."""
+    codes: str = ""
+    """The recipe by which a GPU multiplies codes of 8 bits by rounded inputs, as `forward_seconds` takes it; "": it does not."""
     cache_bytes: float = 0.0
     """Bytes moved for each token and layer by the statistics of keys and values, in a pass of their own; 0 without it."""
     check_sequences: int = 0

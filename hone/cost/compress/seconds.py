@@ -15,7 +15,7 @@ from hone.cost.files import Disk
 from hone.cost.ranks import link_bytes_per_s
 from hone.cost.roofline import seconds
 from hone.cost.steps import COMPARED, forward_seconds, loss_seconds
-from hone.cost.work import moved_s, products_s, share_out, started_s, work_seconds
+from hone.cost.work import DEQUANTIZE_BYTES, moved_s, products_s, share_out, started_s, work_seconds
 from hone.measure.machine import Machine
 
 HOST_BYTES_PER_S = 1.5e9
@@ -37,9 +37,6 @@ is page faults of new tensors (two-core AMD EPYC: 3 ns a weight)."""
 REPORT_BYTES = 60.0
 """Bytes per weight of both errors, the number of zeros, and dequantization of the stored form."""
 
-DEQUANTIZE_BYTES = 80.0
-"""Bytes a weight of unpacking codes and multiplying scales, at the rate of a large copy (10 ns, two-core AMD EPYC)."""
-
 OBSERVED_BYTES = 24.0
 """Bytes per activation of which a mean, a norm or a cosine is taken: float32 temporaries, written and read."""
 OF_LINKS = 0.5
@@ -55,7 +52,7 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
     disk = Disk.of(machine)
     ends = moved_s(machine, (20.0 + work.ends_bytes) * outside) + disk.seconds(work.shard_bytes[0], files=1)
     ends += sum(work_seconds(machine, step) for each in work.embedding for one in each for step in one.steps)
-    now = written = ends
+    now, written, fetched = ends, ends, 0.0
     count = len(work.layers)
     for index, matrices in enumerate((*work.layers, *work.head)):
         last = index + 1 == count + len(work.head)
@@ -68,16 +65,15 @@ def compress_seconds(machine: Machine, work: Compression) -> Estimate:
             "keys and values": share * (forward + moved_s(machine, work.cache_bytes * work.tokens))
             if work.cache_bytes and index < count
             else 0.0,
-            "second pass": 0.0 if last else share * (forward + _round(machine, work, matrices)),
+            "second pass": 0.0 if last else share * _second(machine, work, matrices, forward),
         }
         spent["solvers"], spent["errors"] = _solved(machine, work, matrices)
         for name, value in spent.items():
             parts[name] = parts.get(name, 0.0) + value
-        now = max(now + sum(spent.values()), written)
-        # Weights, time spent, and the marker that the layer is whole.
-        written = (
-            now + _fetched(machine, work.shard_bytes[index + 1]) + disk.seconds(work.shard_bytes[index + 1], files=3)
-        )
+        now = max(now + fetched + sum(spent.values()), written)
+        # A GPU copies the layer to the host before the next one's weights, of one stream. Then weights, time spent, the marker that it is whole.
+        fetched = _fetched(machine, work.shard_bytes[index + 1])
+        written = now + fetched + disk.seconds(work.shard_bytes[index + 1], files=3)
     if work.adapter_bytes:
         written += disk.seconds(2 * work.adapter_bytes, files=count + 2)
     written += disk.seconds(0, files=4)  # index, config, generation config and the rows of the report
@@ -147,14 +143,15 @@ def _compared(machine: Machine, work: Compression, forward: float, sequences: in
     return whole * work.checked_share(machine.num_ranks) + models * again
 
 
-def _forward(machine: Machine, work: Compression) -> tuple[float, bool]:
-    """Seconds of one layer's forward pass over all calibration tokens; whether that is a bound."""
+def _forward(machine: Machine, work: Compression, codes: str = "") -> tuple[float, bool]:
+    """Seconds of one layer's forward pass over all calibration tokens, by `codes` as in `forward_seconds`; whether that is a bound."""
     if not work.tokens or not work.layers:
         return 0.0, False
     batch = min(work.batch_size, work.num_sequences)
     once = forward_seconds(
-        work.dims, machine, tokens=batch * work.seq_len, seq_len=work.seq_len, dtype=work.dtype, logit_tokens=1
-    )
+        work.dims, machine, tokens=batch * work.seq_len, seq_len=work.seq_len, dtype=work.dtype, logit_tokens=1,
+        codes=codes,
+    )  # fmt: skip
     return once.value * work.num_sequences / batch / len(work.layers), once.bound
 
 
@@ -184,13 +181,16 @@ def _inputs(machine: Machine, work: Compression, matrices: Iterable[MatrixWork],
     return moved_s(machine, num_bytes * values) if num_bytes else 0.0
 
 
-def _round(machine: Machine, work: Compression, matrices: Iterable[MatrixWork]) -> float:
-    """Seconds that rounding of inputs adds to a forward pass."""
+def _second(machine: Machine, work: Compression, matrices: Iterable[MatrixWork], forward: float) -> float:
+    """Seconds of the pass through the layer as it is written, that of the given one taking `forward`: where inputs are rounded,
+    a GPU multiplies codes of 8 bits as such, else inputs are rounded and weights widened in each batch."""
     if not work.rounding_bytes or not work.tokens:
-        return 0.0
+        return forward
+    if work.codes and machine.device.startswith("cuda"):
+        return _forward(machine, work, codes=work.codes)[0]
     batches = -(-work.num_sequences // work.batch_size)
     weights = moved_s(machine, DEQUANTIZE_BYTES * batches * sum(one.size for one in matrices))
-    return weights + _inputs(machine, work, matrices, work.rounding_bytes)
+    return forward + weights + _inputs(machine, work, matrices, work.rounding_bytes)
 
 
 def _load(machine: Machine, work: Compression, index: int) -> float:
@@ -206,7 +206,8 @@ def _load(machine: Machine, work: Compression, index: int) -> float:
 
 def _evaluate(machine: Machine, one: MatrixWork, *, calibrated: bool) -> float:
     """Seconds of the errors of the weights and of the outputs: two products with the Hessian."""
-    products = products_s(machine, 4.0 * one.rows * one.columns**2) if calibrated else 0.0
+    shape = one.rows, one.columns, one.columns
+    products = products_s(machine, 4.0 * one.rows * one.columns**2, shape) if calibrated else 0.0
     return products + moved_s(machine, (REPORT_BYTES + (30 if calibrated else 0)) * one.size)
 
 

@@ -6,8 +6,13 @@ from dataclasses import replace
 
 from hone.cost.work import Work
 
-SWEEP_BYTES = 300.0
-"""Bytes a weight of a sweep over columns (`hone.solvers.sweep`), at the rate of a large copy."""
+SWEEP_BYTES, SWEEP_GPU_BYTES = 300.0, 150.0
+"""Bytes a weight of a sweep over columns (`hone.solvers.sweep`), at the rate of a large copy: of columns one by one, and of 64 in a
+kernel's registers (H200: 40 to 80 us for 64 columns of 4,096 to 28,672 rows), with the copies into the order and back."""
+FACTOR_BYTES = 60.0
+"""On a GPU, bytes a number of the sum [K, K] that is put in order, damped, turned over twice, looked through, and divided by its diagonal."""
+BLOCK = 64
+"""Columns that a GPU rounds in one launch; a product adds the errors of all columns before them."""
 COLUMN_OPS, BLOCK_LAUNCHES = 17, 12
 """Its operation starts: of a column without a GPU, five operations and the slices between; of 64 columns on one."""
 FACTOR_SQUARES = 4.75
@@ -21,7 +26,7 @@ and 44 ns a weight), and of 64 columns on a GPU, counted, not measured; there a 
 
 def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: int, sweeps: int = 1) -> Work:
     """`before`, one Cholesky factor, and each sweep: half a product, the loop, and masks of `group` columns (0: of blocks)."""
-    blocks, none = columns / 64, (0.0, 0)
+    blocks, none = columns / BLOCK, (0.0, 0)
     masks, choices, gpu_masks = (BLOCK_MASK, blocks, GPU_MASK) if sparsity else (none, 0.0, none)
     if sparsity and group:
         masks, choices, gpu_masks = (GROUP_MASK[0] * group, GROUP_MASK[1]), columns / group, none
@@ -29,14 +34,17 @@ def sweep_work(rows: int, columns: int, before: Work, sparsity: float, group: in
     on_cpu, on_gpu = (
         replace(
             one,
-            flops=columns**3 / 3 + sweeps * rows * columns**2,
+            factored=columns,
             squares=FACTOR_SQUARES,
-            num_bytes=one.num_bytes + sweeps * (SWEEP_BYTES + chosen[0]) * rows * columns,
+            num_bytes=one.num_bytes + sweeps * (swept + chosen[0]) * rows * columns,
             num_ops=one.num_ops + sweeps * (ops + chosen[1] * count),
         )
-        for one, ops, chosen, count in (
-            (before, COLUMN_OPS * columns, masks, choices),
-            (before.on_gpu, BLOCK_LAUNCHES * blocks, gpu_masks, blocks),
+        for one, swept, ops, chosen, count in (
+            (before, SWEEP_BYTES, COLUMN_OPS * columns, masks, choices),
+            (before.on_gpu, SWEEP_GPU_BYTES, BLOCK_LAUNCHES * blocks, gpu_masks, blocks),
         )
     )
-    return replace(on_cpu, on_gpu=replace(on_gpu, temporaries=SWEEP_TENSORS))
+    by_blocks = (sweeps * columns / BLOCK, BLOCK, rows, columns // 2)
+    moved = on_gpu.num_bytes + FACTOR_BYTES * columns**2
+    on_gpu = replace(on_gpu, num_bytes=moved, temporaries=SWEEP_TENSORS, products=(by_blocks,))
+    return replace(on_cpu, flops=float(sweeps * rows * columns**2), on_gpu=on_gpu)

@@ -67,6 +67,14 @@ class Scheme:
         return "tensor" if self.per_tensor else "group" if self.group_size else "channel"
 
     @property
+    def product_of_codes(self) -> str:
+        """How a GPU with such products multiplies the codes of 8 bits by inputs of 8 bits: "rowwise", "blockwise"; "": it widens them."""
+        inputs = self.activations
+        if inputs is None or {self.bits, inputs.bits} != {8} or self.number != inputs.number:
+            return ""
+        return "blockwise" if self.block == (128, 128) else "rowwise"
+
+    @property
     def described(self) -> str:
         """The combination in words, for errors."""
         sign = "symmetric" if self.symmetric else "asymmetric"
