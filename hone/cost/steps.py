@@ -10,7 +10,7 @@ from hone.base.figure import Estimate
 from hone.cost.dims import ModelDims
 from hone.cost.memory import BYTES
 from hone.cost.roofline import attention_seconds, kernel_rate, linear_seconds, matmul_seconds, seconds
-from hone.cost.train.adapted import AdaptedLinear, adapters_seconds, decoding_seconds
+from hone.cost.train.adapted import AdaptedLinear, Added, added_by_adapters, added_by_decoding
 from hone.cost.train.update import UpdateCost, adamw, update_seconds
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
@@ -196,15 +196,15 @@ def pass_seconds(
         moved = 2 * (_reads(recipe) * BYTES[dtype] + code_bytes(recipe)) * idle
         coded["casts of other experts"] = seconds(machine, num_bytes=moved, dtype=dtype).value
     products += instead
-    # A CPU's rates hardly depend on so many rows.
     chunk = min(loss_chunk or batch_tokens, batch_tokens) if machine.device.startswith("cuda") else batch_tokens
     for rows in _chunks(batch_tokens, chunk) if vocab else ():
         products += _three(rows, vocab, hidden, forwards=1)[: None if trained is None else -1]
     twice = replace(dims, layers=tuple(dims.layers[index] for index in (*recomputed, *replayed)))
+    beside = _beside_frozen(machine, dims, trained, adapted, code_width, times, batch_tokens, dtype)
     parts = {
         f"{len(products)} matmuls": product_seconds(machine, products, dtype),
         **coded,
-        **_beside_frozen(machine, dims, trained, adapted, code_width, times, batch_tokens, dtype),
+        **{name: one.seconds for name, one in beside.items()},
         "attention": attention,
         "element-wise": sum(
             traffic_seconds(
@@ -221,22 +221,22 @@ def pass_seconds(
         + FORWARD_OPS * len(recomputed)
         + (FORWARD_OPS + BACKWARD_OPS) * dims.num_layers
     )
-    starts += 4 * AROUND_OPS + LOOKED_AT_OPS * len(replayed)
+    starts += 4 * AROUND_OPS + LOOKED_AT_OPS * len(replayed) + sum(one.starts for one in beside.values())
     return sum_up(machine, parts, starts, dtype)
 
 
 def _beside_frozen(
     machine: Machine, dims: ModelDims, trained: ModelDims | None, adapted: Sequence[Sequence[AdaptedLinear]],
     code_width: float | None, again: Counter[int], tokens: int, dtype: str,
-) -> dict[str, float]:  # fmt: skip
-    """Seconds of what adapters add to frozen linears, and of the weights that codes become."""
+) -> dict[str, Added]:  # fmt: skip
+    """What adapters add to frozen linears, and the weights that codes become."""
     found = {}
     if adapted:
         linears = [(one, 1 + again[index]) for index, layer in enumerate(adapted[: dims.num_layers]) for one in layer]
-        found[f"{len(linears)} adapters"] = adapters_seconds(machine, linears, tokens, dtype)
+        found[f"{len(linears)} adapters"] = added_by_adapters(machine, linears, tokens, dtype)
     if trained is not None and code_width is not None:
         passes = [2 + again[index] for index in range(dims.num_layers)]
-        found["weights of codes"] = decoding_seconds(machine, dims, trained, code_width, passes, dtype)
+        found["weights of codes"] = added_by_decoding(machine, dims, trained, code_width, passes, dtype)
     return found
 
 

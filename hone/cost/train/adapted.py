@@ -1,4 +1,4 @@
-"""Seconds of adapters around frozen linears in a training step: their thin products, passes over outputs, casts of factors, decoded weights.
+"""What adapters around frozen linears add to a training step: thin products, passes over outputs, casts of factors, decoded weights.
 
 What `hone.ops.lora_linear` and `dora_linear` do, at calibrated rates. Shapes: T tokens, K inputs, N outputs, r rank of a piece, R of all.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hone.cost.cache import BYTES
 from hone.cost.dims import ModelDims
 from hone.cost.roofline import copy_rate, kernel_rate, matmul_seconds, seconds
+from hone.cost.work import DEQUANTIZE_BYTES
 from hone.measure.calibration import Layout
 from hone.measure.machine import Machine
 
@@ -35,18 +36,26 @@ class AdaptedLinear(NamedTuple):
     """Its inputs are a SwiGLU's, which the backward pass computes again."""
 
 
-def adapters_seconds(machine: Machine, linears: Iterable[tuple[AdaptedLinear, int]], tokens: int, dtype: str) -> float:
-    """Seconds of all that adapters add to the forward and backward passes of `linears`, (linear, how often it runs forward)."""
-    known: dict[tuple[AdaptedLinear, int], float] = {}
-    total = 0.0
+class Added(NamedTuple):
+    """What is added to a step."""
+
+    seconds: float = 0.0
+    starts: int = 0
+    """Operations that are started."""
+
+
+def added_by_adapters(machine: Machine, linears: Iterable[tuple[AdaptedLinear, int]], tokens: int, dtype: str) -> Added:
+    """All that adapters add to the forward and backward passes of `linears`, (linear, how often it runs forward)."""
+    known: dict[tuple[AdaptedLinear, int], Added] = {}
+    total = Added()
     for one in linears:
         if one not in known:
-            known[one] = _seconds(machine, *one, tokens, dtype)
-        total += known[one]
+            known[one] = _added(machine, *one, tokens, dtype)
+        total = Added(total.seconds + known[one].seconds, total.starts + known[one].starts)
     return total
 
 
-def _seconds(machine: Machine, linear: AdaptedLinear, forwards: int, tokens: int, dtype: str) -> float:
+def _added(machine: Machine, linear: AdaptedLinear, forwards: int, tokens: int, dtype: str) -> Added:
     width, inputs, outputs = BYTES[dtype], linear.in_features, linear.out_features
     ranks = sum(rank for _, rank in linear.pieces)
 
@@ -55,26 +64,30 @@ def _seconds(machine: Machine, linear: AdaptedLinear, forwards: int, tokens: int
         num_bytes = width * (m * n * (2 if added else 1) + m * k + n * k)
         return matmul_seconds(machine, (m, n, k), layout, num_bytes, dtype)
 
-    forward = product(tokens, ranks, inputs, "forward")
-    backward = forward + product(ranks, inputs, tokens, "weight_gradient")
-    backward += product(tokens, inputs, ranks, "input_gradient", added=True)
+    # The seconds of each operation.
+    forward = [product(tokens, ranks, inputs, "forward")]
+    backward = [*forward, product(ranks, inputs, tokens, "weight_gradient")]
+    backward.append(product(tokens, inputs, ranks, "input_gradient", added=True))
     for rows, rank in linear.pieces:
-        forward += product(tokens, rows, rank, "forward", added=True)
-        backward += product(tokens, rank, rows, "input_gradient") + product(rows, rank, tokens, "weight_gradient")
-        for size in (rank * inputs, rows * rank):  # float32 factors are cast, and their gradients back
+        forward.append(product(tokens, rows, rank, "forward", added=True))
+        backward += [product(tokens, rank, rows, "input_gradient"), product(rows, rank, tokens, "weight_gradient")]
+        for size in (rank * inputs, rows * rank) if width < 4 else ():  # float32 factors are cast, their gradients back
             cast = _passed(machine, (4 + width) * size)
-            forward, backward = forward + cast, backward + cast
+            forward.append(cast)
+            backward.append(cast)
     if len(linear.pieces) > 1:
         joined = _passed(machine, 2 * width * ranks * inputs)
-        forward, backward = forward + joined, backward + joined
+        forward.append(joined)
+        backward.append(joined)
     if linear.gated:
-        backward += _kernel(machine, "swiglu", width * 3 * tokens * inputs, dtype)
+        backward.append(_kernel(machine, "swiglu", width * 3 * tokens * inputs, dtype))
     if linear.stretched:
-        forward += product(outputs, ranks, inputs, "forward")  # of the weight with A, for the lengths
-        forward += sum(LENGTH_OPS * _passed(machine, 8 * rows * rank) for rows, rank in linear.pieces)
-        forward += _passed(machine, 2 * width * tokens * outputs)
-        backward += _passed(machine, 3 * width * tokens * outputs)
-    return forwards * forward + backward
+        forward.append(product(outputs, ranks, inputs, "forward"))  # of the weight with A, for the lengths
+        for rows, rank in linear.pieces:
+            forward += [_passed(machine, 8 * rows * rank)] * LENGTH_OPS
+        forward.append(_passed(machine, 2 * width * tokens * outputs))
+        backward.append(_passed(machine, 3 * width * tokens * outputs))
+    return Added(forwards * sum(forward) + sum(backward), forwards * len(forward) + len(backward))
 
 
 def code_width(dims: ModelDims, trained: ModelDims, frozen_bytes: float, dtype: str) -> float:
@@ -84,6 +97,7 @@ def code_width(dims: ModelDims, trained: ModelDims, frozen_bytes: float, dtype: 
     return max(frozen_bytes - BYTES[dtype] * dense, 0.0) / max(coded, 1)
 
 
+<<<<<<< HEAD
 def coded_bytes(dims: ModelDims, trained: ModelDims, code_width: float, dtype: str) -> float:
     """Bytes of all frozen weights where those of the layers' linears are codes of `code_width` bytes: `code_width` of them is that."""
     coded = sum(_frozen(dims, trained))
@@ -91,18 +105,31 @@ def coded_bytes(dims: ModelDims, trained: ModelDims, code_width: float, dtype: s
 
 
 def decoding_seconds(
+=======
+def added_by_decoding(
+>>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
     machine: Machine, dims: ModelDims, trained: ModelDims, code_width: float, passes: Sequence[int], dtype: str
-) -> float:
-    """Seconds in which the layers' frozen weights, codes of `code_width` bytes each, become matrices, those of layer i `passes[i]` times."""
-    each = code_width + BYTES[dtype]
-    moved = each * sum(count * times for count, times in zip(_frozen(dims, trained), passes, strict=True))
+) -> Added:
+    """What it adds that the layers' frozen weights, codes of `code_width` bytes each, become matrices, those of layer i `passes[i]` times.
+
+    A GPU's kernel reads codes and writes weights; on a CPU torch goes over them several times.
+    """
+    each = code_width + BYTES[dtype] if machine.device.startswith("cuda") else DEQUANTIZE_BYTES
+    decoded = sum(count * times for count, times in zip(_frozen(dims, trained), passes, strict=True))
+    starts = sum(
+        (len(one.matmuls) - len(own.matmuls)) * times
+        for one, own, times in zip(dims.layers, trained.layers, passes, strict=False)
+    )
     largest = max((rows * columns for layer in dims.layers for rows, columns in layer.matmuls), default=1)
-    return seconds(machine, num_bytes=moved, op_bytes=each * largest, dtype=dtype).value
+    return Added(seconds(machine, num_bytes=each * decoded, op_bytes=each * largest, dtype=dtype).value, starts)
 
 
-def _frozen(dims: ModelDims, trained: ModelDims) -> list[int]:
-    """Weights of each of the layers of `dims`, which may be the first ones alone, that are not trained."""
-    return [one.matmul_params - own.matmul_params for one, own in zip(dims.layers, trained.layers, strict=False)]
+def _frozen(dims: ModelDims, trained: ModelDims) -> list[float]:
+    """Weights of each of the layers of `dims`, which may be the first ones alone, that are not trained: of experts all."""
+    return [
+        one.matmul_params + (1 - one.routed.share) * one.routed.params - own.matmul_params
+        for one, own in zip(dims.layers, trained.layers, strict=False)
+    ]
 
 
 def _passed(machine: Machine, num_bytes: float) -> float:

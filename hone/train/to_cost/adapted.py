@@ -15,7 +15,8 @@ _KINDS = frozenset({"lora", "pissa", "dora"})
 
 
 def adapted_linears(config: ModelConfig) -> tuple[tuple[AdaptedLinear, ...], ...]:
-    """Those of each layer; empty where some adapter is of another kind or computes apart from its linear (dropout, experts)."""
+    """Those of each layer; empty where some adapter is of another kind or computes apart from its linear: with dropout, around experts,
+    or pieces of one linear (q, k and v) with ranks or scales of their own."""
     if not config.adapters or any(one.kind not in _KINDS or one.dropout for one in config.adapters):
         return ()
     layers = []
@@ -23,7 +24,8 @@ def adapted_linears(config: ModelConfig) -> tuple[tuple[AdaptedLinear, ...], ...
         found: list[AdaptedLinear] = []
         for path, linear in config.linears(index).items():
             around = config.wrappers(index, path, linear)
-            if len(around) > 1 or (around and linear.experts is not None):
+            apart = any(one.kind != "dora" and one.varies for one, _ in around)  # DoRA's operation scales each piece
+            if len(around) > 1 or apart or (around and linear.experts is not None):
                 return ()
             found += [_around(config, index, path, linear, *one) for one in around]
         layers.append(tuple(found))
