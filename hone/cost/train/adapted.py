@@ -97,17 +97,13 @@ def code_width(dims: ModelDims, trained: ModelDims, frozen_bytes: float, dtype: 
     return max(frozen_bytes - BYTES[dtype] * dense, 0.0) / max(coded, 1)
 
 
-<<<<<<< HEAD
 def coded_bytes(dims: ModelDims, trained: ModelDims, code_width: float, dtype: str) -> float:
     """Bytes of all frozen weights where those of the layers' linears are codes of `code_width` bytes: `code_width` of them is that."""
     coded = sum(_frozen(dims, trained))
     return code_width * coded + BYTES[dtype] * (dims.num_params - trained.num_params - coded)
 
 
-def decoding_seconds(
-=======
 def added_by_decoding(
->>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
     machine: Machine, dims: ModelDims, trained: ModelDims, code_width: float, passes: Sequence[int], dtype: str
 ) -> Added:
     """What it adds that the layers' frozen weights, codes of `code_width` bytes each, become matrices, those of layer i `passes[i]` times.

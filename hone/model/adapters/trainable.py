@@ -48,7 +48,8 @@ class Trainable(ModelSource):
     def keep(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """Writes the first values of a new adapter that take long to find, a file a layer, unless they are there: one process calls it before
         all of them load the model on a `device` in `dtype`."""
-        takes = [one for one in self.config.adapters if type(one).first_values is not LinearAdapter.first_values]
+        linear = [one for one in self.config.adapters if isinstance(one, LinearAdapter)]
+        takes = any(type(one).first_values is not LinearAdapter.first_values for one in linear)
         if self._drawn_from is None or self._first is None or not takes:
             return
         self._first.mkdir(parents=True, exist_ok=True)

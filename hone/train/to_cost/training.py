@@ -8,11 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hone.cost.activations.segments import keep_all
-<<<<<<< HEAD
-from hone.cost.train.adapted import code_width, coded_bytes
-=======
 from hone.cost.memory import BYTES
->>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
+from hone.cost.train.adapted import code_width, coded_bytes
 from hone.cost.train.pipeline import layer_seconds
 from hone.cost.train.replicas import Divided
 from hone.cost.train.training import Training
@@ -37,34 +34,32 @@ LEAN = frozenset({"lora", "pissa"})
 """Adapters whose products are one operation that keeps its input alone (`hone.ops.lora`)."""
 
 
-<<<<<<< HEAD
 def codes_of(
-    config: ModelConfig, given: CheckpointFacts | None, part: ModelDims | None, trained: ModelDims | None, dtype: str
+    config: ModelConfig,
+    given: CheckpointFacts | None,
+    dtype: str,
+    part: ModelDims | None = None,
+    trained: ModelDims | None = None,
 ) -> float | None:
-    """Bytes of the weights that an adapter leaves as codes, of all or of a tensor-parallel rank's `part`; None where it leaves dense ones."""
-    if not config.adapters or given is None or not given.packed:
-        return None
-    whole, every = float(given.weights_bytes), config.trained_dims()
-    if part is None or trained is None or every is None:
-        return whole
-    width, said = code_width(config.dims(), every, whole, dtype), given.quantization or {}
-    if said.get("bnb_4bit_use_double_quant"):  # a part has float32 scales: `hone.model.quantized.nf4.NF4.cut`
-        width += (4 - 1 - 4 / 256) / said.get("bnb_4bit_blocksize", 64)
-    return coded_bytes(part, trained, width, dtype)
-=======
-def codes_of(config: ModelConfig, given: CheckpointFacts | None, dtype: str) -> float | None:
     """Bytes of the frozen weights where an adapter leaves codes, those that are none in `dtype`; None where it leaves dense ones.
 
-    Files of an adapter that is trained on are not among them, whose parameters are counted apart.
+    Files of an adapter that is trained on are not among them, whose parameters are counted apart. `part` and `trained`: a
+    tensor-parallel rank's weights and those of its adapters, where ranks divide them.
     """
-    if not config.adapters or given is None or not given.packed:
+    every = config.trained_dims()
+    if every is None or given is None or not given.packed:
         return None
     base = config.model_copy(update={"adapters": ()}).dims()
     linears = sum(one.matmul_params + (1 - one.routed.share) * one.routed.params for one in base.layers)
     own = BYTES["float32"] * given.config.trained_params if given.config.adapters else 0  # as saved_dtype saves them
     widened = (BYTES[dtype] - BYTES[given.dtype]) * (base.num_params - linears)
-    return float(given.weights_bytes - own + widened)
->>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
+    whole = float(given.weights_bytes - own + widened)
+    if part is None or trained is None:
+        return whole
+    width, said = code_width(config.dims(), every, whole, dtype), given.quantization or {}
+    if said.get("bnb_4bit_use_double_quant"):  # a part has float32 scales: `hone.model.quantized.nf4.NF4.cut`
+        width += (4 - 1 - 4 / 256) / said.get("bnb_4bit_blocksize", 64)
+    return coded_bytes(part, trained, width, dtype)
 
 
 def training_of(
@@ -95,13 +90,10 @@ def training_of(
     costs = partial(spec.optimizer.cost, dtype=dtype, device=machine.device)
     tokens = spec.batch_size * spec.seq_len // spec.gradient_accumulation_steps // divided.num_ranks
     timed = partial(layer_seconds, machine=machine, tokens=tokens, seq_len=spec.seq_len, dtype=dtype)
-<<<<<<< HEAD
     degree = spec.parallelism.tensor_parallel_degree
     local = config.local(degree) if config.adapters and degree > 1 else config
     trained_part = local.trained_dims() if local is not config else None
-=======
-    adapted = adapted_linears(config)
->>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
+    adapted = adapted_linears(local)
     shared = spec.parallelism.shared(config, costs, spec.gradient_accumulation_steps, spec.seq_len, timed)
     return Training(
         model=dims,
@@ -139,15 +131,9 @@ def training_of(
         fp8=fp8_products(spec.precision),
         fp8_recipe=FP8_RECIPES.get(spec.precision, ""),
         trained=config.trained_dims(),
-<<<<<<< HEAD
         trained_part=trained_part,
-        lean=bool(config.adapters) and all(one.kind in LEAN for one in config.adapters),
-        adapted=adapted_linears(local),
-        frozen_bytes=codes_of(config, given.get("model"), shared.tensor.dims, trained_part, dtype),
-=======
         lean=bool(adapted) and all(one.kind in LEAN for one in config.adapters),
         adapted=adapted,
-        frozen_bytes=codes_of(config, given.get("model"), dtype),
->>>>>>> f48c8b29 (Plans of adapters count the operations they start, decoding on a CPU, all experts' codes and dense parts as they are held; LoRA with ranks of its own a piece is no single operation)
+        frozen_bytes=codes_of(config, given.get("model"), dtype, shared.tensor.dims, trained_part),
         exported=exported(config).trained_params if config.adapters else 0,
     )

@@ -225,7 +225,7 @@ def test_the_plan_of_tensor_parallel_ranks_counts_parts(bases: Path) -> None:
     assert local is not None and local.num_params == layers * (columns + rows)
     part = part_of(config.local(2).dims(), 2)
     coded = layers * (256 * hidden + hidden * hidden + 3 * inner * hidden)
-    found = codes_of(config, given, part, local, "float32")
+    found = codes_of(config, given, "float32", part, local)
     ends = given.weights_bytes - coded * (0.5 + (1 + 4 / 256) / 64)
     assert found == pytest.approx(coded / 2 * (0.5 + 4 / 64) + ends / 2, rel=0.1)
 
