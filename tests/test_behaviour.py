@@ -53,6 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "objective": (
         "train/objectives/test_objectives.py",
         "train/objectives/test_layers.py",
+        "train/objectives/test_r_drop.py",
         "train/objectives/test_heads.py",
         "train/objectives/preference/test_preference.py",
         "train/objectives/preference/test_reward.py",

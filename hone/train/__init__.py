@@ -22,6 +22,7 @@ OBJECTIVES = Table(
         "reward": "hone.train.objectives.preference.reward:Reward",
         "grpo": "hone.train.objectives.written_answers.grpo:GRPO",
         "best_of_n": "hone.train.objectives.written_answers.best_of_n:BestOfN",
+        "r_drop": "hone.train.objectives.r_drop:RDrop",
         "hidden_states": "hone.train.objectives.hidden_states:HiddenStates",
         "relations": "hone.train.objectives.relations:Relations",
         "minilm": "hone.train.objectives.minilm:MiniLM",

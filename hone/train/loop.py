@@ -248,7 +248,7 @@ class Trainer:
 
     def _divided(self, batch: Batch) -> tuple[Batch, Counts]:
         """This rank's part of the sequences of `batch`, and the counts of a whole step, known before its first backward pass."""
-        read = int((batch.document_ids >= 0).sum())  # without padding
+        read = int((batch.document_ids >= 0).sum()) // self.objective.views  # without padding
         if self.ranks.context is not None:
             batch = self.ranks.context.divide(batch)
             read *= self.ranks.context.axis.index == 0  # the others have parts of the same sequences

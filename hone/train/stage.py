@@ -55,6 +55,7 @@ from hone.train.noise.fits import check_noise
 from hone.train.objectives.draft_heads.fits import check_heads
 from hone.train.objectives.next_token import NextToken
 from hone.train.objectives.preference.fits import check_pairs, with_score
+from hone.train.objectives.r_drop import check_views
 from hone.train.objectives.taps import check_taps
 from hone.train.offload.choose import chosen, record_left
 from hone.train.optimizers.adamw import AdamW
@@ -206,6 +207,7 @@ class Train(Prolonged):
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
+        check_views(self, config)
         check_samples(self, machine.num_ranks)
         check_rounding(self, config)
         check_pairs(self.objective, data, self.parallelism, rerun=self.checkpoint.check.rerun_interval)

@@ -58,6 +58,8 @@ class Training:
     segments: tuple[Segment, ...]
     update: UpdateCost
     gradient_accumulation_steps: int = 1
+    views: int = 1
+    """Passes over each sequence of a step at once, which are one larger pass."""
     eval_sequences: int = 0
     """Sequences of all evaluations together."""
     teacher: ModelDims | None = None
@@ -158,7 +160,7 @@ class Training:
 
     @property
     def step_tokens(self) -> int:
-        """Positions that a step computes, padding included."""
+        """Positions that a step reads, padding included."""
         return self.batch_size * self.seq_len
 
     @property
@@ -180,7 +182,7 @@ class Training:
     @property
     def micro_batch_tokens(self) -> int:
         """Positions of one pass of one rank."""
-        return self.step_tokens // self.gradient_accumulation_steps // self.divided.num_ranks
+        return self.views * self.step_tokens // self.gradient_accumulation_steps // self.divided.num_ranks
 
     @property
     def context_sizes(self) -> Sizes:

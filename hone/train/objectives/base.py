@@ -52,6 +52,9 @@ class Objective(Technique):
     reference_at_start: ClassVar[bool] = False
     """Whether, where an adapter is trained and no teacher is given, the model as it was at the start is the teacher."""
 
+    views: ClassVar[int] = 1
+    """Passes over each sequence of a training step, which `batch_of` makes rows of."""
+
     prepares: ClassVar[bool] = False
     """Whether it has a `preparer`."""
     writes: ClassVar[bool] = False
@@ -91,7 +94,7 @@ class Objective(Technique):
         return Tutor(given)
 
     def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
-        """What training step `step`, from 0, on data-parallel rank `rank` reads in place of its `batch`, as many positions: a function of
+        """What training step `step`, from 0, on data-parallel rank `rank` reads in place of its `batch`, `views` times as many positions: a function of
         these and the weights; see `hone.train.texts`. Evaluations read the data."""
         return batch
 

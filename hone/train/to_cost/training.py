@@ -104,6 +104,7 @@ def training_of(
         saved_dtype=saved_dtype(spec.precision, spec.checkpoint.export_dtype, adapted=bool(config.adapters)),
         epoch=epoch,
         segments=keep_all(dims.num_layers),
+        views=spec.objective.views,
         update=masked(shared.update, dims) if "mask" in given else (costs(heads) if heads else shared.update),
         gradient_accumulation_steps=spec.gradient_accumulation_steps,
         eval_sequences=spec.validation.total(
