@@ -138,6 +138,7 @@ def planned(spec: CompressSpec, facts: Mapping[str, Facts], machine: Machine) ->
 
 def check_model(spec: CompressSpec, model: CheckpointFacts) -> None:
     """Raises SpecError for a model that is not compressed, or not by these steps."""
+    model.config.must_predict_tokens(model.where)
     if model.quantization is not None and model.quantization.get("quant_method") == "low_rank":
         raise SpecError(f"{model.where} stores low-rank factors", fix="compress the checkpoint it was made from")
     if model.quantization is not None and not spec.requantize:

@@ -101,6 +101,7 @@ class Eval(Stage):
             raise ArtifactError(f"{model.where} has no tokenizer.json", fix="copy it from where the model comes from")
         window = self.window or min(model.config.max_seq_len, DEFAULT_WINDOW)
         for role, one in models.items():
+            one.config.must_predict_tokens(one.where)
             one.config.must_be_causal("a token's loss would not be that of a prediction")
             _same_tokens(model, one)
             if window > one.config.max_seq_len:

@@ -139,6 +139,14 @@ class ModelConfig(Spec):
             return None
         return next((place for place in reversed(range(index)) if self.layers[place].mixer.can_share_kv), None)
 
+    def must_predict_tokens(self, where: object) -> None:
+        """Raises SpecError for a reward model, which was read from the folder `where`."""
+        if self.num_labels:
+            raise SpecError(
+                f"{where} is a reward model, which scores texts and has no head for tokens",
+                fix="give the language model that it was made from; a reward model is for rewards of kind reward_model",
+            )
+
     def must_be_causal(self, otherwise: str) -> None:
         """Raises SpecError naming the first layer whose mixer attends to later tokens; `otherwise` ends the message."""
         for index, layer in enumerate(self.layers):

@@ -36,11 +36,8 @@ class Checkpoint(ModelSource):
     def __init__(self, folder: Path | str, *, scores: bool = False) -> None:
         folder = model_folder(folder)
         where, adapter, values, plain, config = peft.opened(folder)
-        if config.num_labels and not scores:
-            raise SpecError(
-                f"{folder} is a reward model, which scores texts and has no head for tokens",
-                fix="give the language model that it was made from; a reward model is for rewards of kind reward_model",
-            )
+        if not scores:
+            config.must_predict_tokens(folder)
         if not plain.tie_embeddings and read_json(where / CONFIG).get("tie_word_embeddings"):
             say_once(
                 f"{where} stores a head that differs from the embedding, to which its config.json ties it: the stored head is "

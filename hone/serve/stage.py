@@ -67,6 +67,8 @@ class Serve(Stage):
         drafter = facts.get("draft")
         heads = drafter if isinstance(drafter, DrafterFacts) else None
         models = [model] + ([need(facts, "draft", CheckpointFacts)] if "draft" in facts and heads is None else [])
+        for one in models:
+            one.config.must_predict_tokens(one.where)
         self._check_draft("" if drafter is None else heads.kind if heads else "draft_model")
         if heads is not None:
             check_heads_of(heads, model.config)

@@ -55,6 +55,7 @@ class Teach(Stage):
         """Time, memory and disk. Raises SpecError when model and data do not match."""
         model, data = need(facts, "model", CheckpointFacts), need(facts, "data", DataFacts)
         same_tokens(model, data, "model")
+        model.config.must_predict_tokens(model.where)
         model.config.must_be_causal("the next token would be visible to its own prediction")
         if self.seq_len > model.config.max_seq_len:
             raise SpecError(

@@ -12,12 +12,19 @@ import torch.nn.functional as F
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
+from hone.base.plan import facts_of
 from hone.base.run import Run
+from hone.compress.stage import Compress
+from hone.eval.stage import Eval
 from hone.feed.load import IGNORE, Batch, PackedTokens
+from hone.measure.machine import machine_of
 from hone.model.decoder import build
 from hone.model.families.config_json import from_hf, to_hf
 from hone.model.hf import load
+from hone.serve.http.server import serve
+from hone.serve.stage import Serve
 from hone.train import OBJECTIVES
+from hone.train.cached_logits.stage import Teach
 from hone.train.loop import Trainer
 from hone.train.objectives.preference.reward import whole_answers
 from hone.train.schedules.cosine import Cosine
@@ -154,6 +161,17 @@ def test_mistakes_say_the_way_out(made, folder, tmp_path):
         spec = {key: value for key, value in spec.items() if value is not None} | {"steps": 1}
         with pytest.raises(SpecError, match=said):
             Train.read(spec).make(tmp_path / "train-wrong", parents, QUIET)
+
+
+def test_what_needs_a_head_of_tokens_refuses_it_when_planned(made, folder, monkeypatch):
+    """Before a weight is read."""
+    monkeypatch.setattr("hone.model.shards.Shards.tensor", None)
+    facts, machine = {"data": facts_of(Artifact.read(folder)), "model": facts_of(made)}, machine_of(QUIET)
+    for stage in (Eval.read({}), Compress.read({"steps": ["rtn"]}), Serve.read({}), Teach.read({"seq_len": 32})):
+        with pytest.raises(SpecError, match="is a reward model, which scores texts"):
+            stage.plan(facts, machine)
+    with pytest.raises(SpecError, match="is a reward model, which scores texts"):
+        serve(made.folder)
 
 
 @pytest.mark.slow
