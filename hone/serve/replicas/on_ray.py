@@ -20,10 +20,23 @@ from hone.base.run import Run
 from hone.base.spec import Spec
 from hone.base.table import Choice
 from hone.serve import AUTOSCALERS
+from hone.serve.http.spec import ServerSpec
 from hone.serve.replicas.autoscale.policy import Autoscaler, Load, Seen
 
 _UNSEEN = ("predictive",)
 """Autoscalers that count arrivals, which Ray Serve does not tell a policy."""
+
+_RAYS = {
+    "host": "give it to Ray: serve.start(http_options={'host': ...})",
+    "port": "give it to Ray: serve.start(http_options={'port': ...})",
+    "ssl_keyfile": "let what stands before Ray's proxies end HTTPS",
+    "ssl_certfile": "let what stands before Ray's proxies end HTTPS",
+    "ssl_ca_certs": "let what stands before Ray's proxies end HTTPS",
+    "processes": "give replicas or autoscaler",
+    "limits.max_connections": "connections end at Ray's proxies; give max_ongoing_requests",
+    "limits.head_s": "connections end at Ray's proxies",
+}
+"""Fields of a server that are Ray's here, and what to do instead."""
 
 _FRESH = {"metrics_interval_s": 1.0, "look_back_period_s": 2.0}
 """Ray averages over no longer than it must: an autoscaler has its own look-back."""
@@ -43,6 +56,16 @@ class OnRay(Spec):
     num_gpus: float = Field(0, ge=0, description="GPUs of a replica; 0 serves on the CPU.")
     num_cpus: float = Field(1, ge=0, description="Processors that Ray sets aside for a replica.")
     max_ongoing_requests: int = Field(256, ge=1, description="Requests that Ray sends to a replica at once.")
+
+
+def server_of(spec: OnRay) -> ServerSpec:
+    """The server of a replica. Raises SpecError for wrong fields, and for those that Ray Serve does not leave to it."""
+    server = ServerSpec.read({"served_model_name": [Path(spec.model).resolve().name], **spec.server})
+    for field, way in _RAYS.items():
+        group, _, name = field.rpartition(".")
+        if name in (getattr(server, group) if group else server).model_fields_set:
+            raise SpecError(f"server.{field} has no effect in a replica on Ray Serve", fix=f"leave it out: {way}")
+    return server
 
 
 def scaling(spec: OnRay) -> dict[str, Any]:
@@ -84,8 +107,8 @@ class Endpoints:
     live: Endpoints | None = None
     """The one of this process."""
 
-    def __init__(self, model: str, server: Mapping[str, Any], device: str) -> None:
-        self._given = model, dict(server), device
+    def __init__(self, model: str, server: ServerSpec, device: str) -> None:
+        self._given = model, server, device
         self._app: Any = None
         self._engine: Any = None
         self._front: Any = None
@@ -108,12 +131,10 @@ class Endpoints:
     async def _start(self) -> None:
         from hone.serve.http.processes.one_front import OneFront
         from hone.serve.http.server import build_engine
-        from hone.serve.http.spec import ServerSpec
         from hone.serve.http.worker import EngineProcess
 
-        model, server, device = self._given
+        model, spec, device = self._given
         folder = Path(model)
-        spec = ServerSpec.read({"served_model_name": [folder.resolve().name], **server})
         self._front = await asyncio.to_thread(OneFront, folder, spec, Run(quiet=True, device=device))
         options = {"folder": str(folder), "spec": spec.engine, "device": device, "max_queue": spec.max_queue}
         self._engine = await EngineProcess.start(build_engine, options)
@@ -146,7 +167,7 @@ def app(args: Mapping[str, Any]) -> Any:
     Raises MissingExtra without Ray Serve, SpecError for wrong fields.
     """
     spec = OnRay.read({name: _value(name, one) for name, one in args.items()})
-    options = scaling(spec)
+    options, server = scaling(spec), server_of(spec)
     try:
         from ray import serve
     except ImportError:
@@ -154,7 +175,7 @@ def app(args: Mapping[str, Any]) -> Any:
     if not Path(spec.model, "config.json").exists():
         raise SpecError(f"model={spec.model} has no config.json", fix="give a folder that every machine reads")
 
-    @serve.ingress(Endpoints(spec.model, spec.server, "cuda" if spec.num_gpus else "cpu"))
+    @serve.ingress(Endpoints(spec.model, server, "cuda" if spec.num_gpus else "cpu"))
     class Replica:
         """One engine behind hone's endpoints."""
 
@@ -167,6 +188,7 @@ def app(args: Mapping[str, Any]) -> Any:
         Replica,
         name="hone",
         max_ongoing_requests=spec.max_ongoing_requests,
+        graceful_shutdown_timeout_s=server.drain_s,
         ray_actor_options={"num_gpus": spec.num_gpus, "num_cpus": spec.num_cpus},
         **options,
     ).bind()

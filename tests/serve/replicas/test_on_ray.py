@@ -57,6 +57,16 @@ def test_what_ray_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         on_ray.app({"model": "m", "num_gpu": "1"})
     with pytest.raises(SpecError, match=r"server=.* is no YAML"):
         on_ray.app({"model": "m", "server": "{bad: ["})
+    wrong = {"port": 1, "ssl_keyfile": "key.pem", "processes": {"data_parallel_size": 2}, "limits": {"head_s": 5}}
+    for name, value in wrong.items():
+        field = "limits.head_s" if name == "limits" else name
+        with pytest.raises(SpecError, match=f"server.{field} has no effect") as caught:
+            on_ray.app({"model": "m", "server": {name: value}})
+        assert caught.value.fix
+    with pytest.raises(SpecError, match="drain"):
+        on_ray.app({"model": "m", "server": {"drain": 5}})
+    kept = on_ray.server_of(on_ray.OnRay(model="/models/m", server={"drain_s": 5, "limits": {"body_s": 3}}))
+    assert kept.drain_s == 5 and kept.limits.body_s == 3 and kept.served_model_name == ("m",)
     assert on_ray.scaling(on_ray.OnRay(model="m", replicas=3)) == {"num_replicas": 3}
     if not ray_serve():
         with pytest.raises(MissingExtra, match=r"ray\[serve\]"):
