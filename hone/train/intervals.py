@@ -187,12 +187,19 @@ class Validation(Spec):
     )
     sample_tokens: int = Field(48, gt=0, description="Most tokens of a sample.")
 
+    def times(self, steps: int, also: Sequence[int]) -> int:
+        """Evaluations in `steps`, and of those of `also` as in `total`: the last step has one."""
+        return 1 + len({step for every in (self.interval, *also) if every for step in range(every, steps, every)})
+
+    def sample_passes(self, steps: int, also: Sequence[int]) -> int:
+        """Passes over one sequence that write the samples of all evaluations, a token each; fewer where texts end before."""
+        return self.times(steps, also) * self.samples * self.sample_tokens
+
     def total(self, steps: int, val: Sequence[int], *, mixed: bool, also: Sequence[int], first: int = 0) -> int:
         """Sequences of all evaluations in `steps`, whose data have `val` sequences each; `mixed`: by a mixture; `also`: steps
         between evaluations beside those of `interval`, 0 for none; `first`: evaluations before the first step."""
         evaluated = min(sum(val), self.sequences or sum(val))
-        at = {step for every in (self.interval, *also) if every for step in range(every, steps, every)}
-        evaluations = 1 + len(at) + first
+        evaluations = self.times(steps, also) + first
         if len(val) > 1:  # the sources of a mixture are also evaluated one by one
             by_source = sum(min(rows, self.sequences or rows) for rows in val)
         else:

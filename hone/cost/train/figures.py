@@ -393,7 +393,9 @@ def _evaluation_s(work: Training, machine: Machine) -> float:
     """Seconds of all evaluations."""
     if not work.eval_sequences:
         return 0.0
-    return _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
+    scored = _forward_s(work.model, work, machine) * work.eval_sequences / work.batch_size
+    token = forward_seconds(work.model, machine, tokens=1, seq_len=work.seq_len, dtype=work.dtype).value
+    return scored + work.sample_passes * token
 
 
 def _forward_s(model: ModelDims, work: Training, machine: Machine) -> float:

@@ -62,6 +62,8 @@ class Training:
     """Passes over each sequence of a step at once, which are one larger pass."""
     eval_sequences: int = 0
     """Sequences of all evaluations together."""
+    sample_passes: int = 0
+    """Passes over one token that write samples at evaluations."""
     teacher: ModelDims | None = None
     teaches_itself: bool = False
     """Whether the teacher is the trained model with other adapters, which takes a pass and no weights."""

@@ -114,6 +114,7 @@ def training_of(
             also=spec.evaluates_every,
             first=2 * bool(growths_of(spec.init)),
         ),
+        sample_passes=spec.validation.sample_passes(steps, spec.evaluates_every),
         teacher=teacher,
         remembered=remembered,
         teaches_itself=teacher is not None and "teacher" not in given,

@@ -9,8 +9,11 @@ import torch
 from hone.base.artifact import Artifact
 from hone.base.durable import read_jsonl
 from hone.base.errors import SpecError
+from hone.base.plan import facts_of
 from hone.base.run import Run
+from hone.cost.steps import forward_seconds
 from hone.feed.load import IGNORE, Batch, PackedTokens
+from hone.measure.machine import machine_of
 from hone.model.hf import load
 from hone.model.tokenizer import load_tokenizer
 from hone.report import build
@@ -64,6 +67,19 @@ def test_a_prompt_of_a_conversation_is_all_before_its_answer():
     assert [one.tolist() for one in prompts_of(Batch(tokens, targets, np.array([[0, 0, 0, 0, 1, 1]])))] == [[4, 5, 6]]
     plain = Batch(np.arange(40)[None], np.arange(1, 41)[None], np.zeros((1, 40), np.int32))
     assert len(prompts_of(plain)[0]) == PROMPT_TOKENS
+
+
+def test_a_plan_counts_the_passes_that_write_them(data):
+    """Each token of each sample of the three evaluations of six steps is a pass over one token."""
+    parents, machine = {"data": facts_of(Artifact.read(data))}, machine_of(Run(quiet=True))
+    spec = {**SPEC, "steps": 6, "validation": {"interval": 2, "sequences": 4}}
+    plain = Train.read(spec).plan(parents, machine)
+    with_samples = {**spec["validation"], "samples": 5, "sample_tokens": 7}
+    more = Train.read({**spec, "validation": with_samples}).plan(parents, machine)
+    dims = plain.facts.config.dims()
+    token = forward_seconds(dims, machine, tokens=1, seq_len=SPEC["seq_len"], dtype="float32").value
+    added = more.estimates["time_s"].value - plain.estimates["time_s"].value
+    assert added == pytest.approx(3 * 5 * 7 * token, rel=1e-6) and token > 0
 
 
 def test_what_no_rank_could_write_is_refused(data, tmp_path):
