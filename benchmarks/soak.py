@@ -1,7 +1,8 @@
 """Hours of use in minutes: `python -m benchmarks.soak --minutes 20`. Random load on a live `hone serve`, and what it leaves.
 
 A tiny random model with a cache too small for its load serves `--users` clients (`benchmarks.soak_load`): prompts with shared
-prefixes, every sampling parameter, structured output, disconnects, mistakes, half-sent requests, embeddings, beams. Freed
+prefixes, every sampling parameter, structured output, disconnects, mistakes, half-sent requests, embeddings, beams. `--kind`
+has the server do more (`soak_models.KINDS`): adapters that come and go, a drafter, fewer bits, experts. Freed
 pages are poisoned, and greedy replies are compared with those at rest. Every `--rest` seconds the load pauses: then nothing
 may be left of it, and memory, objects, tasks and descriptors are read. In the last part of the time a supervisor's server is
 killed again and again (its engine, itself, SIGTERM) and started again. The report names every fault; the exit code says
@@ -33,6 +34,7 @@ import httpx
 
 from benchmarks.ledger import append
 from benchmarks.soak_load import Clients
+from benchmarks.soak_models import ADAPTERS, KINDS, engine_fields, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS: dict[str, Any] = {
@@ -69,45 +71,18 @@ SHOWN = ("front_mib", "engine_mib", "front_objects", "soak_objects", "front_fds"
 """Figures of which the report has every rest."""
 
 
-def make_model(folder: Path) -> Path:
-    """A random two-layer model with a tokenizer of bytes and a chat template."""
-    import tokenizers
-    import torch
-
-    from hone.model import hf
-    from hone.model.decoder import build
-    from hone.model.shape import Shape
-
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    words = tokenizers.Tokenizer(tokenizers.models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = tokenizers.decoders.ByteLevel()
-    words.add_special_tokens(["<|end|>"])
-    shape = Shape(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=160, max_seq_len=512)
-    model = build(shape.config(words.get_vocab_size(), None, len(letters)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.15)  # wide enough that greedy text is not constant
-    hf.save(model, folder)
-    words.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf8")
-    return folder
-
-
 class Supervised:
     """A server that is started again whenever it ends, as a service manager would."""
 
-    def __init__(self, folder: Path, log: Path, engine: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, log: Path, kind: str, engine: dict[str, Any]) -> None:
         # Bound all the time, so that nobody is given the port while the server does not listen, clients that try it included.
         self._taken = socket.socket()
         self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._taken.bind(("127.0.0.1", 0))
         self.port = self._taken.getsockname()[1]
         self.url, self.log, self._folder = f"http://127.0.0.1:{self.port}", log, folder
-        self.engine = {**FIELDS["engine"], **engine}
+        self.engine = {**FIELDS["engine"], **engine_fields(kind, folder), **engine}
+        self.adapters = {name: folder.parent / name for name in ADAPTERS} if kind == "adapters" else {}
         self.exits: list[int] = []
         self.ended_at = -1e9
         self.ready = threading.Event()
@@ -187,7 +162,7 @@ class Soak:
         self, args: argparse.Namespace, server: Supervised, enough: Callable[[Soak], bool] = lambda _: True
     ) -> None:
         self.args, self.server, self._enough = args, server, enough
-        self.clients = Clients(server.url, args.seed, server.disturbed)
+        self.clients = Clients(server.url, args.seed, server.disturbed, server.adapters)
         self.rests: list[dict[str, float]] = []
         self.faults: list[str] = []
         self.kills: dict[str, int] = {}
@@ -324,8 +299,7 @@ def _counted(lines: list[str]) -> list[tuple[str, int]]:
 def soak(args: argparse.Namespace, work: Path, enough: Callable[[Soak], bool] = lambda _: True) -> dict[str, Any]:
     """Runs it; the report. The part without kills lasts until `enough` was seen in it, where need be beyond its time."""
     folder = work / "tiny"
-    folder.mkdir()
-    server = Supervised(make_model(folder), work / "log", json.loads(args.engine))
+    server = Supervised(make_model(folder, args.kind), work / "log", args.kind, json.loads(args.engine))
     one = Soak(args, server, enough)
     try:
         asyncio.run(one.run())
@@ -346,6 +320,7 @@ def main() -> None:
     )
     parser.add_argument("--kill_every", type=float, default=15.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=list(KINDS), default="plain", help="what the server does besides")
     parser.add_argument("--engine", default="{}", help='more fields of the engine, as JSON: {"async_scheduling": true}')
     parser.add_argument("--ledger", action="store_true")
     args = parser.parse_args()
@@ -353,7 +328,7 @@ def main() -> None:
         report = soak(args, Path(work))
     print(json.dumps(report, indent=1))
     if args.ledger:
-        row = {"figure": f"soak, tiny model, {args.users} users: acts", "value": sum(report["acts"].values()), "unit": "acts",
+        row = {"figure": f"soak, tiny model, {args.kind}, {args.users} users: acts", "value": sum(report["acts"].values()), "unit": "acts",
                "n": 1, "minutes": args.minutes, **report}  # fmt: skip
         print(append("serve", [row]))
     sys.exit(f"{len(report['faults'])} faults" if report["faults"] else 0)

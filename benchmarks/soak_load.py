@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,10 +46,14 @@ class Clients:
     """Users of one server, which share what they have seen.
 
     `disturbed(t)` says whether the server was ended on purpose since `t` (the loop's clock): then a request begun at `t` may fail.
+    `adapters` are the folders of those that the server has from the start.
     """
 
-    def __init__(self, url: str, seed: int, disturbed: Callable[[float], bool]) -> None:
-        self.url, self.disturbed = url, disturbed
+    def __init__(
+        self, url: str, seed: int, disturbed: Callable[[float], bool], adapters: dict[str, Path] | None = None
+    ) -> None:
+        self.url, self.disturbed, self.adapters = url, disturbed, adapters or {}
+        self._loaded = 0
         self.rng = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -59,7 +64,9 @@ class Clients:
         """Greedy replies of the server at rest, for `greedy` to compare with."""
         for place in range(6):
             prompt = self._prefixes[place % 4] + [place + 1] * (3 * place + 1)
-            self.known[json.dumps(prompt)] = (await self._greedy(http, prompt)).json()["choices"][0]["text"]
+            for model in ("tiny", *self.adapters):
+                reply = await self._greedy(http, prompt, model)
+                self.known[json.dumps([model, prompt])] = reply.json()["choices"][0]["text"]
 
     async def user(self, going: Callable[[], bool]) -> None:
         """Acts while `going()`, over connections of its own."""
@@ -67,6 +74,8 @@ class Clients:
             (40, self.generate), (15, self.greedy), (10, self.structured), (14, self.mistake), (4, self.half_a_request),
             (5, self.embed), (3, self.tokens), (3, self.beams), (3, self.responses), (3, self.chat),
         ]  # fmt: skip
+        if self.adapters:
+            acts.append((6, self.adapter))
         async with httpx.AsyncClient(base_url=self.url, timeout=120) as http:
             while going():
                 begun = asyncio.get_running_loop().time()
@@ -93,6 +102,7 @@ class Clients:
             "ignore_eos": True,
             "stream": rng.random() < 0.6,
             "priority": rng.randrange(3),
+            "model": rng.choice(["tiny", *self.adapters]),
         }
         more = {"temperature": rng.choice([0, 0.7, 2.0]), "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": rng.getrandbits(40),
                 "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": rng.randrange(6), "stop": ["\x01\x02"],
@@ -120,19 +130,49 @@ class Clients:
             _expect(fate == "gives up", "no answer in 120 s")
             return "generate: gave up"
 
-    async def _greedy(self, http: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
-        body = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    async def _greedy(self, http: httpx.AsyncClient, prompt: list[int], model: str) -> httpx.Response:
+        body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
         return await http.post("/v1/completions", json=body)
 
     async def greedy(self, http: httpx.AsyncClient) -> str:
         """A reply that must be what it was at rest, whatever runs beside, was cached or freed."""
-        prompt, text = self.rng.choice(list(self.known.items()))
-        reply = await self._greedy(http, json.loads(prompt))
+        asked, text = self.rng.choice(list(self.known.items()))
+        model, prompt = json.loads(asked)
+        return await self._compared(http, prompt, model, text) or "greedy reply compared"
+
+    async def _compared(self, http: httpx.AsyncClient, prompt: list[int], model: str, text: str) -> str:
+        """'busy', or '' when the reply is `text`."""
+        reply = await self._greedy(http, prompt, model)
         if _busy(reply):
             return "busy"
         found = reply.json()["choices"][0]["text"]
-        _expect(found == text, f"greedy text is {found!r}, was {text!r}")
-        return "greedy reply compared"
+        _expect(found == text, f"greedy text of {model} is {found!r}, was {text!r}")
+        return ""
+
+    async def adapter(self, http: httpx.AsyncClient) -> str:
+        """One of the adapters under a name of its own comes, gives the same text, and goes, at times while requests for it run."""
+        asked, text = self.rng.choice([one for one in self.known.items() if json.loads(one[0])[0] in self.adapters])
+        source, prompt = json.loads(asked)
+        self._loaded += 1
+        name = f"{source}{self._loaded}"
+        begun = asyncio.get_running_loop().time()
+        reply = await http.post(
+            "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(self.adapters[source])}
+        )
+        _expect(reply.status_code == 200, f"load {name}: {reply.status_code} {reply.text[:200]}")
+        found = await self._compared(http, prompt, name, text)
+        running = asyncio.create_task(self._greedy(http, prompt, name))
+        await asyncio.sleep(self.rng.uniform(0, 0.1))
+        reply = await http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+        last = await running
+        if self.disturbed(begun):
+            return "met the end of a server"
+        _expect(reply.status_code == 200, f"unload {name}: {reply.status_code} {reply.text[:200]}")
+        if last.status_code == 200:
+            _expect(last.json()["choices"][0]["text"] == text, f"the last text of {name} is {last.text[:200]}")
+        else:
+            _expect(last.status_code in (404, 503), f"{name} at its end: {last.status_code} {last.text[:200]}")
+        return found or "adapter came and went"
 
     async def structured(self, http: httpx.AsyncClient) -> str:
         """JSON of a schema, an expression, a choice: what comes to its end is valid."""

@@ -16,17 +16,29 @@ def enough(one: soak.Soak) -> bool:
         len(one.rests) >= 2
         and done["greedy reply compared"] > 10
         and done["generate: left"] > 0
+        and (not one.server.adapters or done["adapter came and went"] > 0)
         and all(last.get(name) for name in ("prefix_cache_hits", "num_preemptions"))
     )
 
 
 @pytest.mark.slow(seconds=35)
-def test_nothing_is_left_of_a_load(tmp_path):
-    fields = {"minutes": 0.35, "users": 16, "rest": 3.0, "killing": 0.4, "kill_every": 4.0, "seed": 5, "engine": "{}"}
+@pytest.mark.parametrize("kind", ["plain", "adapters"])
+def test_nothing_is_left_of_a_load(tmp_path, kind):
+    fields = {
+        "minutes": 0.35,
+        "users": 16,
+        "rest": 3.0,
+        "killing": 0.4,
+        "kill_every": 4.0,
+        "seed": 5,
+        "kind": kind,
+        "engine": "{}",
+    }
     report = soak.soak(argparse.Namespace(**fields), tmp_path, enough)
     assert report["faults"] == []
     assert report["rests"] >= 2 and sum(report["kills"].values()) >= 1
     assert report["acts"]["greedy reply compared"] > 10 and report["acts"]["generate: left"] > 0
+    assert kind != "adapters" or report["acts"]["adapter came and went"] > 0
     assert report["totals"]["prefix_cache_hits"] > 0 and report["totals"]["num_preemptions"] > 0
 
 
@@ -34,7 +46,7 @@ def test_the_soak_reports_memory_growth_and_errors_as_faults(tmp_path):
     """What the checks are for: a growing process, a traceback, a changed reply."""
 
     class Server:
-        url = "http://127.0.0.1:1"
+        url, adapters = "http://127.0.0.1:1", {}
 
         def text(self):
             return "Traceback (most recent call last): ..."
