@@ -54,6 +54,8 @@ _SHORTS = ir.VectorType(I16, 2 * WIDTH)
 _HALF = ir.VectorType(I16, WIDTH)
 _LARGEST = 32639.0
 _TINY = 1e-30
+_AHEAD = 1024
+"""Bytes by which 4-bit codes are asked for ahead, four blocks of four rows."""
 
 
 def _dot(builder: Any, isa: str, sums: Any, x: Any, y: Any) -> Any:
@@ -211,6 +213,11 @@ def codes_tile(stored: str, rows: int, count: int, isa: str) -> Any:
                         ahead = builder.add(builder.shl(ws, I64(2)), _offset(builder, stored, column))
                         for more in range(1 if nibbles else 2):
                             fetch(builder, row, builder.add(ahead, I64(64 * more)))
+                elif (
+                    nibbles
+                ):  # which arrive more slowly than they are multiplied, however well the hardware foresees them
+                    for row in weights:
+                        fetch(builder, row, builder.add(_offset(builder, stored, column), I64(_AHEAD)))
                 for r in range(rows):
                     for m, products in enumerate(row_of(r, column)):
                         for found, factor in products:
