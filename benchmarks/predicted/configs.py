@@ -152,7 +152,7 @@ def _decode(found: Mapping[str, str], row: Row) -> Config | str:
 def _prefill(found: Mapping[str, str], row: Row) -> Config | str:
     if row["time"].startswith(FIRST_CALL):
         return GONE
-    load = {"requests": 64, "prompt_tokens": 2048, "output_tokens": 1}
+    load = {"requests": 64, "prompt_tokens": 2048, "output_tokens": 1, "repeated": 0}
     return {"room": "serving", "shape": found["shape"], "load": load, "engine": FIRST_ENGINE}
 
 

@@ -171,13 +171,20 @@ def quantized(shape: str, layers: int | None, format: str, processor: str) -> Ch
 
 
 def traffic_of(load: str | Mapping[str, int], vocab_size: int, concurrency: int) -> Traffic:
-    """The requests of a load of `benchmarks.serve_load` by its name, or `requests` equal ones of `prompt_tokens` and `output_tokens`."""
+    """The requests of a load of `benchmarks.serve_load` by its name, or `requests` equal ones of `prompt_tokens` and `output_tokens`,
+    which were served once before they were measured unless `repeated` is 0."""
     if isinstance(load, str):
         made = load_of(load, vocab_size)
         shared = 4096 if load.startswith("shared") else 0
         return Traffic(tuple(map(len, made.prompts)), tuple(made.outputs), shared, min(concurrency, len(made.prompts)))
     count = load["requests"]
-    return Traffic((load["prompt_tokens"],) * count, (load["output_tokens"],) * count, 0, min(concurrency, count))
+    return Traffic(
+        (load["prompt_tokens"],) * count,
+        (load["output_tokens"],) * count,
+        0,
+        min(concurrency, count),
+        bool(load.get("repeated", 1)),
+    )
 
 
 def serving(

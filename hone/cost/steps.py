@@ -58,10 +58,11 @@ def forward_seconds(
     logit_tokens: int | None = None,
     launched: bool = True,
     codes: str = "",
+    fused: bool = False,
 ) -> Estimate:
     """Forward pass over `tokens` (B x S) in sequences of `seq_len`, logits for `logit_tokens` of them (default: all).
 
-    `launched`: its operations are started one by one; else something else starts them, such as a CUDA graph.
+    `launched`: its operations are started one by one; else something else starts them, such as a CUDA graph. `fused`: norms and gates are kernels that read inputs once.
     `codes`: the recipe ("rowwise", "blockwise") by which layers' linears multiply codes of 8 bits with codes of 8 bits; "": they do not.
     """
     rows = tokens if logit_tokens is None else logit_tokens
@@ -73,7 +74,7 @@ def forward_seconds(
     parts = {
         f"{len(products)} matmuls": linears + product_seconds(machine, head, dtype),
         "attention": attention_seconds(machine, flops, dtype, seq_len=seq_len),
-        "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False),
+        "element-wise": traffic_seconds(machine, dims, tokens, dtype, backward=False, kept=fused),
     }
     starts = len(products) + FORWARD_OPS * dims.num_layers + AROUND_OPS if launched else 0
     return sum_up(machine, parts, starts, dtype)
@@ -106,8 +107,7 @@ def train_step_seconds(
     attention does, while torch looks at every operation. `update` is the optimizer's (default: AdamW's).
     `fp8`: the products of layers' linears that are of fp8 codes, by `recipe`; with `held` weights are cast once a step.
     `loss_chunk`: the tokens whose logits exist at once (None: all). `piece_len`: the
-    length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums.
-    `trained`, `adapted` and `code_width`: as in `pass_seconds`.
+    length of the parts in which attention is computed (None: whole sequences). `sequence_ranks` share the tokens of norms and sums. Others: as in `pass_seconds`.
     """
     once = pass_seconds(
         dims, machine, batch_tokens=batch_tokens, seq_len=seq_len, dtype=dtype, recomputed=recomputed,

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 
 from hone.cost.dims import ModelDims
-from hone.cost.roofline import copy_rate, data_sheets, matmul_rate, seconds, speed_of_light
+from hone.cost.roofline import (
+    copy_rate,
+    data_sheets,
+    linear_seconds,
+    matmul_rate,
+    matmul_seconds,
+    seconds,
+    speed_of_light,
+)
 from hone.cost.serve.decode import decode_step_seconds
 from hone.cost.steps import forward_seconds, train_step_seconds
-from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, MatmulRate
+from hone.measure.calibration import AttentionRate, Bandwidth, Calibration, LinearRate, MatmulRate
 from hone.measure.machine import Gpu, Machine
+from tests.cost.h200 import h200
 
 
 def calibration(op_s: float = 1e-6) -> Calibration:
@@ -87,3 +96,24 @@ def test_steps_grow_with_their_work():
     one = decode_step_seconds(dims, here, num_seqs=1, context=100).value
     assert one < decode_step_seconds(dims, here, num_seqs=64, context=100).value
     assert decode_step_seconds(dims, machine(), num_seqs=1, context=100).bound
+
+
+def test_an_fp8_linear_that_waited_for_its_launches_is_no_slower_than_the_bf16_product():
+    """Timed alone on a slow host, small ones take the time of their launches, which steps count apart."""
+    machine = h200()
+    shape, fast = (8192, 4096, 4096), 1e15
+    point = {"recipe": "rowwise", "held": True, "passes": "forward", "m": 8192, "n": 4096, "k": 4096}
+
+    def took(rate: float, device: str = "cuda:0") -> float:
+        changed = machine.calibration.model_copy(
+            update={"fp8": (LinearRate(**point, flops_per_s=rate),), "sustained": {}}
+        )
+        at = machine.model_copy(update={"calibration": changed, "device": device})
+        return linear_seconds(at, shape, "rowwise", held=True, trained=False)
+
+    numbers = 8192 * 4096 * 2 + 4096 * 4096
+    product = matmul_seconds(machine, shape, "forward", 2 * numbers, "bfloat16")
+    cast = 6 * 8192 * 4096 / machine.calibration.read_bytes_per_s
+    assert took(1e13) == pytest.approx(product + cast, rel=0.05)
+    assert took(fast) == pytest.approx(2 * 8192 * 4096**2 / fast)
+    assert took(1e13, "cpu") == pytest.approx(2 * 8192 * 4096**2 / 1e13)

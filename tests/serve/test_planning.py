@@ -256,6 +256,14 @@ def test_a_run_is_the_sum_of_its_steps():
     assert "1 mixed steps" in run.formula and "3 decode steps" in run.formula
 
 
+def test_a_run_whose_like_was_served_before_has_its_graphs():
+    """A first step with prompts of a small model waits for launches out of Python, one that is replayed does not."""
+    one = serving()
+    traffic, batching = Traffic((64,) * 8, (4,) * 8, 0, 4), Batching(4, 256, 16, True)
+    cold, warm = (serving_seconds(one, replace(traffic, repeated=warm), batching).value for warm in (False, True))
+    assert 0.5 * one.launched_s < cold - warm < 2 * one.launched_s
+
+
 def test_ranks_share_the_work_and_pay_for_their_exchanges():
     """One rank's layers, and two sums a layer: less than a whole step, more than its part of one."""
     config = SHAPES["llama3-8b"][0].config(128256, None, 0)

@@ -17,6 +17,8 @@ class Traffic:
     outputs: tuple[int, ...]
     shared_prefix: int
     concurrency: int
+    repeated: bool = False
+    """Whether requests of the same sizes were served before, so that a GPU has the graphs of all their steps."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ class Serving:
             dtype=self.dtype,
             logit_tokens=max(step.samples, 1),
             launched=not captured,
+            fused=True,
             codes=self.codes if step.num_tokens > CODED_ROWS else "",
         )
         # The products of experts' tokens are counted for one token's experts; together they visit more.
@@ -309,7 +310,7 @@ def serving_seconds(serving: Serving, traffic: Traffic, batching: Batching) -> E
     sizes: set[int] = set()  # of graphs with prompts, which are captured when they come a second time
     for step in schedule(traffic, batching):
         kind, size = step._replace(repeats=1, context=round(step.context)), padded_tokens(step.num_tokens)
-        again = bool(step.chunks) and size in sizes
+        again = bool(step.chunks) and (traffic.repeated or size in sizes)
         if (kind, again) not in known:
             known[kind, again] = serving.step_seconds(kind, again=again)
         took = known[kind, again]
