@@ -19,6 +19,7 @@ from hone.model.decoder import Decoder
 from hone.ops import sample
 from hone.ops.dispatch import say_once
 from hone.serve.adapters.registry import Adapters
+from hone.serve.device.fast_sizes import fast_sizes, product_seconds
 from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.paging.cache import KVCache
 from hone.serve.paging.paged import PagedBuffers
@@ -30,6 +31,9 @@ _SHARING = 8
 
 _NEAR, _OFTEN = 1.25, 16
 """A captured size serves for one smaller by this factor, until that one has come so many times."""
+
+_OWN = 64
+"""Most rows that hone's own kernels multiply, in a time that grows with the rows."""
 
 Draws = Literal["", "plain", "filtered"]
 """What a graph does after the last layer: nothing, draw by temperature alone, or with top-k, top-p and min-p."""
@@ -113,6 +117,8 @@ class StepGraphs:
         then the same, too."""
         self._found: tuple[object, SharedPages] = None, NONE_SHARED
         self._pending: list[GraphKey] | None = None
+        self._fast: dict[int, int] | None = None
+        """The number of sequences that serves a padded one best; None: not measured."""
 
     @property
     def num_captured(self) -> int:
@@ -141,11 +147,25 @@ class StepGraphs:
     def _size(self, batch: ForwardBatch, draws: Draws) -> GraphKey | None:
         adapted = self._adapters is not None and batch.any_adapters
         if len(batch.tokens) == batch.num_seqs and (batch.lengths == 1).all():
-            count = min(padded(batch.num_seqs), self._most)  # no step has more
+            count = self._padded(batch.num_seqs)
             shared = count >= _SHARING and self._shared(batch).pays(batch.ends, self._cache.block_size)
             return GraphKey(count, None, draws, shared, adapted) if batch.num_seqs <= count else None
         tokens = padded_tokens(len(batch.tokens))
         return GraphKey(tokens, len(self._table), adapted=adapted) if tokens <= self._most_mixed else None
+
+    def _padded(self, num_seqs: int) -> int:
+        """The sequences of the graph that serves `num_seqs`: `padded`, or a size near it that the GPU computes faster.
+
+        Ranks, which need equal sizes and may measure unequal times, take `padded`; so do few rows, whose products are hone's own.
+        """
+        count = min(padded(num_seqs), self._most)  # no step has more
+        if count <= _OWN or type(self._model) is not Decoder:
+            return count
+        if self._fast is None:
+            sizes = sorted({min(padded(one), self._most) for one in range(_OWN + 1, self._most + 1)})
+            seconds = product_seconds(self._model, sizes)
+            self._fast = {} if seconds is None else fast_sizes(sizes, seconds)
+        return self._fast.get(count, count)
 
     def _comes_again(self, key: GraphKey) -> bool:
         """Whether the key has come before: one that another size serves, too, is not captured for a single step."""
@@ -162,7 +182,7 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Captures one more size, for an engine that has nothing else to do; False when all are there."""
         if self._pending is None:
-            decode = sorted({min(padded(count), self._most) for count in range(1, self._most + 1)}, reverse=True)
+            decode = sorted({self._padded(count) for count in range(1, self._most + 1)}, reverse=True)
             mixed = sorted({padded_tokens(count) for count in range(1, self._most_mixed + 1)}, reverse=True)
             sizes = [GraphKey(count, None, self._draws) for count in decode]
             sizes += [GraphKey(count, len(self._table)) for count in mixed if count <= self._most_mixed]
