@@ -163,10 +163,11 @@ class Parallelism(Spec):
 
     def with_experts(self, divided: Divided, config: ModelConfig) -> Divided:
         """`divided` of a model of `config`, whose experts expert-parallel ranks divide."""
-        ranks, params = self.expert_parallel_degree, expert_params(config)
+        ranks = self.expert_parallel_degree
         if ranks == 1:
             return divided
-        held = 1 - (params - params // ranks) / config.num_params
+        params = expert_params(config.local(self.tensor_parallel_degree))
+        held = 1 - (params - params // ranks) / self.part_of(config).num_params
         return replace(divided, expert_ranks=ranks, experts=params / ranks / config.num_layers, held=held)
 
     def shared(
@@ -180,18 +181,21 @@ class Parallelism(Spec):
         """What a rank holds of a model of `config`, for estimates; `cost` says what an optimizer's step of a part costs, `timed` how
         long the layers of a part take, by which they are divided into stages."""
         dims = config.dims()
-        degree, update = self.tensor_parallel_degree, cost(config.trained_dims() or dims)
+        degree, sharers = self.tensor_parallel_degree, self.expert_parallel_degree
         local = config.local(degree) if degree > 1 else config
-        part = part_of(local.dims(), degree) if degree > 1 else None
-        if self.expert_parallel_degree > 1:
-            part = experts.part_of(dims, expert_params(config), self.expert_parallel_degree)
-            update = cost(part)
-        elif part is not None and config.adapters:
+        whole = dims if sharers == 1 else experts.part_of(dims, expert_params(config), sharers)
+        update = cost(whole if sharers > 1 else config.trained_dims() or dims)
+        # The part of an expert-parallel rank is that of one tensor-parallel rank.
+        part = whole if sharers > 1 else None
+        if degree > 1:
+            part = self.part_of(config)
+            if sharers > 1:
+                part = experts.part_of(part, expert_params(local), sharers)
+        if degree > 1 and config.adapters:
             update = cost(local.trained_dims() or part)
-        elif part is not None:
+        elif degree > 1:
             cost = _of_parts(cost, update, cost(part))
             update = replace(cost(part), matmuls=update.matmuls, num_repeats=update.num_repeats)  # of whole matrices
-        # The part of an expert-parallel rank is that of one tensor-parallel rank.
         tensor = Tensor(degree, self.enable_sequence_parallel, part, self.enable_async_tensor_parallel)
         if self.pipeline_parallel_degree == 1:
             return Shared(tensor, None, update)
@@ -296,7 +300,7 @@ class Parallelism(Spec):
         return {"sequence": self.enable_sequence_parallel, "exchange": exchange}
 
     def part_of(self, config: ModelConfig) -> ModelDims:
-        """What of a teacher one rank computes."""
+        """What of a model one of the tensor-parallel ranks has."""
         degree = self.tensor_parallel_degree
         return part_of(config.local(degree).dims(), degree) if degree > 1 else config.dims()
 
@@ -306,15 +310,24 @@ class Parallelism(Spec):
         `layers` of each pipeline stage, as planned; None: by operations.
         """
         grid, config = ranks.grid, model.config
+        rows = None
+        if grid is not None and grid.ep.size > 1:
+            from hone.train.expert_parallel.decoder import ExpertParallelDecoder, check_expert_parallel, exchange_rows
+            from hone.train.tensor_parallel.stacks import stacks
+
+            check_expert_parallel(config, grid.ep.size)
+            rows = grid.expert_exchange(self.expert_parallel_comm_backend)
         if grid is not None and grid.tp.size > 1:
             from hone.train.tensor_parallel.decoder import TensorParallelDecoder
 
-            model = TensorParallelDecoder(model, grid.tp, **self._regions(grid))
-        elif grid is not None and grid.ep.size > 1:
-            from hone.train.expert_parallel.decoder import ExpertParallelDecoder
-
-            model = ExpertParallelDecoder(model, grid.ep, grid.expert_exchange(self.expert_parallel_comm_backend))
-            grid.divide_experts(model.cuts)
+            experts = None if rows is None else grid.ep
+            model = TensorParallelDecoder(model, grid.tp, **self._regions(grid), experts=experts)
+            if rows is not None:
+                exchange_rows(model, rows)
+        elif grid is not None and rows is not None:
+            model = ExpertParallelDecoder(model, grid.ep, rows)
+        if grid is not None and rows is not None:
+            grid.divide_experts(name for name in model.cuts if name.rpartition(".")[0] in stacks(config))
         if ranks.pipeline is not None:
             ranks.pipeline.take(model, config, seq_len, layers)
         return model

@@ -40,7 +40,7 @@ from hone.train.continuation.keep import Keeper
 from hone.train.continuation.more import Prolonged
 from hone.train.continuation.plan import TrainPlan
 from hone.train.continuation.start import Start, start_of, trained_as
-from hone.train.expert_parallel.fits import check_training
+from hone.train.expert_parallel.fits import check_stacks, check_training
 from hone.train.faults.memory import WAYS, on_ranks, out_of_memory, remedies
 from hone.train.fp8.fits import check_passes, fp8_notes
 from hone.train.growth import figures as growth
@@ -205,6 +205,7 @@ class Train(Prolonged):
             same_vocabulary(config, given["teacher"], data[0], self.parallelism.tensor_parallel_degree)
         divided = self.parallelism.divided(machine.num_ranks)
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
+        check_stacks(config.active_params < config.num_params, self.parallelism, self.optimizer)
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
         check_views(self, config)

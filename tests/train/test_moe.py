@@ -247,7 +247,12 @@ def test_a_model_of_latent_attention_trains_and_is_its_class_in_transformers(
             SOFTMAX,
             "dualpipe has each stage on two ranks",
         ),
-        ({"tensor_parallel_degree": 2}, SOFTMAX, "layers.0.feed_forward.gate_up has experts"),
+        (
+            {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True},
+            SOFTMAX,
+            "layers.0 is moe, which uses its input beside",
+        ),
+        ({"tensor_parallel_degree": 3}, {**SOFTMAX, "intermediate_size": 32}, "cannot be divided among 3"),
         ({"context_parallel_degree": 2}, SIGMOID, "layer 0 has a capacity_factor or a sequence_loss"),
         ({"context_parallel_degree": 2}, SWITCH, "layer 0 has a capacity_factor or a sequence_loss"),
         ({"data_parallel": "local_sgd"}, SIGMOID, "layer 0 has the balance 'bias'"),

@@ -148,6 +148,8 @@ class MoELayer(Block):
     """Brings rows to the ranks of their experts and back, where the linears have some of the experts; None: they have all."""
     local_share: float = 1.0
     """Share of visits that is expected to be of the experts that the linears have, where others' are no concern of this rank."""
+    loss_copies: int = 1
+    """Ranks that compute the same losses of the routing in training, of whose gradients all weights get the sum."""
 
     def local(self, context: Context) -> LocalExperts | None:
         """Where the experts are, on one of several ranks of a stage that have the same tokens; None: they are all here."""
@@ -227,6 +229,8 @@ class MoELayer(Block):
             for one in spec.balance:
                 loss = one.loss(told, routes)
                 if loss is not None:
+                    if self.loss_copies > 1 and loss.requires_grad:  # each gives a share of the gradient
+                        loss.register_hook(lambda gradient: gradient / self.loss_copies)
                     context.add_loss(loss)
             if spec.capacity_factor is not None:
                 most = math.ceil(spec.capacity_factor * routes.ids.shape[1] * len(tokens) / spec.num_experts)

@@ -102,6 +102,10 @@ def _check_tensor_parallel(config: ModelConfig, layout: Any, model: CheckpointFa
             "set parallelism.enable_async_tensor_parallel: false",
             layout.enable_async_tensor_parallel,
         ),
+        "a model with experts, whose frozen stacks ranks have no parts of": (
+            "set parallelism.tensor_parallel_degree to 1; data_parallel zero3 divides what is frozen",
+            config.active_params < config.num_params,
+        ),
         f"a model stored as {stored.get('quant_method')}, of which ranks have no parts": (
             "give a model in bfloat16, or one whose weights are in bitsandbytes' 4 bits (hone compress with nf4 or fp4)",
             bool(stored) and not stored.get("load_in_4bit"),

@@ -18,9 +18,9 @@ from hone.model.decoder import Decoder
 from hone.model.linear import make_dense
 from hone.model.linear_spec import LinearSpec
 from hone.parallel.axis import Axis
-from hone.parallel.cut import Cut
 from hone.parallel.experts import ExpertExchange
 from hone.train.tensor_parallel.parts import PartDecoder
+from hone.train.tensor_parallel.stacks import expert_cuts, stacks
 
 
 class ExpertParallelDecoder(PartDecoder):
@@ -34,50 +34,32 @@ class ExpertParallelDecoder(PartDecoder):
         check_expert_parallel(whole.config, axis.size)
         super().__init__(whole, whole.config, axis, _maker(axis.size))
         self.take(whole, expert_cuts(whole.config, axis.index, axis.size))
-        for layer in self.layers:
-            if getattr(layer.feed_forward, "routed", False):
-                layer.feed_forward.exchange = exchange
+        exchange_rows(self, exchange)
+
+
+def exchange_rows(model: Decoder, exchange: ExpertExchange) -> None:
+    """Has the layers of `model`, which have some of the experts, exchange their rows by `exchange`."""
+    for layer in model.layers:
+        if getattr(layer.feed_forward, "routed", False):
+            layer.feed_forward.exchange = exchange
 
 
 def check_expert_parallel(config: ModelConfig, degree: int) -> None:
     """Raises SpecError where the experts of `config` cannot be divided among `degree` ranks."""
     if degree == 1:
         return
-    stacks = _stacks(config)
-    if not stacks:
+    divided = stacks(config)
+    if not divided:
         raise SpecError(
             f"expert_parallel_degree {degree} divides experts, and no layer has any",
             fix="set parallelism.expert_parallel_degree to 1, or take a feed_forward with experts: moe",
         )
-    for name, linear in stacks.items():
+    for name, linear in divided.items():
         if linear.experts % degree:  # type: ignore[operator]
             raise SpecError(
                 f"{name} has {linear.experts} experts, which {degree} expert-parallel ranks do not divide evenly",
                 fix=f"set parallelism.expert_parallel_degree to a divisor of {linear.experts}",
             )
-
-
-def expert_cuts(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, Cut]:
-    """The parts of the experts' parameters that `rank` of `num_ranks` holds; all others are whole."""
-    found = {}
-    for name, linear in _stacks(config).items() if num_ranks > 1 else ():
-        count = linear.experts // num_ranks  # type: ignore[operator]
-        own = ((rank * count, (rank + 1) * count),)
-        shape = (linear.experts, linear.out_features, linear.in_features)
-        found[f"{name}.weight"] = Cut(shape, 0, own)  # type: ignore[arg-type]
-        if linear.bias:
-            found[f"{name}.bias"] = Cut(shape[:2], 0, own)  # type: ignore[arg-type]
-    return found
-
-
-def _stacks(config: ModelConfig) -> dict[str, LinearSpec]:
-    """The linears that have experts, by path."""
-    return {
-        f"layers.{index}.{path}": linear
-        for index in range(config.num_layers)
-        for path, linear in config.linears(index).items()
-        if linear.experts is not None
-    }
 
 
 def _maker(num_ranks: int) -> Callable[[str, LinearSpec], Any]:

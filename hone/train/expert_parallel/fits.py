@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hone.base.errors import SpecError
+
 
 def check_fields(parallelism: Any) -> None:
     """Raises ValueError where the experts of `parallelism`, a `Parallelism`, are divided beside what does not work with that."""
@@ -12,14 +14,20 @@ def check_fields(parallelism: Any) -> None:
         if parallelism.expert_parallel_comm_backend != "standard":
             raise ValueError("expert_parallel_comm_backend has no rows to bring with expert_parallel_degree 1")
         return
-    if parallelism.tensor_parallel_degree > 1:
-        raise ValueError(
-            "expert_parallel_degree works without tensor parallelism, which divides no experts: set tensor_parallel_degree to 1"
-        )
     if isinstance(getattr(parallelism.data_parallel, "reshard_after_forward", ""), int):
         raise ValueError(
             "expert_parallel_degree works with reshard_after_forward default, always or never: experts have fewer copies than "
             "other weights, which a number of neighbours does not say"
+        )
+
+
+def check_stacks(divided: bool, parallelism: Any, optimizer: Any) -> None:
+    """Raises SpecError where tensor-parallel ranks of `parallelism` divide each expert (`divided`: there are some) beside an `optimizer` that keeps
+    states of whole stacks of them."""
+    if divided and parallelism.tensor_parallel_degree > 1 and not optimizer.divides_stacks:
+        raise SpecError(
+            f"optimizer {optimizer.kind} keeps states of whole stacks of experts, of which tensor-parallel ranks have parts",
+            fix="take optimizer adamw or muon, or set parallelism.tensor_parallel_degree to 1",
         )
 
 

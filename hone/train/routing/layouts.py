@@ -1,4 +1,4 @@
-"""Which layouts of ranks train a model with experts: all with whole layers on every rank; others are refused by name."""
+"""Which layouts of ranks train a model with experts; others are refused by name."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ def expert_params(config: ModelConfig) -> int:
 
 
 def check_experts(config: ModelConfig, parallelism: Any) -> None:
-    """Raises SpecError where the ranks of `parallelism`, a `Parallelism`, cannot train the experts of `config`.
-
-    Tensor parallelism says so itself, for any linear with experts (`check_tensor_parallel`).
-    """
+    """Raises SpecError where the ranks of `parallelism`, a `Parallelism`, cannot train the experts of `config`."""
     layers = {
         index: layer.feed_forward for index, layer in enumerate(config.layers) if layer.feed_forward.kind == "moe"
     }

@@ -3,7 +3,8 @@
 The modules are those of the whole model, built from the rank's own config; hooks around mixers, feed-forwards and head join the
 ranks (Megatron's f and g). Shoeybi et al. 2019, arXiv:1909.08053; with `sequence`, Korthikanti et al. 2022, arXiv:2205.05198:
 between these regions a rank has a part of each sequence's tokens, and its norms and residuals are of that part alone. With an `exchange` the
-transfers are made beside the products at the regions' borders (`hone.parallel.overlap`).
+transfers are made beside the products at the regions' borders (`hone.parallel.overlap`). Each expert is divided as a feed-forward is; with
+`experts` a rank has its part of some of the experts alone (`hone.train.expert_parallel`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hone.parallel.cut import Cut
 from hone.parallel.overlap import Exchange, gathered_linear, scattered_linear
 from hone.parallel.regions import copied, gathered, scattered, summed
 from hone.train.tensor_parallel.parts import PartDecoder
+from hone.train.tensor_parallel.stacks import expert_cuts, stacks
 
 
 class TensorParallelDecoder(PartDecoder):
@@ -36,18 +38,30 @@ class TensorParallelDecoder(PartDecoder):
     over them. Losses read `vocabulary` (the axis and the first row) and call `head_input`, which has all tokens of a sequence.
     """
 
-    def __init__(self, whole: Decoder, axis: Axis, *, sequence: bool = True, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self,
+        whole: Decoder,
+        axis: Axis,
+        *,
+        sequence: bool = True,
+        exchange: Exchange | None = None,
+        experts: Axis | None = None,
+    ) -> None:
         check_tensor_parallel(whole.config, axis.size, overlap=exchange is not None)
-        super().__init__(whole, whole.config.local(axis.size), axis, _maker(axis, exchange))
-        self.sequence = sequence
+        sharers = 1 if experts is None else experts.size
+        super().__init__(whole, whole.config.local(axis.size), axis, _maker(axis, exchange, sharers))
+        self.sequence, self.experts = sequence, experts
         self._parts: dict[str, Part] = {}
-        self.take(whole, cuts_of(whole.config, axis.index, axis.size))
+        cuts = cuts_of(whole.config, axis.index, axis.size, sharers)
+        self.take(whole, cuts if experts is None else cuts | expert_cuts(whole.config, experts.index, sharers, cuts))
         (first, _), *_ = self.cuts["embed_tokens.weight"].ranges
         self.vocabulary = (axis, first)
         self.embed_tokens.first = first
         enter, leave = self._enter, self._leave
         self.embed_tokens.register_forward_hook(lambda _, __, x: leave(x))
         for layer in self.layers:
+            if getattr(layer.feed_forward, "routed", False):
+                layer.feed_forward.loss_copies = axis.size
             for block in () if exchange is not None else (layer.mixer, layer.feed_forward):
                 block.register_forward_pre_hook(lambda _, given: (enter(given[0]), *given[1:]))
                 block.register_forward_hook(lambda _, __, x: leave(x))
@@ -75,10 +89,16 @@ class TensorParallelDecoder(PartDecoder):
         """There are no logits of the whole vocabulary on one rank."""
         raise AssertionError("a tensor-parallel decoder has no logits: compute a loss from head_input")
 
+    def axes_of(self, name: str) -> tuple[Axis, ...]:
+        """As `PartDecoder.axes_of`."""
+        stack = self.experts is not None and name.rpartition(".")[0] in stacks(self.whole_config)
+        return (self.axis, self.experts) if stack and self.experts is not None else (self.axis,)
+
     def part_of(self, name: str) -> Part | None:
-        """For optimizers that need the whole of weight `name`; None where this rank has all of it."""
+        """For optimizers that need the whole of weight `name`, of a stack that of the experts that this rank has; None where this rank has all of it."""
         if not self._parts:
-            every = [cuts_of(self.whole_config, rank, self.axis.size) for rank in range(self.axis.size)]
+            sharers = 1 if self.experts is None else self.experts.size
+            every = [cuts_of(self.whole_config, rank, self.axis.size, sharers) for rank in range(self.axis.size)]
             for one in set.intersection(*(set(cuts) for cuts in every)):
                 self._parts[one] = Part(tuple(cuts[one] for cuts in every), self.axis)
         return self._parts.get(name)
@@ -162,13 +182,6 @@ def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, 
                     f"{whose}layers.{index} is {block.kind}, which uses its input beside one product: no transfer can be hidden there",
                     fix="set parallelism.enable_async_tensor_parallel: false",
                 )
-    for index in range(config.num_layers):
-        for path, linear in config.linears(index).items():
-            if linear.experts is not None:
-                raise SpecError(
-                    f"{whose}layers.{index}.{path} has experts, which tensor-parallel training does not divide",
-                    fix="set parallelism.tensor_parallel_degree to 1; ddp, zero1 to zero3 and context parallelism train experts",
-                )
     try:
         check_split(config.model_copy(update={"adapters": ()}), degree)  # of adapters `train.adapters.fits` says it
     except SpecError as error:
@@ -191,8 +204,11 @@ def check_tensor_parallel(config: ModelConfig, degree: int, whose: str = "", *, 
         )
 
 
-def cuts_of(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, Cut]:
-    """The parts of the model's parameters that `rank` of `num_ranks` holds; those that are not named here are whole."""
+def cuts_of(config: ModelConfig, rank: int, num_ranks: int, sharers: int = 1) -> dict[str, Cut]:
+    """The parts of the model's parameters that `rank` of `num_ranks` holds; those that are not named here are whole.
+
+    Of experts [E, N, K] it holds the same part of each; `sharers` ranks have E / n of them each, of which the cut is then.
+    """
     found: dict[str, Cut] = {}
     if num_ranks == 1:
         return found
@@ -202,18 +218,20 @@ def cuts_of(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, Cut]:
     for index in range(config.num_layers):
         for path, linear in config.linears(index).items():
             depth = len(config.wrappers(index, path, linear))
-            name, shape = f"layers.{index}.{path}{'.inner' * depth}", (linear.out_features, linear.in_features)
+            stack = () if linear.experts is None else (linear.experts // sharers,)
+            name, axis = f"layers.{index}.{path}{'.inner' * depth}", len(stack)
+            shape = (*stack, linear.out_features, linear.in_features)
             found |= _adapters_cuts(config, index, path, linear, rank, num_ranks) if depth else {}
             if linear.shard == "row":
                 columns = linear.columns(rank, num_ranks)
-                found[f"{name}.weight"] = Cut(shape, 1, ((columns.start, columns.stop),))
+                found[f"{name}.weight"] = Cut(shape, axis + 1, ((columns.start, columns.stop),))
                 if linear.bias and rank == 0:  # added once
-                    found[f"{name}.bias"] = Cut(shape[:1], 0, ((0, shape[0]),))
+                    found[f"{name}.bias"] = Cut(shape[:-1], axis, ((0, linear.out_features),))
             elif linear.shard == "column":
                 ranges = _row_ranges(linear, rank, num_ranks)
-                found[f"{name}.weight"] = Cut(shape, 0, ranges)
+                found[f"{name}.weight"] = Cut(shape, axis, ranges)
                 if linear.bias:
-                    found[f"{name}.bias"] = Cut(shape[:1], 0, ranges)
+                    found[f"{name}.bias"] = Cut(shape[:-1], axis, ranges)
         for path, parameter in config.parameters(index).items():
             if not isinstance(parameter, NormSpec) and parameter.heads is not None:
                 own_rows = parameter.local(rank, num_ranks)
@@ -258,8 +276,10 @@ def _vocabulary_rows(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, i
     return min(vocab_size, rows * rank), min(vocab_size, rows * (rank + 1))
 
 
-def _maker(axis: Axis, exchange: Exchange | None = None) -> Callable[[str, LinearSpec], Any]:
+def _maker(axis: Axis, exchange: Exchange | None = None, sharers: int = 1) -> Callable[[str, LinearSpec], Any]:
     def made(name: str, spec: LinearSpec) -> nn.Module:
+        if spec.experts is not None:
+            spec = replace(spec, experts=spec.experts // sharers)
         if spec.shard == "vocab" and axis.size > 1:
             start, stop = _vocabulary_rows(spec.out_features, axis.index, axis.size)
             if isinstance(spec.reads, Tokens):

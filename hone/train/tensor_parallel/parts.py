@@ -64,13 +64,17 @@ class PartDecoder(Decoder):
     def adopted(self, name: str, parameter: nn.Parameter) -> None:
         """After parameter `name` has got its values, or its place on the meta device."""
 
+    def axes_of(self, name: str) -> tuple[Axis, ...]:
+        """The axes whose ranks have parts of weight `name`."""
+        return (self.axis,)
+
     def part_of(self, name: str) -> Any:
         """For optimizers that need the whole of weight `name`; None where this rank has all that they need."""
         return None
 
     @torch.no_grad()
     def gather(self, part: nn.Module, path: str, dtype: torch.dtype, *, keep: bool) -> nn.Module | None:
-        """The part of the whole decoder at `path` with the weights of all ranks; None unless `keep`. Every rank of the axis calls it.
+        """The part of the whole decoder at `path` with the weights of all ranks; None unless `keep`. Every rank of the axes calls it.
 
         `part` is this rank's, with its weights in `dtype`.
         """
@@ -78,11 +82,11 @@ class PartDecoder(Decoder):
             self._empty.append(unmade(self.whole_config))
         whole, own = copy.deepcopy(self._empty[0].get_submodule(path)), dict(part.named_parameters())
         for name, empty in list(whole.named_parameters()):
-            value, device = own.get(name), next(iter(own.values())).device
+            value, device, whole_name = own.get(name), next(iter(own.values())).device, f"{path}.{name}"
             if value is None:  # another rank has it: a bias
-                value = self._summed(torch.zeros(empty.shape, dtype=dtype, device=device))
+                value = self._summed(whole_name, torch.zeros(empty.shape, dtype=dtype, device=device))
             else:
-                value = self.joined(f"{path}.{name}", value)
+                value = self.joined(whole_name, value)
             if keep:
                 owner, _, last = name.rpartition(".")
                 setattr(whole.get_submodule(owner), last, nn.Parameter(value.detach(), requires_grad=False))
@@ -90,18 +94,19 @@ class PartDecoder(Decoder):
 
     @torch.no_grad()
     def joined(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Parameter `name` with the parts of all ranks, of which `value` is this one's. Every rank of the axis calls it."""
+        """Parameter `name` with the parts of all ranks, of which `value` is this one's. Every rank of the axes calls it."""
         cut = self.cuts.get(name)
         if cut is None:
             return value.detach()
         found = value.new_zeros(cut.shape)
         cut.put(value, found)
-        return self._summed(found)
+        return self._summed(name, found)
 
-    def _summed(self, found: torch.Tensor) -> torch.Tensor:
-        transfer = self.axis.all_reduce(found)
-        if transfer is not None:
-            transfer.wait()
+    def _summed(self, name: str, found: torch.Tensor) -> torch.Tensor:
+        for axis in self.axes_of(name):
+            transfer = axis.all_reduce(found)
+            if transfer is not None:
+                transfer.wait()
         return found
 
 

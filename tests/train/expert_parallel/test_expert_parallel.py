@@ -168,7 +168,6 @@ def test_the_stage_trains_saves_and_resumes(data_folder: Path, tmp_path: Path) -
     [
         ({}, "swiglu", "divides experts, and no layer has any"),
         ({}, {**MOE, "num_experts": 3}, "feed_forward.gate_up has 3 experts, which 2 expert-parallel ranks do not divide evenly"),
-        ({"tensor_parallel_degree": 2}, MOE, "works without tensor parallelism"),
         ({"data_parallel": "local_sgd"}, MOE, "local_sgd works with data-parallel ranks only"),
         ({"data_parallel": {"kind": "zero3", "reshard_after_forward": 2}}, MOE, "reshard_after_forward default, always or never"),
         ({"data_parallel": "zero2", "offload": "host"}, MOE, "works with data-parallel ranks .zero1, zero2, zero3. and context"),

@@ -231,12 +231,13 @@ class Rates:
         """What of the model one rank of tensor or expert parallelism computes."""
         axes, candidate = self.of.product.axes, self.of.candidate
         ranks, divides = axes["tensor"][tensor], axes["experts"][experts]
+        part: ModelDims = candidate.part(ranks)
         if divides > 1:
             from hone.cost.train.experts import part_of
             from hone.train.routing.layouts import expert_params
 
-            return part_of(candidate.dims, expert_params(candidate.config), divides)
-        return candidate.part(ranks)
+            return part_of(part, expert_params(candidate.config.local(ranks)), divides)
+        return part
 
     def held_by_a_rank(self, tensor: int, stages: int, experts: int, layers: int, *, last: bool = True) -> ModelDims:
         """The weights of the rank of a pipeline that has most: `layers` layers and one end, or all."""
