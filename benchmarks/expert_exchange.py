@@ -6,7 +6,9 @@
 One expert multiplies its rows by a number of its own. Rows say GB/s that a rank sends, there and back, of T tokens of D numbers in bfloat16
 that visit k of E experts, with the counts of rows; `of_limit` is the share of the rate of a copy from one GPU to the other,
 measured in the same run. Sizes are exact, for which the host waits, or rows are in rooms of a fixed size, for which it does not
-(`hone.parallel.piece_bound`). `transfers` are those of the rows alone, without counts.
+(`hone.parallel.piece_bound`). `transfers` are those of the rows alone, without counts. On GPUs seconds are those of the GPU for
+some exchanges one after the other, which the host has given to it before it begins, as in a training whose host is ahead; `host_seconds`
+are what it takes the host to give one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.kernels.timing import CLOCK_HZ
 from benchmarks.ranks import on_ranks
 from hone.base.errors import HoneError
 from hone.base.ranks import Mesh
@@ -38,7 +42,8 @@ CASES = [
     (513, 64, 8, 1, 50.0),
 ]
 """Tokens, width, experts, visits a token, and what is added to the scores of the first rank's experts; with 50 the others have no rows."""
-ROUNDS = 12
+ROUNDS, SPELL = 8, 6
+"""Times that are measured, and exchanges of each."""
 
 
 def main() -> None:
@@ -134,7 +139,6 @@ def _timed(
     tokens, width, experts, k, skew = case
     x, ids = _drawn(mesh, device, *case)
     own = experts // mesh.world_size
-    times = []
     exchange.bound.rows = None
     with torch.no_grad():
         _dispatched(exchange, x, ids, experts, roomy=True)[0].arrived(in_pieces=True)
@@ -155,16 +159,9 @@ def _timed(
         sent = exchange.dispatch(rows, ends, room)
         exchange.combine(sent.arrived(in_pieces=True).rows, sent).arrived()
 
-    for _ in range(ROUNDS):
-        dist.barrier(group=grid.ep.group)
-        _wait(device)
-        begun = time.perf_counter()
-        with torch.no_grad():
-            there_and_back()
-        _wait(device)
-        times.append(time.perf_counter() - begun)
+    with torch.no_grad():
+        seconds, host_seconds = (max(mesh.gather(one)) for one in _seconds(there_and_back, grid, device))
     exchange.bound.close()
-    seconds = max(mesh.gather(statistics.median(times)))
     leaving = len(ids.flatten()) - counts[mesh.rank]
     rate = 2 * max(mesh.gather(leaving)) * width * x.element_size() / seconds
     if mesh.leads:
@@ -172,7 +169,7 @@ def _timed(
     skewed = ", most of them to one rank" if skew else ""
     row = {
         "figure": f"rows of experts there and back, {tokens} x {width}, {k} of {experts}{skewed}, {mesh.world_size} ranks: {what}",
-        "value": rate / 1e9, "unit": "GB/s", "n": ROUNDS, "seconds": seconds,
+        "value": rate / 1e9, "unit": "GB/s", "n": ROUNDS, "seconds": seconds, "host_seconds": host_seconds,
     }  # fmt: skip
     return row if link is None else {**row, "of_limit": rate / link}
 
@@ -180,10 +177,13 @@ def _timed(
 def _table(rows: list[dict[str, Any]], link: float) -> None:
     """Prints the rates beside the link's."""
     print(f"\na copy to the next GPU while it copies to this one: {link / 1e9:.1f} GB/s", flush=True)
-    print(f"{'ms':>8} {'GB/s':>7} {'of link':>8}  rows of experts there and back", flush=True)
+    print(f"{'ms':>8} {'host ms':>8} {'GB/s':>7} {'of link':>8}  rows of experts there and back", flush=True)
     for row in rows:
         said = row["figure"].removeprefix("rows of experts there and back, ")
-        print(f"{row['seconds'] * 1e3:>8.3f} {row['value']:>7.1f} {row['of_limit']:>8.1%}  {said}", flush=True)
+        print(
+            f"{row['seconds'] * 1e3:>8.3f} {row['host_seconds'] * 1e3:>8.3f} {row['value']:>7.1f} {row['of_limit']:>8.1%}  {said}",
+            flush=True,
+        )
 
 
 def _link_rate(mesh: Mesh, grid: Grid) -> float | None:
@@ -192,20 +192,33 @@ def _link_rate(mesh: Mesh, grid: Grid) -> float | None:
     if here == there or not torch.cuda.can_device_access_peer(here, there):
         return None
     source, target = (torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{one}") for one in (here, there))
-    times = []
-    for _ in range(ROUNDS):
+    return (1 << 28) / max(mesh.gather(_seconds(lambda: target.copy_(source), grid, f"cuda:{here}")[0]))
+
+
+def _seconds(work: Callable[[], Any], grid: Grid, device: str) -> tuple[float, float]:
+    """(median seconds of `work`, seconds in which the host gives it to the GPU); on a CPU twice the same."""
+    times, host = [], 0.0
+    for turn in range(ROUNDS + 1):
         dist.barrier(group=grid.ep.group)
+        if not device.startswith("cuda"):
+            begun = time.perf_counter()
+            for _ in range(SPELL):
+                work()
+            times.append(time.perf_counter() - begun)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        torch.cuda._sleep(int(1.5 * host * CLOCK_HZ))
+        begin.record()
         begun = time.perf_counter()
-        target.copy_(source)
+        for _ in range(SPELL):
+            work()
+        host = host if turn > 1 else time.perf_counter() - begun  # the first time kernels are compiled
+        end.record()
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return (1 << 28) / max(mesh.gather(statistics.median(times)))
-
-
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    seconds = statistics.median(times[1:]) / SPELL
+    return seconds, host / SPELL or seconds
 
 
 def _arguments() -> argparse.Namespace:

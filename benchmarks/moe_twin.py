@@ -2,6 +2,8 @@
 
     python -m benchmarks.moe_twin --data FOLDER_OR_TAR_XZ --out OUT --minutes 8    # on the machine with a GPU; writes OUT/result.json
     python -m benchmarks.moe_twin --page OUT/result.json                           # here: the table of docs/moe.md, benchmarks/ledger/moe_twin.jsonl
+    python -m benchmarks.moe_twin --data FOLDER --out OUT --minutes 1 --scratch --first-seed 1 --seeds 1    # one seed, nothing upcycled
+    python -m benchmarks.moe_twin --page OUT0/result.json --and OUT1/result.json   # of such runs of several processes: another table
     python -m benchmarks.moe_twin --data FOLDER --out OUT --small                  # the same on a CPU in seconds: nothing of it is a figure
 
 `--data` is a finished data stage, or an archive of its folder `tokens` alone (`tar c tokens | xz`). Every arm of a seed reads the same
@@ -18,6 +20,7 @@ import statistics
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from hone.train.schedules.wsd import WarmupStableDecay
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "moe.md"
 BEGIN, END = "<!-- moe_twin: written by `python -m benchmarks.moe_twin --page` -->\n", "<!-- end -->"
+SCRATCH_BEGIN = "<!-- moe_twin from scratch: written by `python -m benchmarks.moe_twin --page` -->\n"
 SIZES: dict[str, int] = {
     "hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536,
     "num_experts": 12, "granularity": 2, "seq_len": 512, "batch_size": 64, "val_sequences": 1024,
@@ -177,7 +181,8 @@ class Twins:
                 row["time_s"] for row in self.fit(trainer, 0, 0, TRIAL_STEPS)[-TRIAL_STEPS // 2 :]
             )
         left = 60 * self.options.minutes - (time.monotonic() - self.begun)
-        fits = int(0.8 * left / self.options.seeds / (pace[DENSE] + 2 * pace[SCRATCH]))
+        experts = 1 if self.options.scratch else 2
+        fits = int(0.8 * left / self.options.seeds / (pace[DENSE] + experts * pace[SCRATCH]))
         self.steps = max(20, min(self.steps or fits, fits) // 2 * 2)
         self.say(f"{self.steps} steps; one takes {pace[DENSE]:.4f} s dense, {pace[SCRATCH]:.4f} s with experts")
 
@@ -185,7 +190,7 @@ class Twins:
         """Every arm of one seed."""
         self.run(DENSE, seed, self.made(DENSE, seed), 0)
         half, small = self.steps // 2, self.folder / f"half-{seed}"
-        for arm, anew in ((UPCYCLED, 0.0), (DROPPED, 0.5)):
+        for arm, anew in () if self.options.scratch else ((UPCYCLED, 0.0), (DROPPED, 0.5)):
             self.run(arm, seed, self.upcycle(small, anew, seed), half)
         self.run(SCRATCH, seed, self.made(SCRATCH, seed), 0)
 
@@ -200,7 +205,7 @@ def measured(options: argparse.Namespace) -> None:
             options.data = Path(scratch)
         twins = Twins(options, Path(scratch))
         twins.choose_steps()
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             twins.seed(seed)
     print(table(json.loads((options.out / "result.json").read_text())))
 
@@ -252,13 +257,18 @@ def words(result: dict[str, Any]) -> str:
     where = machine["gpus"][0]["name"] if machine.get("gpus") else machine["cpu"]
     begun = {arm: [run["val_loss_at_start"] for run in runs if run["arm"] == arm] for arm in (UPCYCLED, DROPPED)}
     halves = [run["val_loss_at_half"] for run in runs if run["arm"] == DENSE]
-    jump = max(abs(one - other) for one, other in zip(begun[UPCYCLED], halves, strict=False))
+    upcycled = ""
+    if begun[UPCYCLED]:
+        jump = max(abs(one - other) for one, other in zip(begun[UPCYCLED], halves, strict=False))
+        upcycled = (
+            f"Upcycled ones begin at the dense model's half: their loss differs there by at most {jump:.1e} nats, with half of each "
+            f"expert's channels drawn anew it is {statistics.fmean(begun[DROPPED]) - statistics.fmean(halves):+.3f}. "
+        )
     return (
         f"**Measured** against a dense twin of as many FLOPs a token, on {where}: {result['steps']} steps of {each:,} tokens ({result['steps'] * each / 1e6:.0f} M of {result['train_tokens'] / 1e6:.0f} M), "
         f"{result['text'] or 'text'}; AdamW at {result['lr']:g}, constant, the last {DECAY:.0%} of the steps down to 0; {seeds} seeds, least and most. "
         f"{sizes['num_experts']} experts of 1/{sizes['granularity']} of the dense width, {sizes['granularity']} a token, `aux_loss` of {BALANCE[0]['weight']}: "
-        f"{flops[SCRATCH] / flops[DENSE]:.3f} times the dense model's FLOPs a token. Upcycled ones begin at the dense model's half: their loss differs there by "
-        f"at most {jump:.1e} nats, with half of each expert's channels drawn anew it is {statistics.fmean(begun[DROPPED]) - statistics.fmean(halves):+.3f}. "
+        f"{flops[SCRATCH] / flops[DENSE]:.3f} times the dense model's FLOPs a token. {upcycled}"
         f"Busiest / mean is that of the worst layer, over the last {LAST} steps."
     )
 
@@ -290,10 +300,24 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def write_page(path: Path, *, keep: bool = True) -> None:
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """The results of several processes of other seeds as one: as many steps of the same sizes of the same data."""
+    found, *others = (json.loads(path.read_text(encoding="utf8")) for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        apart = [name for name in ("sizes", "steps", "lr", "models", "train_tokens") if found[name] != other[name]]
+        if apart or {run["seed"] for run in found["runs"]} & {run["seed"] for run in other["runs"]}:
+            raise SystemExit(
+                f"{path} and {paths[0]} differ in {', '.join(apart)}" if apart else f"{path} has a seed again"
+            )
+        found["runs"] += other["runs"]
+    return found
+
+
+def write_page(*paths: Path, keep: bool = True) -> None:
     """Puts the table into docs/moe.md and, with `keep`, the rows into the ledger."""
-    result = json.loads(path.read_text(encoding="utf8"))
-    ledger.put_between(PAGE, BEGIN, END, f"{words(result)}\n\n{table(result)}\n\n")
+    result = merged(paths)
+    begin = BEGIN if any(run["arm"] == UPCYCLED for run in result["runs"]) else SCRATCH_BEGIN
+    ledger.put_between(PAGE, begin, END, f"{words(result)}\n\n{table(result)}\n\n")
     if keep:
         print(ledger.append("moe_twin", rows(result), stamp=result["stamp"]))
 
@@ -313,6 +337,7 @@ def parser_of(text: str, minutes: float) -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.set_defaults(first_seed=0, scratch=False)
     return parser
 
 
@@ -327,9 +352,14 @@ def sized(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """See the module."""
     parser = parser_of(__doc__ or "", minutes=8)
+    parser.add_argument("--scratch", action="store_true", help="nothing upcycled")
+    parser.add_argument("--first-seed", type=int)
+    parser.add_argument(
+        "--and", dest="others", type=Path, nargs="+", default=[], help="with --page: results of other seeds"
+    )
     options = parser.parse_args(arguments)
     if options.page:
-        write_page(options.page)
+        write_page(options.page, *options.others)
         return
     sized(parser, options)
     measured(options)

@@ -32,6 +32,7 @@ def rows(limit: Ceilings) -> list[dict[str, Any]]:
     for kind in ("bf16", "int4"):
         found += layer_rows(limit, kind, (1, 8, 64, 256), (128, 8, 2048, 768), ranks=2)
     found += layer_rows(limit, "mxfp4", (1, 8, 64, 256), (32, 4, 2880, 2880))
+    found += prompt_rows(limit, "mxfp4", (512, 1024, 2048, 4096, 8192), (32, 4, 2880, 2880))
     return found + permute_rows(limit, 8192, 8, 128, 2048)
 
 
@@ -78,6 +79,33 @@ def layer_rows(
         name = f"layer of {experts} experts of {inner} x {width}, {top_k} a token, {kind}, batch {batch}"
         name += f", the part of one of {ranks} ranks" if ranks > 1 else ""
         found.append(row(name, taken[0], amount=visited * size, unit="TB/s", ceiling=limit.read, **peer))
+    return found
+
+
+def prompt_rows(
+    limit: Ceilings, kind: str, batches: tuple[int, ...], sizes: tuple[int, int, int, int]
+) -> list[dict[str, Any]]:
+    """A layer of experts of codes in prompts, which are widened once for all rows, of the rate of dense products. The peer is hone's
+    other way, in which each tile of rows widens them for itself. `sizes` are those of `layer_rows`."""
+    experts, top_k, width, inner = sizes
+    gate_up, down = _coded(kind, experts, 2 * inner, width), _coded(kind, experts, width, inner)
+    router, limited = torch.randn(experts, width, **BF16) / 30, 7.0 if kind == "mxfp4" else None
+    found = []
+    for batch in batches:
+        x = torch.randn(batch, width, **BF16)
+        ids, shares = choose_experts(x, router, top_k)
+
+        def layer(backend: str, x: torch.Tensor = x, ids: torch.Tensor = ids, shares: torch.Tensor = shares) -> None:
+            expert_swiglu(x, ids, shares, gate_up, down, limit=limited, backend=backend)
+
+        once, each = interleaved([partial(layer, "grouped"), partial(layer, "triton")])
+        found.append(
+            row(
+                f"experts of a layer of {experts} of {inner} x {width}, {top_k} a token, {kind}, {batch} tokens: codes widened once",
+                once, amount=2 * batch * top_k * 3 * inner * width, unit="TFLOP/s", ceiling=limit.gemm,
+                peer="each tile of rows widens codes for itself", peer_seconds=each,
+            )
+        )  # fmt: skip
     return found
 
 
