@@ -135,12 +135,13 @@ def serve_bytes(
     dtype: str = "float32",
     device: str = "cpu",
     compiled: bool = False,
+    widened_bytes: float = 0.0,
 ) -> Estimate:
     """Growth of memory at the peak of serving: weights (0 if loaded before), the page pool, one step's activations.
 
     `max_tokens` is the most tokens of one step, `max_num_seqs` the sequences whose logits are computed in it,
     `context_tokens` the cached positions, over all sequences, that a step's attention gathers. `compiled`: decode steps on a
-    CPU are compiled, which brings the compiler into memory.
+    CPU are compiled, which brings the compiler into memory. `widened_bytes`: codes of experts that a step widens at a time.
     """
     width = BYTES[dtype]
     step = forward_bytes(dims, tokens=max_tokens, dtype=dtype, context_tokens=context_tokens)
@@ -148,7 +149,8 @@ def serve_bytes(
     logits = max_num_seqs * dims.vocab_size * (width + 3 * 4)
     fixed = {"weights": weights_bytes, "pages": kv_bytes}
     code = FORWARD_TOUCHED + (COMPILER_BYTES if compiled else 0)
-    return _sum_up(fixed, {"a step's activations": step, "logits": logits}, FORWARD_GAPS * step, code, device)
+    moving = {"a step's activations": step, "widened experts": widened_bytes, "logits": logits}
+    return _sum_up(fixed, moving, FORWARD_GAPS * step, code, device)
 
 
 def score_bytes(

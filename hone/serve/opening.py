@@ -33,7 +33,7 @@ from hone.serve.paging.scales import cache_format, check_on, take_scales
 from hone.serve.planning import budget_on, pages_bytes, serving_of
 from hone.serve.runner import Runner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, kept_of, sized, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, kept_of, sized, widens_experts, work_bytes
 from hone.serve.spec import EngineSpec
 from hone.serve.speculation.drafter import Drafter, DraftSetting, Proposer
 
@@ -101,7 +101,7 @@ def open_parts(
         one += page_bytes(drafted, size, draft_name)
     if heads is not None:
         one += heads_bytes(heads, size)
-    work = work_bytes(model.config.dims(), spec, weights, str(device))
+    work = work_bytes(model.config.dims(), spec, weights, str(device), widens=widens_experts(model, device))
     if drafter is not None:  # a draft model may be given beside the spec
         check_scheduling(spec)
         check_combination(spec.model_copy(update={"drafter": drafter}))

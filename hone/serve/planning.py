@@ -36,7 +36,16 @@ from hone.serve.kv_policies.policy import check_bits
 from hone.serve.offload.budget import MemoryBudget, budget_of, check_cached, expert_bytes
 from hone.serve.paging.cache import cache_tensors, has_softcap
 from hone.serve.paging.scales import CacheFormat, cache_format, check_format
-from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, step_threads, work_bytes
+from hone.serve.sizing import (
+    DeviceMemory,
+    cache_pages,
+    kept_of,
+    sized,
+    step_threads,
+    widened_bytes,
+    will_widen,
+    work_bytes,
+)
 from hone.serve.spec import EngineSpec
 
 
@@ -77,7 +86,8 @@ def estimates(
     longest = spec.max_model_len or models[0].config.max_seq_len
     adapters = adapter_work(spec, models[0], formats[0])
     weights += 0.0 if adapters is None else adapters.held_bytes
-    work = work_bytes(dims, spec, formats[0], machine.device)
+    widens = will_widen(models[0].loaded_bytes(formats[0]), dims, formats[0], machine)
+    work = work_bytes(dims, spec, formats[0], machine.device, widens=widens)
     memory = DeviceMemory.of(machine)
     if not machine.device.startswith("cuda"):  # all ranks share it
         memory = memory._replace(free=memory.free / spec.num_ranks)
@@ -99,6 +109,7 @@ def estimates(
         num_pages=pages,
         page_bytes=one,
         sample_tokens=SAMPLE_TOKENS * NUM_SAMPLES + traffic.outputs[0],
+        widened_bytes=widened_bytes(dims, spec.max_num_batched_tokens, formats[0]) if widens else 0.0,
     )
     return estimate(measured, machine)
 

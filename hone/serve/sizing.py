@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from torch import nn
 
 from hone.base.errors import FitError
 from hone.base.figure import human_bytes
 from hone.cost.dims import ModelDims
-from hone.cost.memory import serve_bytes
+from hone.cost.memory import BYTES, serve_bytes
 from hone.measure.machine import Machine
 from hone.model.config import ModelConfig
+from hone.model.linear import ExpertLinears
+from hone.ops.dispatch import locate
+from hone.ops.moe.rules import WIDENED_BYTES, WIDENED_FROM
 from hone.serve import KV_POLICIES
 from hone.serve.kv_policies.policy import KeptTokens, KVPolicy
 from hone.serve.spec import EngineSpec
@@ -129,11 +133,34 @@ def cache_pages(
     return count
 
 
-def work_bytes(dims: ModelDims, spec: EngineSpec, dtype: str, device: str) -> float:
-    """Peak bytes of one step of a `sized` engine beside weights and cache."""
+def work_bytes(dims: ModelDims, spec: EngineSpec, dtype: str, device: str, *, widens: bool = False) -> float:
+    """Peak bytes of one step of a `sized` engine beside weights and cache; `widens`: see `widened_bytes`."""
     assert spec.max_num_seqs is not None and spec.max_num_batched_tokens is not None, "sized() fills both in"
     tokens, seqs = spec.max_num_batched_tokens, spec.max_num_seqs
-    return serve_bytes(dims, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device).value
+    widened = widened_bytes(dims, tokens, dtype) if widens else 0.0
+    return serve_bytes(
+        dims, max_tokens=tokens, max_num_seqs=seqs, dtype=dtype, device=device, widened_bytes=widened
+    ).value
+
+
+def widened_bytes(dims: ModelDims, tokens: int, dtype: str) -> float:
+    """Bytes of experts' codes that a step of `tokens` widens at a time, on a GPU that does so: gates and ups, two thirds of a layer's experts,
+    or as many of them as are widened together."""
+    each = (one.routed.params * 2 / 3 for one in dims.layers if tokens * one.routed.share > WIDENED_FROM)
+    return min(WIDENED_BYTES, BYTES[dtype] * max(each, default=0.0))
+
+
+def widens_experts(model: nn.Module, device: torch.device) -> bool:
+    """Whether `model` on `device` has experts of codes that steps of many tokens widen (`hone.ops.expert_swiglu`)."""
+    codes = (one.at_once() is not None for one in model.modules() if isinstance(one, ExpertLinears))
+    return device.type == "cuda" and any(codes) and locate(device).runs_gluon
+
+
+def will_widen(stored: float, dims: ModelDims, dtype: str, machine: Machine) -> bool:
+    """As `widens_experts`, of a model that takes `stored` bytes: if experts were dense, it would take more."""
+    experts = sum(one.routed.params for one in dims.layers)
+    codes = stored < BYTES[dtype] * (dims.num_params - experts / 4)
+    return machine.device.startswith("cuda") and bool(experts) and codes and machine.gpus[0].capability == "9.0"
 
 
 def check_weights(folder: str, needed: int, device: torch.device) -> None:

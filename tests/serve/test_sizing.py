@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hone.base.errors import FitError, SpecError
+from hone.cost.dims import ModelDims
 from hone.measure.machine import Gpu, Machine, describe
+from hone.model.shape import Shape
 from hone.serve import sizing
 from hone.serve.engine import Engine
 from hone.serve.http import ServerSpec
@@ -110,3 +112,31 @@ def test_more_pages_than_memory_fail_at_once():
     with pytest.raises(FitError, match=r"100000000 pages of 1.0 MiB are .* cpu has .* free") as caught:
         cache_pages(EngineSpec(num_pages=100_000_000), 1 << 20, CPU, 512)
     assert "engine.num_pages=" in caught.value.fix
+
+
+def test_steps_that_widen_experts_have_room_for_it():
+    """Gates and ups of all experts where they are few, 256 MiB where they are more, nothing up to 80 visits an expert or elsewhere."""
+    sizes = {
+        "hidden_size": 2880,
+        "num_layers": 2,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "max_seq_len": 8192,
+    }
+
+    def dims(width: int) -> ModelDims:
+        moe = {"kind": "moe", "num_experts": 32, "intermediate_size": width, "router": {"kind": "softmax", "top_k": 4}}
+        return Shape(**sizes, intermediate_size=width, feed_forward=("swiglu", moe)).config(1000).dims()
+
+    wide, narrow = dims(2880), dims(64)
+    assert [sizing.widened_bytes(wide, tokens, "bfloat16") for tokens in (1, 640, 641)] == [0, 0, 256 << 20]
+    assert sizing.widened_bytes(narrow, 8192, "bfloat16") == pytest.approx(2 * 32 * 2 * 64 * 2880)
+    hopper, spec = machine("cuda", gpu_bytes=80 << 30), EngineSpec(max_num_seqs=8, max_num_batched_tokens=8192)
+    plain, more = (sizing.work_bytes(wide, spec, "bfloat16", "cuda", widens=one) for one in (False, True))
+    assert more - plain == 256 << 20
+    codes, dense = 2 * wide.num_params - wide.layers[1].routed.params, 2 * wide.num_params
+    older = hopper.model_copy(update={"gpus": (hopper.gpus[0].model_copy(update={"capability": "8.0"}),)})
+    assert sizing.will_widen(codes, wide, "bfloat16", hopper) and not sizing.will_widen(dense, wide, "bfloat16", hopper)
+    assert not any(sizing.will_widen(codes, wide, "bfloat16", one) for one in (older, machine()))
+    assert not sizing.widens_experts(decoder(), torch.device("cuda"))

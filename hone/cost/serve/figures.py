@@ -33,6 +33,8 @@ class Measured:
     page_bytes: int
     sample_tokens: int
     """Tokens that are written one sequence at a time."""
+    widened_bytes: float = 0.0
+    """Codes of experts that a step widens at a time."""
 
 
 def estimate(run: Measured, machine: Machine) -> dict[str, Estimate]:
@@ -71,6 +73,7 @@ def growth_bytes(run: Measured, machine: Machine) -> Estimate:
         dtype=run.serving.dtype,
         device=machine.device,
         compiled=run.serving.compiled,
+        widened_bytes=run.widened_bytes,
     )
 
 

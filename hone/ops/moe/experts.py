@@ -19,6 +19,7 @@ from hone.ops.linear.codes import KINDS
 from hone.ops.moe import reference
 from hone.ops.moe.api import _list_op, grouped_linear, permute, unpermute
 from hone.ops.moe.local import LocalExperts
+from hone.ops.moe.rules import WIDENED_BYTES
 from hone.ops.moe.weights import ExpertWeights, Rounding, check_weights
 
 
@@ -122,10 +123,6 @@ def expert_swiglu(
         made = _product(inner_rows if rounding is None else reference.rounded(inner_rows, rounding), down, ends)
         return unpermute(made, place, weights, ends=ends if some else None)
     return reference.expert_swiglu(x, ids, weights, gate_up, down, limit, alpha, rounding)
-
-
-WIDENED_BYTES = 256 << 20
-"""Most bytes of codes that are widened at a time, but for one expert."""
 
 
 def _product(rows: Tensor, weights: ExpertWeights, ends: Tensor) -> Tensor:

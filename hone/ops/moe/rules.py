@@ -10,6 +10,9 @@ from hone.ops.where import Choice, Where
 WIDENED_FROM = 80
 """Visits an expert from which codes are widened once before the product: before, each tile of rows widens them for itself."""
 
+WIDENED_BYTES = 256 << 20
+"""Most bytes of codes that are widened at a time, but for one expert."""
+
 
 def grouped_linear(
     where: Where, *, dtype: torch.dtype, num_rows: int, num_experts: int, sizes: tuple[int, int], grad: bool

@@ -58,7 +58,7 @@ def open_simulation(
     """
     from hone.cost.serve.offload import ExpertCopies
     from hone.serve.planning import HELD_24, budget_on, expert_copies, of_a_rank, pages_bytes, serving_of, sparse_saving
-    from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, work_bytes
+    from hone.serve.sizing import DeviceMemory, cache_pages, kept_of, sized, will_widen, work_bytes
 
     _followed(spec)
     if spec.tensor_parallel_size > 1 and machine.num_ranks == 1:
@@ -83,7 +83,9 @@ def open_simulation(
         )
     assert spec.max_num_batched_tokens is not None and spec.max_num_seqs is not None, "sized() fills both in"
     most = kept.most_pages(longest, spec.max_num_batched_tokens, spec.block_size)
-    work = work_bytes(part.config.dims(), spec, dtype, machine.device)
+    dims = part.config.dims()
+    widens = will_widen(part.loaded_bytes(dtype), dims, dtype, machine)
+    work = work_bytes(dims, spec, dtype, machine.device, widens=widens)
     pages = cache_pages(sizes, one, DeviceMemory.of(machine), most * spec.block_size, weights=weights, work=work)
     serving = serving_of(spec, part, machine, copies if budget is None else budget.offload)
     if machine.device.startswith("cuda") and machine.elsewhere:

@@ -36,7 +36,7 @@ from hone.serve.ranks.links import Links, Spawn, spawn
 from hone.serve.ranks.order import WorkerOrder
 from hone.serve.ranks.runner import LeadRunner, RankRunner
 from hone.serve.sampler import Sampler
-from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, work_bytes
+from hone.serve.sizing import DeviceMemory, cache_pages, check_weights, widens_experts, work_bytes
 from hone.serve.spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def open_rank(folder: Path, spec: EngineSpec, place: Place, device: torch.device
     memory = DeviceMemory.now(device)
     if device.type == "cpu":  # all ranks share it
         memory = memory._replace(free=memory.free / place.world_size)
-    work = work_bytes(model.config.dims(), spec, _name(model.dtype), str(device))
+    widens = widens_experts(model, device)
+    work = work_bytes(model.config.dims(), spec, _name(model.dtype), str(device), widens=widens)
     num_pages = cache_pages(spec, page_bytes(tensors, spec.block_size, _name(kept)), memory, longest, work=work)
     return OpenRank(model, spec, device, tensors, kept, longest, num_pages, note, placing)
 
