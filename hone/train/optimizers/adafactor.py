@@ -118,7 +118,7 @@ def norms(entry: Entry) -> tuple[Tensor | None, Tensor | None, Tensor]:
         return rows, columns, norm
     if rows is None or columns is None:
         return None, None, part.add(norm.square()).sqrt()
-    (num_rows, num_columns), axis, ranges = part.cut
+    (num_rows, num_columns), axis, ranges, _ = part.cut
     message = grad.new_zeros(num_rows + num_columns + 1)
     message[-1] = norm.square()
     if axis == 0:
