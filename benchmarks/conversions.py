@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--no-ledger", action="store_true")
     arguments = parser.parse_args()
     if arguments.file:
-        stamp, rows = ledger.Kept.read(arguments.file)
+        stamp, found = ledger.Kept.read(arguments.file)
+        rows = [*{row["figure"]: row for row in found}.values()]  # the newest of each: a row comes again with each seed
         print(ledger.table(rows), ledger.append("conversions", rows, stamp=stamp), sep="\n")
         return
     if not all((arguments.model, arguments.text, arguments.held_out, arguments.part)):
@@ -75,15 +76,15 @@ def main() -> None:
     kept = ledger.Kept(arguments.out, arguments.device, arguments.commit) if arguments.out else None
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         bench = Bench(Path(scratch), arguments)
-        rows = []
+        rows = {}
         for row in getattr(bench, arguments.part)():
             print(json.dumps({name: row[name] for name in ("figure", "value", "note")}), flush=True)
-            rows.append(row)
+            rows[row["figure"]] = row
             if kept:
                 kept.add(row)
-    print(ledger.table(rows), flush=True)
+    print(ledger.table([*rows.values()]), flush=True)
     if not (arguments.no_ledger or kept):
-        ledger.append("conversions", rows, arguments.device)
+        ledger.append("conversions", [*rows.values()], arguments.device)
 
 
 class Bench:
@@ -157,7 +158,7 @@ class Bench:
         length: int | None = None,
         lost_from: float | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """The rows of one conversion. `length`: tokens of the sequences, else as trained; `lost_from`: the given model's loss at it."""
+        """The rows of one conversion; those of healing again after each seed, of all until then. `length`: tokens of the sequences, else as trained; `lost_from`: the given model's loss at it."""
         if not re.search(self.arguments.only, name) or self.late(name):
             return
         out = self.folder / "compress-arm"
@@ -166,30 +167,30 @@ class Bench:
         kept = made.figures.get("kv_bytes_per_token")
         note = f"{made.figures['time_s'].value:.3g} s" + (f"; {kept.value:g} B a token in the cache" if kept else "")
         yield self.row(step["kind"], f"held-out loss, {name}", cost, note)
-        base = self.whole if lost_from is None else lost_from
         for objective in objectives or [] if self.arguments.tokens else []:
             losses, begun = [], time.perf_counter()
             for seed in range(self.arguments.seeds):
-                if not self.late(f"{name}, healed, seed {seed}"):
-                    losses.append(self.loss(self.heal(objective, out, seed, length or self.arguments.seq_len), length))
-            if not losses:
-                continue
-            part = self.arguments.tokens / (self.arguments.trained_tokens or float("nan"))
-            share = f" ({part:.1%} of the first training)" if self.arguments.trained_tokens else ""
-            how = f"{name}, healed by {objective['kind']} with {self.arguments.tokens} tokens{share}"
-            said = f"seeds {losses}; lr {self.arguments.lr:g}; {time.perf_counter() - begun:.3g} s"
-            yield self.row(step["kind"], f"held-out loss, {how}", statistics.fmean(losses), said, losses)
-            if lost_from is None:
-                shares = [(cost - one) / (cost - base) for one in losses]
-                yield {
-                    **self.row(
-                        step["kind"], f"healed share of the lost loss, {how}", statistics.fmean(shares), said, shares
-                    ),
-                    "unit": "of the lost loss",
-                    "peer_value": None,
-                    "ratio": None,
-                }
+                if self.late(f"{name}, healed, seed {seed}"):
+                    break
+                losses.append(self.loss(self.heal(objective, out, seed, length or self.arguments.seq_len), length))
+                said = f"seeds {losses}; lr {self.arguments.lr:g}; {time.perf_counter() - begun:.3g} s"
+                yield from self.healed(f"{name}, healed by {objective['kind']}", step, losses, said, cost, lost_from)
         shutil.rmtree(out)
+
+    def healed(
+        self, name: str, step: dict[str, Any], losses: list[float], said: str, cost: float, lost_from: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of the `losses` after healing, one a seed, of what a conversion `cost`."""
+        part = self.arguments.tokens / (self.arguments.trained_tokens or float("nan"))
+        share = f" ({part:.1%} of the first training)" if self.arguments.trained_tokens else ""
+        how = f"{name} with {self.arguments.tokens} tokens{share}"
+        yield self.row(step["kind"], f"held-out loss, {how}", statistics.fmean(losses), said, losses)
+        if lost_from is None:
+            shares = [(cost - one) / (cost - self.whole) for one in losses]
+            row = self.row(
+                step["kind"], f"healed share of the lost loss, {how}", statistics.fmean(shares), said, shares
+            )
+            yield {**row, "unit": "of the lost loss", "peer_value": None, "ratio": None}
 
     def late(self, name: str) -> bool:
         """Whether an arm is left out because time is up."""

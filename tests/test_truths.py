@@ -31,6 +31,20 @@ def test_recovered_shares_are_of_either_loss():
     assert of_given["interval"] == pytest.approx(T_95 * 0.1 / 3**0.5)
 
 
+def test_a_run_that_was_cut_has_rows_of_what_ended(capsys):
+    found = {
+        qat.FLOATS: {0: {"given, None": 1.0, "given, row": 2.0, "trained": 1.5, "trained, row": 2.5}},
+        "rounded, row": {0: {"trained": 1.5}, 1: {"trained": 1.4}},
+        "rounded and taught, row": {1: {"trained": 1.4}},
+    }
+    (of_given,) = qat.rows(found, header(qat))
+    assert of_given["value"] == pytest.approx(0.55) and of_given["n"] == 2
+    assert "no row of rounded and taught, row: seeds [1]" in capsys.readouterr().out
+    found[qat.FLOATS][1] = {**found[qat.FLOATS][0], "trained, row": 2.4}
+    _, of_floats = qat.rows(found, header(qat))
+    assert of_floats["value"] == pytest.approx((1.0 + 1.0 / 0.9) / 2)
+
+
 def test_differences_are_of_the_same_seed():
     plain = {seed: {"loss": 3.0 + seed, "kl": 1.0, "own_kl": 2.0} for seed in range(3)}
     other = {seed: {"loss": 2.5 + seed, "kl": 1.0, "own_kl": 1.0} for seed in range(3)}
@@ -63,7 +77,7 @@ def test_the_growth_of_a_reward_and_margins_have_intervals():
 def test_files_of_runs_become_rows_and_failures_do_not(tmp_path, monkeypatch, capsys):
     file = tmp_path / "runs.jsonl"
     lines = [header(rewards)] + [{"arm": rewards.SMALL, "seed": seed, "before": 0.1, "after": 0.2} for seed in (0, 1)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"arm": "cut in the mid')
     monkeypatch.setattr(ledger, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "argv", ["rewards", "--from", str(file), "--name", "other"])
     common.main(rewards, "truths", rewards.options)

@@ -61,7 +61,7 @@ def main(module: ModuleType, name: str, more: Callable[[argparse.ArgumentParser]
             options.scratch = Path(scratch)
             measured(module, options)
         return
-    parts = [[json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] for file in options.files]
+    parts = [_lines(file) for file in options.files]
     header, lines = parts[0][0], [line for part in parts for line in part[1:]]
     if any(part[0]["sizes"] != header["sizes"] for part in parts):
         parser.error(f"{', '.join(map(str, options.files))} are of different sizes")
@@ -87,6 +87,7 @@ def measured(module: ModuleType, options: argparse.Namespace) -> None:
     tasks.sort(key=lambda one: -getattr(module, "COSTS", {}).get(one[1], 0))  # the longest ones first
     with options.out.open("w", encoding="utf8") as file:
         file.write(json.dumps({"stamp": stamp, "sizes": sizes, "model": options.model.name}) + "\n")
+        file.flush()
         with multiprocessing.get_context("forkserver").Pool(options.workers) as pool:
             for line in pool.imap_unordered(_one, tasks):
                 file.write(json.dumps(line) + "\n")
@@ -108,6 +109,14 @@ def _one(task: tuple[str, str, int, argparse.Namespace]) -> dict[str, Any]:
     return line | {"s": time.perf_counter() - begun}
 
 
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Its lines, without a last one that a run was cut in."""
+    whole = file.read_text(encoding="utf8").rpartition("\n")[0]
+    if not whole:
+        raise SystemExit(f"{file} has no run: it was cut before one began")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def found_of(lines: Sequence[dict[str, Any]]) -> Found:
     """The lines by arm and seed. Raises SystemExit for one that failed."""
     found: Found = {}
@@ -119,9 +128,24 @@ def found_of(lines: Sequence[dict[str, Any]]) -> Found:
     return found
 
 
-def values_of(found: Found, arm: str, figure: str) -> list[float]:
-    """A figure of an arm, in the order of seeds."""
-    return [found[arm][seed][figure] for seed in sorted(found[arm])]
+def values_of(found: Found, arm: str, figure: str, *beside: str) -> list[float]:
+    """A figure of an arm, in the order of seeds: of those that the arms `beside` have, too."""
+    return [found[arm][seed][figure] for seed in seeds_of(found, arm, *beside)]
+
+
+def seeds_of(found: Found, *arms: str) -> list[int]:
+    """The seeds that all `arms` have: a run that was cut has more of some than of others."""
+    return sorted(set.intersection(*(set(found.get(arm, {})) for arm in arms)))
+
+
+def enough(found: Found, *arms: str) -> bool:
+    """Whether all `arms` have two seeds in common, without which there is no interval; says so of those that have not."""
+    if len(seeds_of(found, *arms)) > 1:
+        return True
+    print(
+        f"no row of {arms[0]}: seeds {seeds_of(found, arms[0])}, {len(seeds_of(found, *arms))} of them beside what it is compared with"
+    )
+    return False
 
 
 def dtype_of(options: argparse.Namespace) -> tuple[str, torch.dtype]:

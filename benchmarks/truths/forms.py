@@ -123,7 +123,7 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
     sizes, made = header["sizes"], []
     what = f"{sizes['steps']} steps of {sizes['rows_a_step']} x {sizes['seq_len']} tokens after {sizes['start_steps']} plain ones, lr {sizes['lr']:g}"
     beside = {ON_POLICY: "reverse KL", ON_OWN: ON_DATA}
-    for arm in (one for one in ARMS if len(found.get(one, {})) > 1):
+    for arm in (one for one in ARMS if one in found and common.enough(found, one)):
         for name, said in NAMES.items():
             values = common.values_of(found, arm, name)
             row = {
@@ -132,10 +132,10 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
             }  # fmt: skip
             peers = [PLAIN] if arm != PLAIN else []
             peers += [beside[arm]] if name == "own_kl" and arm in beside else []
+            peers = [peer for peer in peers if peer in found and common.enough(found, arm, peer)]
             for peer in peers:
-                both = sorted(found[arm].keys() & found[peer].keys())
-                other = [found[peer][seed][name] for seed in both]
-                apart = paired(other, [found[arm][seed][name] for seed in both])
+                other = common.values_of(found, peer, name, arm)
+                apart = paired(other, common.values_of(found, arm, name, peer))
                 row |= {"peer": peer, "peer_value": statistics.fmean(other), "difference": apart.by}
                 made.append({**row, "difference_interval": apart.half})
             if not peers:

@@ -95,7 +95,7 @@ def measure(arm: str, seed: int, options: argparse.Namespace) -> dict[str, float
 def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
     """Margin and accuracy on held-out pairs."""
     sizes, made = header["sizes"], []
-    for arm in found:
+    for arm in (one for one in found if common.enough(found, one)):
         for name, said, unit in (
             ("val_margin", "margin", "nats"),
             ("val_accuracy", "chosen answer preferred", "of pairs"),

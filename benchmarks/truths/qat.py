@@ -83,15 +83,21 @@ def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
     """Two rows for each arm that trains with rounded weights: what it recovers of either loss."""
     sizes, made = header["sizes"], []
     for arm in found:
-        if arm == FLOATS:
+        if arm == FLOATS or not common.enough(found, arm) or FLOATS not in found:
             continue
         grid, lr = arm.rpartition(", ")[2], sizes["taught_lr" if "taught" in arm else "lr"]
         what = f"{sizes['steps']} steps of {sizes['rows_a_step']} x {sizes['seq_len']} tokens, lr {lr:g}"
-        after = common.values_of(found, arm, "trained")
-        for told, whole, cost in (
-            ("the given model", common.values_of(found, FLOATS, "given, None"), common.values_of(found, FLOATS, f"given, {grid}")),
-            ("the model of as many steps in floats", *(common.values_of(found, FLOATS, name) for name in ("trained", f"trained, {grid}"))),
-        ):  # fmt: skip
+        given = found[FLOATS][common.seeds_of(found, FLOATS)[0]]  # the model with which all seeds begin
+        for told, beside, names in (
+            ("the given model", (), ("given, None", f"given, {grid}")),
+            ("the model of as many steps in floats", (FLOATS,), ("trained", f"trained, {grid}")),
+        ):
+            if not common.enough(found, arm, *beside):
+                continue
+            after = common.values_of(found, arm, "trained", *beside)
+            whole, cost = (
+                common.values_of(found, FLOATS, name, arm) if beside else [given[name]] * len(after) for name in names
+            )
             shares = [(two - three) / (two - one) for one, two, three in zip(whole, cost, after, strict=True)]
             made.append({
                 "figure": f"{header['model']}: recovered of what int4 ({_scales(grid)}) costs {told}, {arm.rpartition(', ')[0]}, {what}",

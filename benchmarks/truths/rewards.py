@@ -98,7 +98,7 @@ def rewarded(trainer: Trainer, data: Any, number: int) -> float:
 def rows(found: common.Found, header: dict[str, Any]) -> list[dict[str, Any]]:
     """How much the reward grew, of either model."""
     sizes, made = header["sizes"], []
-    for arm in found:
+    for arm in (one for one in found if common.enough(found, one)):
         before, after = (common.values_of(found, arm, name) for name in ("before", "after"))
         grown = paired(before, after)
         name = header["model"] if arm == GIVEN else "hidden 64, 2 layers"

@@ -215,7 +215,6 @@ class Trainer:
         The gradient is that of the sum over the whole step divided by the whole step's counts, so it does not depend on
         the division into micro-batches, however many targets each has.
         """
-        batch = self.objective.batch_of(batch, self.done, self.ranks.data[0], self.model, self.teacher)
         batch, counts = self._divided(batch)
         self.times.passes()
         if self.linears is not None:

@@ -53,7 +53,7 @@ class Objective(Technique):
     """Whether, where an adapter is trained and no teacher is given, the model as it was at the start is the teacher."""
 
     views: ClassVar[int] = 1
-    """Passes over each sequence of a training step, which `batch_of` makes rows of."""
+    """Passes over each sequence of a training step, which its `preparer` makes rows of."""
 
     prepares: ClassVar[bool] = False
     """Whether it has a `preparer`."""
@@ -72,8 +72,7 @@ class Objective(Technique):
 
     def preparer(self, setting: Setting | None) -> Preparer | None:
         """What prepares the batches of a training of `setting`, once before the passes of a step or of an evaluation's batch; it may have
-        state, which checkpoints keep, and adds values. None: they are taken as they are read. Tokens that follow from the step and the
-        weights alone need no state: `batch_of`."""
+        state, which checkpoints keep, and adds values or writes other tokens. None: they are taken as they are read."""
         return None
 
     @property
@@ -92,11 +91,6 @@ class Objective(Technique):
 
         assert given is not None or not self.from_teacher or self.reference_at_start, "this objective needs a teacher"
         return Tutor(given)
-
-    def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
-        """What training step `step`, from 0, on data-parallel rank `rank` reads in place of its `batch`, `views` times as many positions: a function of
-        these and the weights; see `hone.train.texts`. Evaluations read the data."""
-        return batch
 
     def count(self, targets: NDArray[np.int64]) -> int:
         """The divisor of the sum: the number of targets that are not -100. `targets` are of a whole step, on the host."""

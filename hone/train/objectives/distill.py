@@ -19,9 +19,10 @@ from hone.train.texts.given import Given
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hone.feed.load import Batch
     from hone.model.context import Context
     from hone.model.decoder import Decoder
+    from hone.train.objectives.base import Setting
+    from hone.train.passes import Preparer
     from hone.train.teachers.base import Tutor
 
 
@@ -62,8 +63,8 @@ class Distill(Objective):
     def tutor(self, model: Decoder, given: Decoder | None) -> Tutor:
         return self.teacher.tutor(model, given)
 
-    def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
-        return self.text.batch_of(batch, step, rank, student=student, teacher=teacher)
+    def preparer(self, setting: Setting | None) -> Preparer | None:
+        return self.text.preparer()  # type: ignore[no-any-return]
 
     def total_in(
         self,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hone.feed.load import Batch
     from hone.model.config import ModelConfig
     from hone.model.decoder import Decoder
+    from hone.train.objectives.base import Setting
+    from hone.train.passes import Preparer, Trained
 
 np, torch = lazy("numpy"), lazy("torch")
 functional, recomputation = lazy("torch.nn.functional"), lazy("torch.utils.checkpoint")
@@ -30,11 +32,11 @@ class RDrop(Objective):
 
     paper: ClassVar[str] = "arXiv:2106.14448"
     views: ClassVar[int] = 2
+    prepares: ClassVar[bool] = True
     alpha: float = Field(1.0, ge=0, description="Weight of the divergences beside the cross entropies.")
 
-    def batch_of(self, batch: Batch, step: int, rank: int, student: Decoder, teacher: Decoder | None) -> Batch:
-        """Each sequence twice, side by side, so that a micro-batch has both: dropout differs from sequence to sequence."""
-        return type(batch)(*(np.repeat(array, self.views, axis=0) for array in batch))
+    def preparer(self, setting: Setting | None) -> Preparer:
+        return Repeated(self.views)
 
     def total(
         self, model: Decoder, x: Tensor, targets: Tensor, teacher: Decoder | None, teacher_hidden: Tensor | None
@@ -48,6 +50,24 @@ class RDrop(Objective):
             given = part, model.head_weight, own, self.alpha, model.config.logits_softcap
             total = total + recomputation.checkpoint(_of_chunk, *given, use_reentrant=False, preserve_rng_state=False)
         return total
+
+
+class Repeated:
+    """Prepares batches: each sequence `views` times, side by side, so that a micro-batch has all of them: dropout differs from sequence to sequence."""
+
+    def __init__(self, views: int) -> None:
+        self.views = views
+        self.parts: int | None = None
+        self.row: dict[str, float] = {}
+
+    def prepare(self, trained: Trained, batch: Batch) -> Batch:
+        return type(batch)(*(np.repeat(array, self.views, axis=0) for array in batch))
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        pass
 
 
 def _of_chunk(views: Tensor, weight: Tensor, targets: Tensor, alpha: float, softcap: float | None) -> Tensor:

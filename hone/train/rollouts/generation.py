@@ -28,10 +28,10 @@ class Generation:
 
     Updates in place are served at once: keys and values that the weights before them made are never read again, because every call
     of `answers` has a prefix cache of its own. `max_model_len` is the longest prompt and answer together, `max_num_seqs` the
-    answers written at once.
+    answers written at once. Answers end with one of the model's end-of-text tokens, or of the tokenizer's, if one is given.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer | None, *, max_model_len: int, max_num_seqs: int) -> None:
         self.model, self.tokenizer = model, tokenizer
         device = next(model.parameters()).device
         block = 64 if device.type == "cuda" else 16

@@ -12,6 +12,7 @@ from hone.feed.facts import DataFacts
 from hone.model.facts import CheckpointFacts
 from hone.train.cached_logits.facts import LogitsFacts
 from hone.train.cached_logits.stage import check_cache
+from hone.train.precision import FP8_RECIPES
 from hone.train.teachers.peer import Peer
 from hone.train.teachers.temporal_ensemble import TemporalEnsemble
 from hone.train.teachers.theseus import Theseus
@@ -24,7 +25,7 @@ def check_teacher(
     spec: Any, config: ModelConfig, num_ranks: int, data: list[DataFacts], facts: Mapping[str, Facts]
 ) -> None:
     """Raises SpecError where the teacher or the text of a train spec's objective needs what its other fields do not give."""
-    objective, layout = spec.objective, spec.parallelism
+    objective = spec.objective
     if objective.from_cache:
         _check_cached(spec, config, data, facts)
     elif "logits" in facts:
@@ -39,9 +40,29 @@ def check_teacher(
     if isinstance(teacher, Theseus):
         _check_theseus(spec, config, facts)
     text = getattr(objective, "text", None)
-    if text is None or not text.writer:
-        return
+    if text is not None and text.writer:
+        given = text.writer == "teacher" and objective.from_teacher
+        _check_text(spec, need(facts, "teacher", CheckpointFacts).config if given else config, num_ranks)
+
+
+def _check_text(spec: Any, writer: ModelConfig, num_ranks: int) -> None:
+    """For text that the engine of each rank writes with a model of config `writer`."""
+    from hone.serve.paging.cache import first_unserved
+
+    text, layout = spec.objective.text, spec.parallelism
     where = f"objective.text {text.kind}"
+    unserved = first_unserved(writer)
+    if unserved is not None:
+        raise SpecError(
+            f"{where} is written by the engine, which has no pages for '{unserved[1]}' of the {text.writer}'s layer {unserved[0]}",
+            fix="set objective.text: data",
+        )
+    if layout.offload.kind != "none" or spec.precision in FP8_RECIPES:
+        given = f"precision {spec.precision}" if layout.offload.kind == "none" else f"offload {layout.offload.kind}"
+        raise SpecError(
+            f"{where} does not work with {given}: the engine runs the weights as they are on the device",
+            fix="take precision: bf16 and parallelism.offload: none, or set objective.text: data",
+        )
     for name in ("pipeline", "tensor", "context", "expert"):
         degree = getattr(layout, f"{name}_parallel_degree")
         if degree > 1:
@@ -178,5 +199,7 @@ def cost_notes(objective: Any) -> tuple[str, ...]:
         )
     text = getattr(objective, "text", None)
     if text is not None and text.writer:
-        found.append("estimates do not count the seconds in which text is written, a token after the other")
+        found.append(
+            "estimates do not count the seconds in which text is written, a token after the other, nor the memory of its keys and values"
+        )
     return tuple(found)

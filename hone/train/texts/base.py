@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from hone.base.table import Technique
 
 if TYPE_CHECKING:
-    from hone.feed.load import Batch
-    from hone.model.decoder import Decoder
+    from hone.train.passes import Preparer
 
 
 class Text(Technique):
@@ -19,6 +18,6 @@ class Text(Technique):
         """Who writes some of it: 'student', 'teacher', or nobody ('')."""
         return ""
 
-    def batch_of(self, batch: Batch, step: int, rank: int, *, student: Decoder, teacher: Decoder | None) -> Batch:
-        """What step `step`, from 0, reads on data-parallel rank `rank` in place of its `batch`: a function of these and the weights."""
-        return batch
+    def preparer(self) -> Preparer | None:
+        """What writes it in place of a batch of the data; None: the data are read as they are."""
+        return None

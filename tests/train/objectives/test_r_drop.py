@@ -93,7 +93,7 @@ def test_a_step_compares_two_passes_that_dropout_makes_differ(base: Path) -> Non
         how = {"schedule": Cosine(warmup=0), "objective": objective, "gradient_accumulation_steps": parts}
         trainer = Trainer(one, steps=4, **how)
         torch.manual_seed(5)
-        sums, counts = trainer.gradients(given)
+        sums, counts = trainer.gradients(trainer.prepared(given))
         torch.manual_seed(5)
         total = 0.0
         for part in np.array_split(np.arange(3), parts):

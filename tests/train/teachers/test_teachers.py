@@ -138,11 +138,32 @@ def test_they_train_in_bf16():
             2,
             "each rank of zero3 has a part",
         ),
+        (
+            {"objective": {"kind": "distill", "text": "student"}, "parallelism": {"offload": "host"}},
+            1,
+            "does not work with offload host",
+        ),
+        (
+            {"objective": {"kind": "distill", "text": "student"}, "precision": "fp8"},
+            1,
+            "does not work with precision fp8",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, ranks, said):
     with pytest.raises(SpecError, match=said):
         check_teacher(Train.read(fields), SHAPE.config(VOCAB), ranks, [], {})
+
+
+def test_text_is_written_by_a_model_that_the_engine_serves():
+    shape = SHAPE.model_copy(update={"mixers": ("retnet",)})
+    for kind, said in (
+        ("student", "no pages for 'retnet' of the student's layer 0"),
+        ("teacher", "the teacher's layer"),
+    ):
+        fields = {"objective": {"kind": "distill", "teacher": "moving_average", "text": kind}}
+        with pytest.raises(SpecError, match=said):
+            check_teacher(Train.read(fields), shape.config(VOCAB), 1, [], {})
 
 
 def test_a_fixed_teacher_stays_as_it_is():

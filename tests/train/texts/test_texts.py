@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from hone.feed.load import IGNORE, Batch
 from hone.train.texts import TEXTS
-from hone.train.texts.sampled import laid_out
+from hone.train.texts.writing import laid_out
 from tests.train.objectives.test_objectives import VOCAB, model
+
+
+def read(text, given: Batch, step: int = 0, rank: int = 0, student=None, teacher=None) -> Batch:
+    """What a training in its `step` reads of `given` on data-parallel rank `rank`."""
+    trained = SimpleNamespace(model=student, teacher=teacher, done=step, ranks=SimpleNamespace(data=(rank, 2)))
+    preparer = text.preparer()
+    return given if preparer is None else preparer.prepare(trained, given)
 
 
 def rows() -> Batch:
@@ -27,7 +36,7 @@ def rows() -> Batch:
 def test_the_student_continues_prompts_and_its_own_tokens_are_the_targets():
     student, given = model(0), rows()
     text = TEXTS.read({"kind": "student", "share": 1.0, "prompt_tokens": 5, "sampling_temperature": 0.0})
-    found = text.batch_of(given, 3, 0, student=student, teacher=None)
+    found = read(text, given, 3, 0, student, None)
     assert given.tokens[0, 7] == rows().tokens[0, 7]  # the batch itself is untouched
     for row, prompt in enumerate((5, 7, 4)):
         assert (found.tokens[row, :prompt] == given.tokens[row, :prompt]).all()
@@ -41,12 +50,12 @@ def test_the_student_continues_prompts_and_its_own_tokens_are_the_targets():
 def test_draws_depend_on_step_rank_and_seed_alone_and_follow_the_student():
     student, given = model(0), rows()
     text = TEXTS.read({"kind": "student", "share": 1.0, "prompt_tokens": 2})
-    one, again, later = (text.batch_of(given, step, 0, student=student, teacher=None) for step in (1, 1, 2))
-    other = text.batch_of(given, 1, 1, student=student, teacher=None)
+    one, again, later = (read(text, given, step, 0, student, None) for step in (1, 1, 2))
+    other = read(text, given, 1, 1, student, None)
     assert (one.tokens == again.tokens).all()
     assert (one.tokens != later.tokens).any() and (one.tokens != other.tokens).any()
-    many = Batch(*(np.repeat(array[:1], 4000, 0)[:, :3] for array in given))
-    drawn = text.batch_of(many, 0, 0, student=student, teacher=None).targets[:, 1]
+    many = Batch(*(np.repeat(array[:1], 2000, 0)[:, :3] for array in given))
+    drawn = read(text, many, 0, 0, student, None).targets[:, 1]
     with torch.no_grad():
         p = student(torch.from_numpy(given.tokens[:1, :2]))[0, 1].softmax(-1).numpy()
     counts = np.bincount(drawn, minlength=VOCAB) / len(drawn)
@@ -56,14 +65,14 @@ def test_draws_depend_on_step_rank_and_seed_alone_and_follow_the_student():
 def test_a_share_of_the_steps_reads_the_data():
     text = TEXTS.read({"kind": "student", "share": 0.25, "prompt_tokens": 19})
     student, given = model(0), rows()
-    own = sum(text.batch_of(given, step, 0, student=student, teacher=None) is not given for step in range(80))
+    own = sum(read(text, given, step, 0, student, None) is not given for step in range(80))
     assert own == pytest.approx(20, abs=12)
 
 
 def test_the_teacher_begins_with_its_most_likely_tokens():
     teacher, given = model(1), rows()
     text = TEXTS.read({"kind": "teacher", "greedy_tokens": 3})
-    one, two = (text.batch_of(given, step, 0, student=model(0), teacher=teacher) for step in (0, 1))
+    one, two = (read(text, given, step, 0, model(0), teacher) for step in (0, 1))
     assert (one.tokens[0, :4] == two.tokens[0, :4]).all() and (one.tokens[0] != two.tokens[0]).any()
     with torch.no_grad():
         likely = teacher(torch.from_numpy(one.tokens[:1]))[0].argmax(-1).numpy()
@@ -71,16 +80,16 @@ def test_the_teacher_begins_with_its_most_likely_tokens():
 
 
 def test_text_ends_where_a_document_does():
-    tokens, targets, ids = laid_out(np.array([5, 6, 7, 2, 9, 9]), 2, (2,))
-    assert tokens.tolist() == [5, 6, 7, 2, 9] and targets.tolist() == [IGNORE, 7, 2, IGNORE, IGNORE]
+    tokens, targets, ids = laid_out([5, 6, 7, 2], 2, 6, (2,))
+    assert tokens.tolist() == [5, 6, 7, 2, 0] and targets.tolist() == [IGNORE, 7, 2, IGNORE, IGNORE]
     assert ids.tolist() == [0, 0, 0, 0, -1]
-    _, targets, ids = laid_out(np.array([2, 2, 7, 8]), 2, (2,))  # those of the prompt do not end it
+    _, targets, ids = laid_out([2, 2, 7, 8], 2, 4, (2,))  # those of the prompt do not end it
     assert targets.tolist() == [IGNORE, 7, 8] and ids.tolist() == [0, 0, 0]
 
 
 def test_the_data_are_read_as_they_are():
     given = rows()
-    assert TEXTS.read("data").batch_of(given, 3, 1, student=model(0), teacher=None) is given
+    assert read(TEXTS.read("data"), given, 3, 1, model(0), None) is given
 
 
 def test_with_alpha_0_the_teachers_text_is_sequence_level_distillation():
@@ -92,7 +101,7 @@ def test_with_alpha_0_the_teachers_text_is_sequence_level_distillation():
     text = {"kind": "teacher", "prompt_tokens": 5, "greedy_tokens": 20}
     objective = OBJECTIVES.read({"kind": "distill", "alpha": 0.0, "text": text})
     teacher, student, given = model(1), model(0), rows()
-    written = objective.text.batch_of(given, 0, 0, student=student, teacher=teacher)
+    written = read(objective.text, given, 0, 0, student, teacher)
     tokens, targets = torch.from_numpy(written.tokens), torch.from_numpy(written.targets)
     one = Trainer(student, steps=1, schedule=Cosine(warmup=0), objective=objective, teacher=teacher)
     with torch.no_grad():
