@@ -55,8 +55,45 @@ def made_data(args: argparse.Namespace, work: Path) -> Path:
         return Path(args.data)
     from hone.data.stage import Data
 
-    spec = Data.read({"source": str(args.text), "tokenizer": {"path": str(args.model)}})
+    text = own_text(args, work / "own.jsonl") if args.own else args.text
+    spec = Data.read({"source": str(text), "tokenizer": {"path": str(args.model)}})
     return spec.make(work / "data", {}, Run(quiet=True)).folder
+
+
+def own_text(args: argparse.Namespace, path: Path) -> Path:
+    """--text, and `--own` texts that the model writes: each begins as a window of --text does; half are greedy, half at temperature 0.8."""
+    from hone.model.tokenizer import load_tokenizer
+
+    tokenizer, begun = load_tokenizer(args.model), time.perf_counter()
+    documents = [tokenizer.encode(text) for text in texts_of(args.text)]
+    windows = [
+        ids[at : at + args.prompt_tokens]
+        for ids in documents
+        for at in range(0, len(ids) - args.prompt_tokens, args.own_tokens)
+    ]
+    prompts = windows[:: max(1, len(windows) // args.own)][: args.own]
+    sizes = {"max_num_seqs": 512 if args.device != "cpu" else 8, "max_model_len": args.prompt_tokens + args.own_tokens}
+    pages = sizes["max_num_seqs"] * (sizes["max_model_len"] // 16 + 1)
+    engine = Engine(args.model, EngineSpec.read({**sizes, "num_pages": pages}), device=args.device)
+    params = [
+        SamplingParams(max_tokens=args.own_tokens, temperature=0.8 * (number % 2), ignore_eos=True, seed=number)
+        for number in range(len(prompts))
+    ]
+    done = engine.generate(prompts, params)
+    with open(path, "w", encoding="utf8") as file:
+        for ids in documents + [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]:
+            file.write(json.dumps({"text": tokenizer.decode(ids)}) + "\n")
+    count = sum(len(one.tokens) for one in done)
+    print(f"wrote {count} tokens of {len(prompts)} texts in {time.perf_counter() - begun:.1f} s", flush=True)
+    return path
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The texts of a .jsonl, perhaps compressed."""
+    opened = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "rt", encoding="utf8") as file:
+        for line in file:
+            yield json.loads(line)["text"]
 
 
 def trained(args: argparse.Namespace, kind: str, data: Path, work: Path) -> tuple[Artifact, Row]:
@@ -91,14 +128,12 @@ def prompts_of(args: argparse.Namespace, model: Path) -> list[list[int]]:
     from hone.model.tokenizer import load_tokenizer
 
     tokenizer, found = load_tokenizer(model), []
-    opened = gzip.open if str(args.heldout).endswith(".gz") else open
-    with opened(args.heldout, "rt", encoding="utf8") as file:
-        for line in file:
-            ids = tokenizer.encode(json.loads(line)["text"][: 20 * args.prompt_tokens])[: args.prompt_tokens]
-            if len(ids) == args.prompt_tokens:
-                found.append(ids)
-            if len(found) == args.prompts:
-                break
+    for text in texts_of(args.heldout):
+        ids = tokenizer.encode(text[: 20 * args.prompt_tokens])[: args.prompt_tokens]
+        if len(ids) == args.prompt_tokens:
+            found.append(ids)
+        if len(found) == args.prompts:
+            break
     return found
 
 
@@ -134,13 +169,18 @@ def counted(engine: Engine, before: dict[str, float]) -> tuple[float, float, int
     return 1 + kept / max(steps, 1), kept / max(drafted, 1), int(steps)
 
 
-def measured(args: argparse.Namespace, kind: str, heads: Path, told: Row, guesses: int) -> Iterator[Row]:
+def measured(
+    args: argparse.Namespace, kind: str, heads: Path, told: Row, guesses: int, tree_size: int | None
+) -> Iterator[Row]:
     """Rows of one kind: acceptance greedy and sampled, ms/token beside plain decoding, the predicted speed-up."""
     prompts = prompts_of(args, args.model)
-    drafter = {"kind": kind, "num_tokens": guesses}
+    drafter = {"kind": kind, "num_tokens": guesses, "tree_size": tree_size}
     plain, fast = Stream(args, args.model), Stream(args, args.model, heads, drafter=drafter)
     if guesses != GUESSES:
         kind = f"{kind}, {guesses} guess{'es' if guesses > 1 else ''}"
+    rounds = fast.engine.runner.rounds
+    if rounds is not None and not rounds.tree.is_chain:
+        kind = f"{kind}, a tree of {len(rounds.tree) - 1}"
     for one in (plain, fast):  # kernels, graphs
         one.go(prompts[:2])
         one.go(prompts[:2])
@@ -238,6 +278,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES])
     parser.add_argument("--kinds", default="medusa,eagle3")
     parser.add_argument("--guesses", default=str(GUESSES), help="numbers of guesses a step, one after another")
+    parser.add_argument("--trees", default="", help="guesses of trees to verify on a GPU, beside the chain")
+    parser.add_argument("--own", type=int, default=0, help="texts that the model writes, to train on beside --text")
+    parser.add_argument("--own-tokens", type=int, default=256)
     parser.add_argument("--device", default="cpu")
     for name, value in (("steps", 2000), ("batch-size", 8), ("seq-len", 128), ("prompts", 8), ("prompt-tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -258,10 +301,15 @@ def main() -> None:
         for kind in args.kinds.split(","):
             made, told = (None, {}) if args.shape else trained(args, kind, data, work)
             for number in [GUESSES] if made is None else map(int, args.guesses.split(",")):
-                found = costs(args, kind, work) if made is None else measured(args, kind, made.folder, told, number)
-                for row in found:
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
+                for size in [None] if made is None else [number, *map(int, filter(None, args.trees.split(",")))]:
+                    found = (
+                        costs(args, kind, work)
+                        if made is None
+                        else measured(args, kind, made.folder, told, number, size)
+                    )
+                    for row in found:
+                        rows.append(row)
+                        print(json.dumps(row), flush=True)
     print(table(rows))
     if out := os.environ.get("OUT"):
         Path(out, "drafters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -55,6 +55,14 @@ class EngineParts(NamedTuple):
     adapters: Adapters | None = None
     """LoRA adapters; None: the engine serves none."""
 
+    @property
+    def lookahead(self) -> int:
+        """The most guesses that follow a sequence's token in a step."""
+        if self.drafter is None:
+            return 0
+        rounds = self.runner.rounds
+        return self.drafter.num_tokens if rounds is None else len(rounds.tree) - 1
+
 
 def open_parts(
     model: Decoder | Path | str,

@@ -34,8 +34,8 @@ class Scheduler:
 
     `batching` "static" and "dynamic" are the baselines that continuous batching is measured against: a batch runs until all
     its sequences are done before new ones start. Static starts with those that wait; dynamic waits until they are
-    `max_num_seqs`, or until the oldest has waited `max_delay_s`. Up to `lookahead` guesses follow a sequence's token while
-    at most `lookahead_seqs` sequences decode; where `rounds` of guessing follow one another on the device, it gets pages for the tokens
+    `max_num_seqs`, or until the oldest has waited `max_delay_s`. Up to `lookahead` guesses follow a sequence's token, of which
+    at most `depth` are kept, while at most `lookahead_seqs` sequences decode; where `rounds` of guessing follow one another on the device, it gets pages for the tokens
     of all of them, up to `longest`, if there are enough. With `num_stages` pipeline stages a step has that part of the decoding
     sequences, none with a token in flight, so that as many steps are under way, one a stage. Sequences run with at most as
     many `adapters` as there are slots.
@@ -49,6 +49,7 @@ class Scheduler:
         batching: Literal["continuous", "dynamic", "static"] = "continuous",
         max_delay_s: float = 0.0,
         lookahead: int = 0,
+        depth: int = 0,
         lookahead_seqs: int = 0,
         rounds: int = 0,
         longest: int = 0,
@@ -61,7 +62,7 @@ class Scheduler:
         self.max_num_batched_tokens = pages.max_num_batched_tokens
         self.batching = batching
         self.max_delay_s = max_delay_s
-        self.lookahead = lookahead
+        self.lookahead, self.depth = lookahead, depth
         self.lookahead_seqs = lookahead_seqs
         self.rounds, self.longest = rounds, longest
         self.num_stages = num_stages
@@ -121,8 +122,8 @@ class Scheduler:
                 continue  # the token in flight is its last
             room = 0
             if rounds and seq.speculates:
-                fitting = min(rounds, (self.longest - length - lookahead) // (lookahead + 1))
-                room = fitting * (lookahead + 1) + lookahead if fitting > 0 else 0
+                fitting = min(rounds, (self.longest - length - lookahead) // (self.depth + 1))
+                room = fitting * (self.depth + 1) + lookahead if fitting > 0 else 0
             if room and not append(seq, length + room):
                 room = 0
             extra = max(0, min(lookahead, seq.max_tokens - length - 1)) if seq.speculates else 0
@@ -143,7 +144,7 @@ class Scheduler:
         most = max((seq.max_tokens - seq.length for seq in seqs), default=0)
         rounds = min(1 if self.num_waiting else self.rounds, self.rounds, most // 2 + 1)
         pool = self.pages.pool
-        needed = (rounds + 1) * (self.lookahead + 1) // pool.block_size + 1
+        needed = (rounds * (self.depth + 1) + self.lookahead + 1) // pool.block_size + 1
         return rounds if needed * len(seqs) <= pool.num_free else min(rounds, 1)
 
     def _admit(self, budget: int) -> list[Seq]:

@@ -238,9 +238,10 @@ def test_sample(filtered: bool) -> None:
     block, warps, parts = draw_shape(128256)
     types = fp32("temperature", "floors", "best", "peak") | bf16("logits")
     types |= {"keys": "*i64", "positions": "*i64", "token": "*i32"}
-    options = {"FILTERED": filtered, "SEEDED": True, "S": parts, "BLOCK": block}
-    record = compile_simple(draw.draw, types, options, warps)
-    assert record.clean and record.registers * 32 * warps <= 65536
+    for several in (1, 4):
+        options = {"FILTERED": filtered, "SEEDED": True, "S": parts, "SEVERAL": several, "BLOCK": block}
+        record = compile_simple(draw.draw, types, options, warps)
+        assert record.clean and record.registers * 32 * warps <= 65536
 
 
 @pytest.mark.slow

@@ -170,6 +170,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         ("sequence 1 has 1 new tokens of 9", lambda: ops.attend_paged(**paged(seq_lens=torch.tensor([3, 9])))),
         ("int8 were given without", lambda: ops.attend_paged(**paged(k_pages=PAGES.to(torch.int8)))),
         ("window of 0", lambda: ops.attend_paged(**paged(window=0))),
+        ("tree is", lambda: ops.attend_paged(**paged(tree=torch.ones(2, dtype=torch.int64)))),
         ("scales", lambda: ops.attend_paged(**paged(k_scale=torch.ones(7), v_scale=torch.ones(7)))),
     ],
     "attend_shared": [

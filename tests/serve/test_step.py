@@ -111,7 +111,7 @@ def test_one_step_replays_over_a_copy_of_the_cache():
     for _ in range(4):
         one.step()
     other = engine(MODEL).runner
-    for theirs, ours in zip(other.cache._stores, one.runner.cache._stores):
+    for theirs, ours in zip(other.cache.stores, one.runner.cache.stores):
         theirs.copy_(ours)
     other.sampler._counts = one.runner.sampler._counts.clone()
     seen = []

@@ -115,6 +115,7 @@ def attend_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     max_query_len: int | None = None,
+    tree: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention of the last `query_lens[r]` tokens of each sequence r to all its `seq_lens[r]` tokens.
@@ -126,15 +127,19 @@ def attend_paged(
     value in the softmax. 8-bit pages need `k_scale` and `v_scale`: [num_pages, KV, page_size], [num_pages, KV] or [KV],
     float32. Returns [T, H, Dv].
 
+    With `tree` int64 [N], on q's device, the new tokens of a sequence, N or none, are a tree: token i attends to what was there before
+    them, and to the new token j where bit j of tree[i] is set (N is `max_query_len`, and N * H / KV at most 64).
+
     On a GPU the host never waits for the lengths: one captured CUDA graph serves all of them. With `max_query_len`, which
     no query length may exceed, the kernel for many new tokens per sequence may be skipped. The reference reads slots past
     the end of a sequence with weight 0, so they must hold finite numbers; the kernels do not read them. Raises SpecError
     for shapes, dtypes and options that do not fit together; only the reference checks lengths and page numbers, because
     reading them would make the host wait for a GPU. No gradient.
     """
-    extras = Extras(sink_tokens, sinks, per_token(k_scale, k_pages), per_token(v_scale, v_pages))
+    extras = Extras(sink_tokens, sinks, per_token(k_scale, k_pages), per_token(v_scale, v_pages), tree=tree)
     _check(q, k_pages, v_pages, page_table, seq_lens, query_lens, extras)
     _check_options(scale, window, sink_tokens)
+    _check_tree(q, k_pages, query_lens, window, max_query_len, extras)
     plain = query_lens is None and not sink_tokens and sinks is None and k_scale is None
     chosen = _backend(
         q, k_pages, v_pages, len(seq_lens), backend, **({"decode": plain} if q.device.type == "cpu" else {})
@@ -150,10 +155,33 @@ def attend_paged(
         q = q if q.stride(-1) == 1 else q.contiguous()
         return run(
             q, k_pages, v_pages, page_table, seq_lens, query_lens, scale, window, sink_tokens, sinks,
-            extras.k_scale, extras.v_scale, max_query_len
+            extras.k_scale, extras.v_scale, max_query_len, tree
         )  # fmt: skip
     plan = _planned(q, page_table, seq_lens, query_lens, k_pages.shape[2])
     return attend_planned(q, k_pages, v_pages, plan, scale=scale, window=window, extras=extras)
+
+
+def _check_tree(
+    q: Tensor, k_pages: Tensor, query_lens: Tensor | None, window: int | None, max_query_len: int | None, extras: Extras
+) -> None:
+    """Raises SpecError for a tree that no kernel covers."""
+    tree = extras.tree
+    if tree is None:
+        return
+    if query_lens is None or max_query_len != len(tree) or tree.dtype != torch.int64 or tree.dim() != 1:
+        raise SpecError(
+            f"tree is {tree.dtype} {tuple(tree.shape)}, and max_query_len is {max_query_len}",
+            fix="give int64 [max_query_len], and query_lens of that many tokens or none",
+        )
+    if len(tree) * (q.shape[1] // k_pages.shape[1]) > 64:
+        raise SpecError(
+            f"a tree of {len(tree)} tokens has more than 64 queries of a key/value head", fix="give a smaller tree"
+        )
+    if window is not None or extras.sink_tokens or extras.k_scale is not None:
+        raise SpecError(
+            "a tree was given with a window, sink_tokens or pages of 8 bits",
+            fix="give new tokens that follow one another",
+        )
 
 
 def runs_kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, num_rows: int, **options: Any) -> bool:

@@ -34,6 +34,7 @@ class Extras:
     v_scale: Tensor | None = None
     value_dim: int | None = None
     softcap: float | None = None
+    tree: Tensor | None = None
 
 
 _PLAIN = Extras()
@@ -65,18 +66,23 @@ class _Group:
         dtype: torch.dtype,
         queries: slice = slice(None),
         sink_tokens: int = 0,
+        tree: Tensor | None = None,
     ) -> Tensor:
         """Additive [R, 1, n * G, L] for `queries` of each sequence: 0 where a query attends to the slot, -inf elsewhere.
 
         The G heads of a query are adjacent.
         """
-        key = (window, groups, dtype, sink_tokens)
+        key = (window, groups, dtype, sink_tokens, tree is None)
         whole = queries == slice(None)
         if whole and key in self.memo:
             return self.memo[key]
         slots = torch.arange(self.table.shape[1] * page_size, device=self.table.device)
         place = self.positions[:, queries, None]
         hidden = slots > place
+        if tree is not None:
+            among = slots - self.positions[:, :1, None]  # the slot's number among the new ones
+            hidden = (among >= 0) & (tree[: self.positions.shape[1]][queries, None] >> among.clamp(0, 63) & 1 == 0)
+            hidden |= among >= self.positions.shape[1]
         if window is not None:
             past = slots <= place - window
             hidden |= past & (slots >= sink_tokens) if sink_tokens else past
@@ -172,7 +178,13 @@ def _attend_group(
     k = _gathered(k_pages, group, extras.k_scale, q.dtype, "k")
     latent = extras.value_dim is not None
     v = k[..., : extras.value_dim] if latent else _gathered(v_pages, group, extras.v_scale, q.dtype, "v")
-    if group.fresh and (window is None or window >= longest) and extras.sinks is None and extras.softcap is None:
+    if (
+        group.fresh
+        and extras.tree is None
+        and (window is None or window >= longest)
+        and extras.sinks is None
+        and extras.softcap is None
+    ):
         q = q.view(num_seqs, longest, heads, head_dim).transpose(1, 2)
         k, v = k[:, :, :longest], v[:, :, :longest]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
@@ -181,12 +193,12 @@ def _attend_group(
     q = q.view(num_seqs, longest, heads, head_dim)
     block = max(1, _MASK_VALUES // (num_seqs * groups * k.shape[2]))
     if block >= longest:
-        mask = group.mask(page_size, window, groups, q.dtype, sink_tokens=extras.sink_tokens)
+        mask = group.mask(page_size, window, groups, q.dtype, sink_tokens=extras.sink_tokens, tree=extras.tree)
         return _attend_masked(q, k, v, mask, scale, extras).reshape(-1, heads, v.shape[-1])
     out = q.new_empty(num_seqs, longest, heads, v.shape[-1])
     for start in range(0, longest, block):
         part = slice(start, start + block)
-        mask = group.mask(page_size, window, groups, q.dtype, part, extras.sink_tokens)
+        mask = group.mask(page_size, window, groups, q.dtype, part, extras.sink_tokens, extras.tree)
         out[:, part] = _attend_masked(q[:, part], k, v, mask, scale, extras)
     return out.view(-1, heads, v.shape[-1])
 

@@ -147,6 +147,17 @@ def visible(block, seq_len, place, window, sink_tokens, BLOCK_N: tl.constexpr, W
 
 
 @triton.jit
+def visible_in_tree(block, seq_len, begins, bits, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """The mask of a block's slots for each query: those before `begins`, and of the new ones those whose bit is set in `bits` [M]."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.expand_dims(n, 1 if SWAP else 0)
+    bits = tl.expand_dims(bits, 0 if SWAP else 1)
+    among = n - begins
+    shift = tl.minimum(tl.maximum(among, 0), 63).to(tl.int64)
+    return (among < 0) | ((n < seq_len) & (((bits >> shift) & 1) == 1))
+
+
+@triton.jit
 def load_queries(at, real, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """[M, BLOCK_D] queries from column FIRST on."""
     d = tl.arange(0, BLOCK_D)

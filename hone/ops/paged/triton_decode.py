@@ -26,6 +26,7 @@ from hone.ops.paged.triton_blocks import (
     row_blocks,
     scores,
     visible,
+    visible_in_tree,
 )
 from hone.ops.paged.triton_words import attend_words
 
@@ -57,20 +58,22 @@ def _share(seq_lens, query_lens, num_seqs, max_tokens, window, sink_tokens, KV: 
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_tokens", "table_row"])
-def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, out, part, part_lse, note,
+def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales, sinks, tree, out, part, part_lse, note,
            q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row, out_token, out_head,
            ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot,
            num_seqs, max_tokens, scale, window, sink_tokens,
            KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, DIM_V: tl.constexpr,
            BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-           MANY: tl.constexpr, SINKS: tl.constexpr, SWAP: tl.constexpr, INTEGER: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           MANY: tl.constexpr, SINKS: tl.constexpr, SWAP: tl.constexpr, INTEGER: tl.constexpr, TREE: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """One program: its part of the list of blocks, tile by tile.
 
     A tile that lies within the part goes to `out`; parts of other tiles, at most two, go to `part` [2P, M, Dv] and
     `part_lse` [2P, M] (base 2): entry 2p where the tile starts in an earlier program, 2p + 1 where it ends in a later one.
     `note` [P, 3] is the tile that starts in each program and ends in a later one: (programs, sequence, head), 0 if none.
     Pages of 8-bit numbers are passed as int32, four numbers each (see triton_words; INTEGER: int8, else float8), strides too.
+    With TREE new token i attends to new token j where bit j of tree[i] is set.
     With ROPE_DIM > 0 pages hold latents: keys of DIM + ROPE_DIM columns whose first DIM are the values too.
     """
     NARROW: tl.constexpr = k_pages.dtype.element_ty == tl.int32
@@ -113,10 +116,13 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
                 ks_page, ks_slot, vs_page, vs_slot,
                 DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, MANY, INTEGER)  # fmt: skip
         else:
+            bits = place.to(tl.int64)
+            if TREE:
+                bits = tl.load(tree + m // GROUP, mask=real, other=0)
             acc, top, total = _attend(
-                q_at, real, place, k_pages + head * k_head, v_pages + head * v_head, walk, scale * LOG2_E,
+                q_at, real, place, seq_len - count, bits, k_pages + head * k_head, v_pages + head * v_head, walk, scale * LOG2_E,
                 window, sink_tokens, k_page, k_slot, v_page, v_slot,
-                DIM, ROPE_DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SWAP)  # fmt: skip
+                DIM, ROPE_DIM, DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, WINDOWED, SWAP, TREE)  # fmt: skip
         whole = (begin == tile) & (stop == units)
         # Two conditions, because the first is a compile-time constant.
         if SINKS:  # noqa: SIM102
@@ -140,10 +146,10 @@ def decode(q, k_pages, v_pages, table, seq_lens, query_lens, k_scales, v_scales,
 
 
 @triton.jit
-def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_tokens, k_page, k_slot, v_page, v_slot,
+def _attend(q_at, real, place, begins, bits, k_pages, v_pages, walk, scale, window, sink_tokens, k_page, k_slot, v_page, v_slot,
             DIM: tl.constexpr, ROPE_DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-            WINDOWED: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+            WINDOWED: tl.constexpr, SWAP: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
     """(acc [M, Dv] before the division, highest score, sum) of a tile's blocks begin ... end - 1 of `walk`."""
     table, begin, end, kept, skipped, seq_len = walk
     queries = load_queries(q_at, real, 0, DIM, BLOCK_D)
@@ -171,7 +177,10 @@ def _attend(q_at, real, place, k_pages, v_pages, walk, scale, window, sink_token
             v = load_block(v_pages, page, block, seq_len, v_page, v_slot, BLOCK_N, PAGE_SIZE, DIM_V, BLOCK_DV, True)
         # The next block's page is loaded one iteration ahead to hide its latency.
         page = page_ids(table, tl.where(unit + 1 < kept, unit + 1, unit + 1 + skipped), seq_len, BLOCK_N, PAGE_SIZE)
-        keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, SWAP)
+        if TREE:
+            keep = visible_in_tree(block, seq_len, begins, bits, BLOCK_N, SWAP)
+        else:
+            keep = visible(block, seq_len, place, window, sink_tokens, BLOCK_N, WINDOWED, SWAP)
         acc, top, total = fold(tl.where(keep, s, float("-inf")), v, 1.0, acc, top, total, scale, False, SWAP, True)
     if SWAP:
         acc = tl.trans(acc)

@@ -37,6 +37,7 @@ class Options:
     sinks: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    tree: Tensor | None = None
 
 
 def plan_decode(
@@ -100,19 +101,20 @@ def launch_decode(
     padded_seqs = max(16, triton.next_power_of_2(num_seqs))
     early = locate(q.device).capability >= (9, 0)  # programmatic dependent launch: `combine` starts early
     sinks = q if options.sinks is None else options.sinks
+    tree = seq_lens if options.tree is None else options.tree
     integer = k_pages.dtype == torch.int8
     if options.k_scale is not None:
         k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
         k_strides, v_strides = k_pages.stride(), v_pages.stride()
     lens = query_lens if many else seq_lens
     decode[(programs,)](
-        q, k_pages, v_pages, page_table, seq_lens, lens, *_scales(q, options), sinks, out, part, part_lse, note,
+        q, k_pages, v_pages, page_table, seq_lens, lens, *_scales(q, options), sinks, tree, out, part, part_lse, note,
         *q.stride()[:2], *k_strides[:3], *v_strides[:3], page_table.stride(0), *out.stride()[:2],
         *_scale_strides(options), num_seqs, max_tokens, options.scale, options.window or 0, options.sink_tokens,
         KV=kv_heads, GROUP=group, DIM=head_dim, ROPE_DIM=rope_dim, DIM_V=value_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv, PAGE_SIZE=page_size, SEQS=padded_seqs, BLOCK_M=block_m, BLOCK_N=plan.block_n, STAGES=plan.stages,
         WINDOWED=options.window is not None, MANY=many, SINKS=options.sinks is not None, SWAP=plan.swap,
-        INTEGER=integer, EARLY=early, num_warps=plan.num_warps, launch_pdl=early,
+        INTEGER=integer, TREE=options.tree is not None, EARLY=early, num_warps=plan.num_warps, launch_pdl=early,
     )  # fmt: skip
     combine[(programs, group * max_tokens)](
         part, part_lse, note, lens, sinks, out, *out.stride()[:2],
@@ -179,6 +181,7 @@ def attend_pages(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     max_query_len: int | None,
+    tree: Tensor | None = None,
 ) -> Tensor:
     """`hone.ops.attend_paged`; scales are [num_pages, KV, page_size] of any strides."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
@@ -186,7 +189,7 @@ def attend_pages(
     query_lens = None if query_lens is None else query_lens.contiguous()
     k_pages, v_pages = (pages if pages.stride(-1) == 1 else pages.contiguous() for pages in (k_pages, v_pages))
     sinks = None if sinks is None else sinks.contiguous()
-    options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale)
+    options = Options(scale, window, sink_tokens, sinks, k_scale, v_scale, tree)
     tensors = (out, q, k_pages, v_pages, page_table, seq_lens, query_lens)
     num_sms = locate(q.device).num_sms
     sizes = (num_sms, k_pages.shape[3], k_pages.shape[2], k_pages.element_size(), len(seq_lens))

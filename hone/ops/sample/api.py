@@ -30,6 +30,7 @@ def sample(
     *,
     keys: Tensor | tuple[Tensor, Tensor],
     peaks: bool = False,
+    several: int = 1,
     backend: str | None = None,
 ) -> Any:
     """Tokens int64 [E] drawn from logits [E, V] in float32, bfloat16 or float16.
@@ -41,11 +42,18 @@ def sample(
     keys[e] and the token alone. Of equal scores the first token is taken. With `peaks` the result is (tokens, the largest
     logit of each entry, float32 [E]: NaN where one is NaN).
 
+    With `several` more than 1 the tokens are int64 [E, several], the first as without it: as many draws without replacement (Kool et al.
+    2019, arXiv:1903.06059), or at temperature 0 the most likely tokens. Where filters leave fewer, the last are any tokens.
+
     Options in tensors (float32, top_k int32, on the logits' device) are read where they are: no copy, nothing that waits,
     so that a captured graph draws with what they hold at its replay. Raises SpecError naming the argument that does not
     fit; options in tensors are not checked, because reading them would make the host wait for a GPU.
     """
     _check_draw(logits, keys)
+    if not 1 <= several <= min(16, logits.shape[1]):
+        raise SpecError(
+            f"several is {several}, of {logits.shape[1]} tokens", fix="draw 1 to 16 tokens, and no more than there are"
+        )
     _check_option("temperature", temperature, len(logits), math.inf)
     _check_option("top_k", top_k, len(logits), math.inf)
     _check_option("top_p", top_p, len(logits), math.inf)
@@ -57,10 +65,10 @@ def sample(
     seeds, positions = keys if isinstance(keys, tuple) else (keys, None)
     if backend_of("sample", logits.device, backend, dtype=logits.dtype) == "triton":
         run = _sample_op if torch.compiler.is_compiling() else _sample
-        drawn = run(logits, temps, counts, shares, least, seeds, positions)
+        drawn = run(logits, temps, counts, shares, least, seeds, positions, several)
     else:
         noise = seeds if positions is None else noise_keys(seeds, positions)
-        drawn = reference.sample(logits, temps, counts, shares, least, noise)
+        drawn = reference.sample(logits, temps, counts, shares, least, noise, several)
     return drawn if peaks else drawn[0]
 
 
@@ -132,19 +140,20 @@ def _sample(
     least: Tensor | None,
     seeds: Tensor,
     positions: Tensor | None,
+    several: int,
 ) -> tuple[Tensor, Tensor]:
     from hone.ops.sample import triton_kernels as kernels
 
     logits, seeds = logits if logits.stride(-1) == 1 else logits.contiguous(), seeds.contiguous()
     num_rows, vocab_size = logits.shape
-    out, peak = _sample_fake(logits, temps, counts, shares, least, seeds, positions)
+    out, peak = _sample_fake(logits, temps, counts, shares, least, seeds, positions, several)
     if not num_rows:
         return out, peak
     filtered = counts is not None or shares is not None or least is not None
     shape = draw_shape(vocab_size)
     # Not two rows of one tensor: where the second begins would decide which variant is compiled.
-    scores, peaks = (peak.new_empty(num_rows, shape.parts) for _ in range(2))
-    token = torch.empty(num_rows, shape.parts, dtype=torch.int32, device=logits.device)
+    scores, peaks = (peak.new_empty(num_rows, shape.parts, each) for each in (several, 1))
+    token = torch.empty(num_rows, shape.parts, several, dtype=torch.int32, device=logits.device)
     floors = temps
     if filtered:
         wide, floors = floor_shape(vocab_size), torch.empty_like(peak)
@@ -156,11 +165,12 @@ def _sample(
     kernels.draw[(num_rows, shape.parts)](
         logits, temps, floors, seeds, seeds if positions is None else positions.contiguous(), scores, token, peaks,
         logits.stride(0), vocab_size, shape.block, FILTERED=filtered, SEEDED=positions is not None, S=shape.parts,
-        BLOCK=shape.block, num_warps=shape.warps,
+        SEVERAL=several, BLOCK=shape.block, num_warps=shape.warps,
     )  # fmt: skip
     kernels.best_of_parts[(num_rows,)](
-        scores, token, peaks, out, peak, S=shape.parts, BLOCK=power_of_2(shape.parts), num_warps=1
-    )
+        scores, token, peaks, out, peak, S=shape.parts, SEVERAL=several,
+        BLOCK=power_of_2(shape.parts * several), num_warps=1 if several == 1 else 4,
+    )  # fmt: skip
     return out, peak
 
 
@@ -168,6 +178,16 @@ _sample_op = torch.library.custom_op("hone::sample", _sample, mutates_args=())
 
 
 @_sample_op.register_fake
-def _sample_fake(logits: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+def _sample_fake(
+    logits: Tensor,
+    temps: Tensor,
+    counts: Tensor | None,
+    shares: Tensor | None,
+    least: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor | None,
+    several: int,
+) -> tuple[Tensor, Tensor]:
+    shape = (len(logits),) if several == 1 else (len(logits), several)
+    out = torch.empty(shape, dtype=torch.int64, device=logits.device)
     return out, torch.empty(len(logits), dtype=torch.float32, device=logits.device)

@@ -21,6 +21,7 @@ def sample(
     top_ps: Tensor | None,
     min_ps: Tensor | None,
     keys: Tensor,
+    several: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`hone.ops.sample` with `peaks`: one option per entry in tensors [E], None where no entry has it."""
     logits = logits.float()
@@ -36,7 +37,11 @@ def sample(
         scaled = _top_p(scaled, counts[:, None], shares[:, None])
     noise = gumbel(keys, token_hashes(torch.arange(logits.shape[1], device=logits.device)))
     best = logits.max(-1)
-    return torch.where(drawing, (scaled + noise).argmax(-1), best.indices), best.values
+    if several == 1:
+        return torch.where(drawing, (scaled + noise).argmax(-1), best.indices), best.values
+    scores = torch.where(drawing[:, None], scaled + noise, logits)
+    scores = scores.masked_fill(scores.isnan(), -math.inf)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :several], best.values
 
 
 def reciprocals(temperatures: Tensor) -> Tensor:

@@ -73,15 +73,15 @@ def draw(
     floors,  # float32 [E], when FILTERED: values / temperature below are dropped
     keys,  # int64 [E], or the seeds, when SEEDED
     positions,  # int64 [E], when SEEDED
-    best,  # float32 [E, S]: the highest score of each part
-    token,  # int32 [E, S]: its token
+    best,  # float32 [E, S, SEVERAL]: the highest scores of each part
+    token,  # int32 [E, S, SEVERAL]: their tokens
     peak,  # float32 [E, S]: the largest logit of each part, NaN if one is
     stride,
     num_values,
     span,  # values of a program, a multiple of BLOCK
-    FILTERED: tl.constexpr, SEEDED: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    FILTERED: tl.constexpr, SEEDED: tl.constexpr, S: tl.constexpr, SEVERAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one part of a row: highest logit / temperature + noise of those kept, or logit at temperature 0."""
+    """The best tokens of one part of a row: highest logit / temperature + noise of those kept, or logit at temperature 0."""
     place = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = logits + place * stride
@@ -119,23 +119,31 @@ def draw(
         higher = scores > tops
         tops = tl.where(higher, scores, tops)
         tokens = tl.where(higher, at, tokens)
-    top = tl.max(tops, 0)
     to = place * S + part
-    tl.store(best + to, top)
-    tl.store(token + to, tl.min(tl.where(tops == top, tokens, 2147483647), 0))
+    for turn in tl.static_range(SEVERAL):
+        # Of scores that are all -inf the first token stays, which is a real one.
+        top = tl.max(tops, 0)
+        chosen = tl.min(tl.where(tops == top, tokens, 2147483647), 0)
+        tl.store(best + to * SEVERAL + turn, top)
+        tl.store(token + to * SEVERAL + turn, chosen)
+        tops = tl.where(tokens == chosen, float("-inf"), tops)
     tl.store(peak + to, tl.where(tl.max(broken, 0) > 0, float("nan"), tl.max(peaks, 0)))
 
 
 @triton.jit
-def best_of_parts(best, token, peak, out, out_peak, S: tl.constexpr, BLOCK: tl.constexpr):
-    """out [E] int64: the token of the best part, the first of equal ones; out_peak [E] float32: the largest logit, or NaN."""
+def best_of_parts(best, token, peak, out, out_peak, S: tl.constexpr, SEVERAL: tl.constexpr, BLOCK: tl.constexpr):
+    """out [E, SEVERAL] int64: the best tokens of all parts, of equal ones the first; out_peak [E] float32: the largest logit, or NaN."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    scores = tl.load(best + place * S + at, mask=at < S, other=float("-inf"))
-    tokens = tl.load(token + place * S + at, mask=at < S, other=2147483647)
+    first = place * S * SEVERAL
+    scores = tl.load(best + first + at, mask=at < S * SEVERAL, other=float("-inf"))
+    tokens = tl.load(token + first + at, mask=at < S * SEVERAL, other=2147483647)
     peaks = tl.load(peak + place * S + at, mask=at < S, other=float("-inf"))
-    top = tl.max(scores, 0)
-    tl.store(out + place, tl.min(tl.where(scores == top, tokens, 2147483647), 0).to(tl.int64))
+    for turn in tl.static_range(SEVERAL):
+        top = tl.max(scores, 0)
+        chosen = tl.min(tl.where(scores == top, tokens, 2147483647), 0)
+        tl.store(out + place * SEVERAL + turn, chosen.to(tl.int64))
+        scores = tl.where(tokens == chosen, float("-inf"), scores)
     broken = tl.max((peaks != peaks).to(tl.int32), 0)
     highest = tl.max(tl.where(peaks == peaks, peaks, float("-inf")), 0)
     tl.store(out_peak + place, tl.where(broken > 0, float("nan"), highest))

@@ -87,7 +87,8 @@ class KVCache:
         self.steps: dict[Any, Any] = {}
         """Compiled decode steps over these pages by the model that they run (`hone.serve.paging.compiled_step`)."""
         self.layers: list[dict[str, Tensor]] = [{} for _ in declared]
-        self._stores: list[Tensor] = []
+        self.stores: list[Tensor] = []
+        """The allocations: [layers, num_pages + 1, *shape[:-1], block_size, shape[-1]] each."""
         name = str(dtype).removeprefix("torch.")
         self.scales: list[dict[str, Tensor]] = [{} for _ in declared]
         needed = (num_pages + 1) * page_bytes(declared, block_size, name, fixed_scales=fixed_scales is not None)
@@ -122,12 +123,12 @@ class KVCache:
         and on a CPU untouched memory is not resident."""
         store = torch.empty(shape, dtype=dtype, device=device)
         _fill(store, [NULL_PAGE], 0.0)
-        self._stores.append(store)
+        self.stores.append(store)
         return store
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.numel() * store.element_size() for store in self._stores)
+        return sum(store.numel() * store.element_size() for store in self.stores)
 
     def wipe(self, pages: Sequence[int], value: float = 0.0) -> None:
         """Fills `pages` of every layer: with zero before a page is used, so that unwritten slots are finite.
@@ -135,7 +136,7 @@ class KVCache:
         Attention multiplies unwritten slots by a probability of zero, and zero times NaN would be NaN.
         """
         if len(pages):
-            for store in self._stores:
+            for store in self.stores:
                 _fill(store, pages, value)
 
 

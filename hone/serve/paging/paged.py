@@ -35,6 +35,7 @@ class Paged(Context):
     """One forward pass over the T tokens of a `ForwardBatch`; their keys and values are written before attention reads them."""
 
     cached = True
+    _tree: Tensor | None = None
     _shared: Tensor | None = None
     """int32 [3] on the device: `SharedPages` of a step of one new token a sequence, where it is worth reading those pages once."""
 
@@ -100,10 +101,10 @@ class Paged(Context):
             lengths = None if self._most == 1 else self._lengths
             return attend_paged(
                 q, k_pages, v_pages, self._table, self._ends, lengths, scale=scale, window=window, sink_tokens=sink_tokens,
-                sinks=sinks, max_query_len=self._most, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
+                sinks=sinks, max_query_len=self._most, tree=self._tree, k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
             )  # fmt: skip
         expanded = {name: per_token(one, k_pages) for name, one in scales.items()}
-        extras = Extras(sink_tokens, sinks, softcap=softcap, **expanded)
+        extras = Extras(sink_tokens, sinks, softcap=softcap, tree=self._tree, **expanded)
         return attend_planned(q, k_pages, v_pages, self._planned(q), scale=scale, window=window, extras=extras)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor, *, value_dim: int, scale: float) -> Tensor:

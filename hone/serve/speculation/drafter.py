@@ -125,6 +125,8 @@ class HiddenGuesser(Protocol):
     """Its own cache, under the model's page numbers; None: it stores nothing."""
     taps: tuple[int, ...]
     """The layers, from 0, after which it reads hidden states."""
+    branches: bool
+    """Whether its choices of a place hold behind every choice of the places before, not behind the first ones alone."""
 
     def guess_on(self, passed: Passed) -> list[list[int]]:
         """Guesses of the tokens that follow `last`, for each of `sampled`."""
@@ -135,5 +137,5 @@ class HiddenGuesser(Protocol):
         ...
 
     def guess_in_round(self, verified: Verified) -> Tensor:
-        """int64 [k, S] Guesses of the tokens that follow, in a captured round. Launches only: nothing may wait for the device."""
+        """int64 [k, S, choices] Guesses of the tokens that follow, in a captured round. Launches only: nothing may wait for the device."""
         ...

@@ -24,6 +24,8 @@ from hone.serve.step import NULL_PAGE, ForwardBatch
 class Eagle3Guesser:
     """The head with its cache."""
 
+    branches = False
+
     def __init__(self, setting: DraftSetting, num_tokens: int, most_seqs: int) -> None:
         """Guesses `num_tokens` ahead while at most `most_seqs` sequences of a step got a token."""
         self._model, self._head, self._device = setting.model, setting.heads, setting.device
@@ -72,14 +74,16 @@ class Eagle3Guesser:
         self._read(passed)
 
     def guess_in_round(self, verified: Verified) -> Tensor:
-        """int64 [k, S]: a pass over the round's tokens, whose refused ones the next round overwrites, then one a guess."""
+        """int64 [k, S, choices]: a pass over the path's tokens, whose last ones the next round overwrites where fewer were kept, then one a
+        guess, behind the first choices of the places before."""
         head = self._head
         taps = verified.context.taps or {}
-        _, g = self._states(verified.chosen, head.fuse(taps), verified.again(self.cache))
-        g = verified.last(g)
+        h = verified.on_path(head.fuse(taps))
+        _, g = self._states(verified.on_path(verified.chosen), h, verified.again(self.cache))
+        g = verified.path_last(g)
         found = [verified.draw(self._everywhere(head.logits(g)), 0)]
         for ahead, context in enumerate(verified.onward(self.cache, self._count - 1), 1):
-            normed, g = self._states(found[-1], g, context)
+            normed, g = self._states(found[-1][:, 0], g, context)
             found.append(verified.draw(self._everywhere(head.lm_head(normed)), ahead))
         return torch.stack(found)
 

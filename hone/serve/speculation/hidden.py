@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.serve.speculation.drafter import Drafter, Proposer
 
@@ -25,6 +25,22 @@ class HiddenDrafter(Drafter):
         description="Rounds of verifying and guessing that a GPU runs before the host reads their tokens. "
         "By default as many as take about 6 ms; 1 while requests wait.",
     )
+
+    tree_size: int | None = Field(
+        None,
+        ge=1,
+        le=62,
+        description="Guesses that a GPU verifies at once: a tree, several choices of a place, of which num_tokens are a chain. By default up "
+        "to 15, fewer with many sequences; num_tokens: the chain alone.",
+    )
+
+    @model_validator(mode="after")
+    def _holds_the_chain(self) -> Self:
+        if self.tree_size is not None and self.tree_size < self.num_tokens:
+            raise ValueError(
+                f"tree_size {self.tree_size} is less than num_tokens {self.num_tokens}, which are its chain"
+            )
+        return self
 
 
 class HiddenProposer(Proposer):

@@ -37,6 +37,7 @@ class MedusaGuesser:
 
     cache = None
     taps: tuple[int, ...] = ()
+    branches = True
 
     def __init__(self, model: Decoder, heads: MedusaHeads, num_tokens: int) -> None:
         if num_tokens > len(heads.heads):
@@ -62,7 +63,7 @@ class MedusaGuesser:
         import torch
 
         logits = self._logits(self._model.head_input(verified.last(verified.x)))
-        return verified.draw(torch.cat(logits), 0).view(len(logits), -1)
+        return verified.draw(torch.cat(logits), 0).view(len(logits), len(logits[0]), -1)
 
     def _logits(self, h: Tensor) -> list[Tensor]:
         """[S, V] of each head for h [S, D]. Their first blocks are one product where each head has one."""

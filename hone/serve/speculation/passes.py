@@ -37,8 +37,11 @@ class DevicePass(Paged):
         most: int,
         longest: int,
         like: tuple[DevicePass, slice] | None = None,
+        tree: Tensor | None = None,
     ) -> None:
+        """`tree` int64 [most]: the new tokens are a tree, as in `hone.ops.attend_paged`; None: they follow one another."""
         Context.__init__(self)
+        self._tree = tree
         self.cache = cache
         self.rope_len = cache.rope_len
         self._longest, self._most = longest, most
@@ -79,12 +82,12 @@ class Draws:
     filtered: bool
     """Whether top-k, top-p and min-p are read."""
 
-    def draw(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, largest logits) of logits [E, V] for the places `positions` int64 [E] of the first E."""
+    def draw(self, logits: Tensor, positions: Tensor, several: int = 1) -> tuple[Tensor, Tensor]:
+        """(tokens, largest logits) of logits [E, V] for the places `positions` int64 [E] of the first E; [E, several] tokens if more than one."""
         some = slice(len(logits))
         filters = (self.top_k[some], self.top_p[some], self.min_p[some]) if self.filtered else ()
         keys = (self.seeds[some], positions)
-        tokens, peaks = sample(logits, self.temperature[some], *filters, keys=keys, peaks=True)
+        tokens, peaks = sample(logits, self.temperature[some], *filters, keys=keys, peaks=True, several=several)
         return tokens, peaks
 
 
@@ -95,33 +98,42 @@ class Verified:
     x: Tensor
     """[S * Q, D] hidden states after the last layer."""
     chosen: Tensor
-    """int64 [S * Q] The model's token after each of the round's; those behind `state.rows` follow a wrong guess."""
+    """int64 [S * Q] The model's token after each of the round's; those of nodes that are not on the path follow a wrong guess."""
     state: RoundState
     context: DevicePass
     """The model's pass, with hidden states after the layers that the drafter asked for in its `taps`."""
     lengths: Tensor
-    """int32 [S] Q, or 0 for a sequence that only pads."""
+    """int32 [S] 1 + k, or 0 for a sequence that only pads."""
     ones: Tensor
     """int32 [S] 1, or 0 for a sequence that only pads."""
     draws: Draws
 
     def last(self, x: Tensor) -> Tensor:
         """[S, D] of x [S * Q, D]: the row of each sequence's last kept guess."""
-        return x.index_select(0, self.state.rows)
+        return x.index_select(0, self.state.rows[0])
+
+    def on_path(self, x: Tensor) -> Tensor:
+        """[S * (1 + k), ...] of x [S * Q, ...]: the rows of the path's nodes, behind it any."""
+        return x if self.state.tree.is_chain else x.index_select(0, self.state.path.view(-1))
+
+    def path_last(self, g: Tensor) -> Tensor:
+        """[S, D] of g [S * (1 + k), D]: the row of each sequence's last kept guess on the path."""
+        return g.index_select(0, self.state.rows[1])
 
     def again(self, cache: KVCache) -> DevicePass:
-        """A pass of a drafter over the round's tokens, with a cache of its own under the same page numbers."""
-        state, like = self.state, (self.context, slice(None))
-        positions, _, pages, offsets = state.placed.flatten(1)
+        """A pass of a drafter over the path's tokens, with a cache of its own under the same page numbers."""
+        state, most = self.state, self.state.path.shape[1]
+        like = (self.context, slice(None)) if state.tree.is_chain else None
+        positions, _, pages, offsets = state.placed[:, :, :most].flatten(1)
         places, longest = (positions, pages, offsets), self.context._longest
-        return DevicePass(cache, state.table, places, state.ends, self.lengths, state.tokens.shape[1], longest, like)
+        return DevicePass(cache, state.table, places, state.ends[1], self.lengths, most, longest, like)
 
     def onward(self, cache: KVCache, count: int) -> list[DevicePass]:
         """Passes of a drafter over one token each: the last known one, and the guesses that follow but the last."""
         state, longest = self.state, self.context._longest
         seqs = len(state.starts)
         positions, pages, offsets = state.draft.flatten(1)
-        whole = DevicePass(cache, state.table, (positions, pages, offsets), state.ends, self.ones, 1, longest)
+        whole = DevicePass(cache, state.table, (positions, pages, offsets), state.ends[0], self.ones, 1, longest)
         found = []
         for number in range(count):
             rows = slice(number * seqs, (number + 1) * seqs)
@@ -131,6 +143,7 @@ class Verified:
         return found
 
     def draw(self, logits: Tensor, ahead: int) -> Tensor:
-        """int64 [E] Guesses from logits [E, V] of all sequences for the `ahead`-th guess, then for those that follow it."""
+        """int64 [E, choices] Guesses from logits [E, V] of all sequences for the `ahead`-th guess, then for those that follow it."""
         first = ahead * len(self.state.starts)
-        return self.draws.draw(logits, self.state.after.view(-1)[first : first + len(logits)])[0]
+        places = self.state.after.view(-1)[first : first + len(logits)]
+        return self.draws.draw(logits, places, self.state.tree.width)[0].view(len(logits), -1)

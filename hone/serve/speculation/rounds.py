@@ -5,7 +5,10 @@ the first that no guess foretold, moves the sequence on, and guesses again. A gu
 noise depends on (seed, position, token) alone: text is what it would be without guesses, greedy or sampled. A drafter that draws its guesses
 uses the noise of the same places, so that they agree as often as two coupled draws do (Daliri et al. 2024, arXiv:2408.07978).
 
-Legend: S sequences (padded), k guesses, Q = k + 1 tokens of a sequence in a round, V vocabulary.
+Guesses are a tree (`tree`) where the drafter has several choices of a place: the path of the model's own tokens is kept, so that text is still
+the same, greedy or sampled. Few sequences have many nodes, because a pass of few tokens is as fast as one of a single token.
+
+Legend: S sequences (padded), Q nodes of a sequence's tree, k its depth, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,20 +20,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.base.errors import SpecError
 from hone.cost.serve.captured import rounds_ahead
 from hone.model.decoder import Decoder
 from hone.ops.dispatch import say_once
 from hone.serve.device.graphs import padded
 from hone.serve.device.placing import FixedInputs
+from hone.serve.kv_policies.policy import KeptTokens
 from hone.serve.paging.cache import KVCache
 from hone.serve.sampler import SampledToken
 from hone.serve.speculation.drafter import Drafter, HiddenGuesser
 from hone.serve.speculation.passes import DevicePass, Draws, Verified
 from hone.serve.speculation.round_state import RoundState
+from hone.serve.speculation.tree import MOST_NODES, Tree
 from hone.serve.step import ForwardBatch, StepInput
 
 _MOST = 32
 """Most rounds before the host reads."""
+
+ROUND_TOKENS = 64
+"""Tokens that a round verifies in about the time of one: up to here the nodes of the trees of all its sequences go."""
+
+_NODES = 16
+"""Nodes of a tree, where the drafter does not say how many."""
+
+_CHANCES = [[0.5 * 0.8**place / (rank + 1) ** 1.5 for rank in range(8)] for place in range(32)]
+"""Of each choice of a place to be right, roughly, as heads of minutes of training have them: they decide the shape of a tree alone."""
 
 
 class RoundKey(NamedTuple):
@@ -45,10 +60,10 @@ class RoundsOutput:
     """Rounds on their way to the host."""
 
     told: Tensor
-    """int64 [R, S, 1 + Q + k]: guesses kept, the model's tokens (-1 where logits are not finite), the guesses that follow."""
+    """int64 [R, S, 1 + k + Q]: guesses kept, the model's tokens (-1 where logits are not finite), the guesses that follow."""
     num_guesses: list[int]
     """Of the first round, by sequence."""
-    width: int
+    tree: Tree
     guesses_on: bool
     event: torch.cuda.Event | None = None
 
@@ -69,8 +84,8 @@ class RoundsOutput:
                 kept, *rest = one[place]
                 chosen += [SampledToken(token, token >= 0) for token in rest[: kept + 1]]
             later = len(rounds) - 1
-            guesses = rounds[-1][place][1 + self.width :] if self.guesses_on else []
-            found.append((chosen, first + later * (self.width - 1), (first > 0) + later, guesses))
+            guesses = rounds[-1][place][2 + self.tree.depth :] if self.guesses_on else []
+            found.append((chosen, first + later * (len(self.tree) - 1), (first > 0) + later, guesses))
         return found
 
 
@@ -101,8 +116,11 @@ class Rounds:
         Without a `guesser` a round verifies what the host gives it. Rounds are captured on a GPU, and run as they are elsewhere.
         """
         self._model, self._cache, self._table, self._device = model, cache, table, table.device
-        self._longest, self._k, self._most_seqs = longest, drafter.num_tokens, drafter.max_num_seqs
+        self._longest, self._most_seqs = longest, drafter.max_num_seqs
         self._guesser = guesser
+        self.tree = tree_of(drafter, model, cache, guesser)
+        """Of few sequences; with more it has fewer nodes, the first ones."""
+        self._k = self.tree.depth
         self._caches = [one for one in (cache, guesser and guesser.cache) if one is not None]
         asked = getattr(drafter, "num_rounds", None)
         self.ahead = 0 if guesser is None else asked or rounds_ahead(len(model.layers), model.config.active_params)
@@ -122,6 +140,10 @@ class Rounds:
         """Whether rounds guess, so that one may follow another at once."""
         return self._guesser is not None and not self._broken
 
+    def _tree(self, num_seqs: int) -> Tree:
+        """That of a round of `num_seqs` sequences, padded."""
+        return self.tree.first(max(self._k + 1, ROUND_TOKENS // num_seqs))
+
     def _key(self, num_seqs: int, filtered: bool) -> RoundKey:
         return RoundKey(min(padded(num_seqs), self._most), filtered)
 
@@ -133,7 +155,10 @@ class Rounds:
     def count(self, step: StepInput) -> int:
         """The rounds that a step may run at once: each sequence decodes, with pages for all their tokens; 0: it must run otherwise."""
         batch, most = step.batch, int(step.room.min())
-        if most < self._k or batch.num_seqs > self._most or len(step.sampled) < batch.num_seqs:
+        if batch.num_seqs > self._most or len(step.sampled) < batch.num_seqs:
+            return 0
+        behind = len(self._tree(self._key(batch.num_seqs, False).seqs)) - 1
+        if most < behind:
             return 0
         if not self.takes(step) or step.scored or step.pooling.any():
             return 0
@@ -143,18 +168,19 @@ class Rounds:
         if self._guesser is None:
             # `settle` looks up the pages of k places behind the last that may be kept.
             return int(starts.max() + 2 * self._k < self._longest)
-        return max(0, min(_MOST, most - self._k, self._longest - 1 - self._k - int(starts.max())) // (self._k + 1))
+        tokens = min(most, self._longest - 1 - int(starts.max())) - behind
+        return max(0, min(_MOST, tokens // (self._k + 1)))
 
     @torch.inference_mode()
     def launch(self, step: StepInput, batch: ForwardBatch, count: int) -> RoundsOutput | None:
         """Starts `count` rounds of a step, whose `batch` has the guesses; None: they cannot be captured here."""
-        sampling, width = step.sampling, self._k + 1
-        key = self._key(batch.num_seqs, sampling.any_filters)
+        key = self._key(batch.num_seqs, step.sampling.any_filters)
         one = self._made.get(key) or self._make(key)
         if one is None:
             return None
-        self._fill(one.inputs, key.seqs, step, batch.tokens)
-        shape = (count, key.seqs, 1 + width + self._k)
+        tree = one.state.tree
+        self._fill(one.inputs, tree, step, batch.tokens)
+        shape = (count, *one.state.packed.shape)
         if self._told.numel() < np.prod(shape):
             self._told = torch.empty(int(np.prod(shape)), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         told = self._told[: int(np.prod(shape))].view(shape)
@@ -168,7 +194,8 @@ class Rounds:
         if one.graph is not None:
             event = torch.cuda.Event()
             event.record()
-        return RoundsOutput(told, step.num_guesses.tolist(), width, self._guesser is not None, event)
+        verified = np.minimum(step.num_guesses, len(tree) - 1).tolist()
+        return RoundsOutput(told, verified, tree, self._guesser is not None, event)
 
     def capture_next(self) -> bool:
         """Captures one more number of sequences, for an engine that has nothing else to do; False when all are there."""
@@ -179,9 +206,9 @@ class Rounds:
                     return self._make(key) is not None
         return False
 
-    def _fill(self, inputs: FixedInputs, padded_seqs: int, step: StepInput, tokens: np.ndarray) -> None:
+    def _fill(self, inputs: FixedInputs, tree: Tree, step: StepInput, tokens: np.ndarray) -> None:
         """Brings a step to the buffers, in one copy."""
-        batch, sampling, width = step.batch, step.sampling, self._k + 1
+        batch, sampling, width = step.batch, step.sampling, len(tree)
         count, host = batch.num_seqs, inputs.next()
         firsts = _firsts(batch)
         ahead = np.minimum(np.arange(width), step.num_guesses[:, None])
@@ -189,8 +216,8 @@ class Rounds:
         seqs = host["seqs"]
         seqs[:, count:] = 0
         seqs[0, :count], seqs[1, :count], seqs[2, :count] = batch.ends - batch.lengths, step.num_guesses, 1
-        host["lengths"][:count], host["ones"][:count] = width, 1
-        host["lengths"][count:], host["ones"][count:] = 0, 0
+        host["lengths"][:, count:] = 0
+        host["lengths"][:, :count] = [[width], [self._k + 1], [1]]
         numbers = {
             "seeds": sampling.seed,
             "temperature": sampling.temperature,
@@ -199,17 +226,16 @@ class Rounds:
             "min_p": sampling.min_p,
         }
         for what, values in numbers.items():  # what pads draws as the sequences before it in the buffer did
-            host[f"verify_{what}"].reshape(padded_seqs, width)[:count] = values[:, None]
-            host[f"guess_{what}"].reshape(self._k, padded_seqs)[:, :count] = values
+            host[f"verify_{what}"].reshape(-1, width)[:count] = values[:, None]
+            host[f"guess_{what}"].reshape(self._k, -1)[:, :count] = values
         inputs.send()
 
     def _inputs(self, key: RoundKey) -> FixedInputs:
-        count, width = key.seqs, self._k + 1
+        count, width = key.seqs, len(self._tree(key.seqs))
         sizes: dict[str, tuple[tuple[int, ...], type]] = {
             "tokens": ((count, width), np.int64),
             "seqs": ((3, count), np.int64),
-            "lengths": ((count,), np.int32),
-            "ones": ((count,), np.int32),
+            "lengths": ((3, count), np.int32),  # of the model's pass, of a drafter's over the path, and of its others
         }
         for name, number in (("verify", width * count), ("guess", self._k * count)):
             sizes |= {f"{name}_seeds": ((number,), np.int64), f"{name}_top_k": ((number,), np.int32)}
@@ -220,7 +246,9 @@ class Rounds:
         """The round of a key, captured on a GPU; None where that fails."""
         inputs = self._inputs(key)
         on, size = inputs.on, self._cache.block_size
-        one = _Round(inputs, RoundState.of(on["tokens"], on["seqs"], self._table[: key.seqs], size))
+        one = _Round(
+            inputs, RoundState.of(on["tokens"], on["seqs"], self._table[: key.seqs], size, self._tree(key.seqs))
+        )
         if self._pool is None:
             self._made[key] = one
             return one
@@ -245,23 +273,55 @@ class Rounds:
         return one
 
     def _round(self, one: _Round, key: RoundKey) -> Tensor:
-        """One round: int64 [S, 1 + Q + k] as `RoundsOutput.told`. Leaves the next one's tokens and places in the buffers."""
+        """One round: int64 [S, 1 + k + Q] as `RoundsOutput.told`. Leaves the next one's tokens and places in the buffers."""
         on, state, guesser = one.inputs.on, one.state, self._guesser
         names = ("temperature", "seeds", "top_k", "top_p", "min_p")
         state.place()
         positions, after, pages, offsets = state.placed.flatten(1)
+        lengths, path_lengths, ones = on["lengths"]
+        seen = None if state.tree.is_chain else state.nodes[3]
         context = DevicePass(
-            self._cache, state.table, (positions, pages, offsets), state.ends, on["lengths"], self._k + 1, self._longest
+            self._cache,
+            state.table,
+            (positions, pages, offsets),
+            state.ends[0],
+            lengths,
+            len(state.tree),
+            self._longest,
+            tree=seen,
         )
         context.taps = dict.fromkeys(guesser.taps if guesser is not None else ())
         x = self._model.hidden(state.tokens.view(-1), context)
         draws = Draws(*(on[f"verify_{name}"] for name in names), key.filtered)
         chosen, peaks = draws.draw(self._model.head(x), after)
         state.settle(chosen, peaks)
+        state.keep(self._cache.stores)
         if guesser is not None:
             draws = Draws(*(on[f"guess_{name}"] for name in names), key.filtered)
-            state.leave(guesser.guess_in_round(Verified(x, chosen, state, context, on["lengths"], on["ones"], draws)))
+            state.leave(guesser.guess_in_round(Verified(x, chosen, state, context, path_lengths, ones, draws)))
         return state.packed
+
+
+def tree_of(drafter: Drafter, model: Decoder, cache: KVCache, guesser: HiddenGuesser | None) -> Tree:
+    """The tree of guesses of a drafter: a chain where it has one choice of a place, or a layer's attention takes no tree.
+
+    Raises SpecError where the drafter asks for a tree that cannot be.
+    """
+    asked, k = getattr(drafter, "tree_size", None), drafter.num_tokens
+    if guesser is None or asked == k:
+        return Tree.chain(k)
+    mixers = [layer.mixer for layer in model.config.layers]
+    group = max(getattr(one, "num_heads", 64) // getattr(one, "num_kv_heads", 1) for one in mixers)
+    plain = all(set(one) == {"k", "v"} for one in cache.layers) and not any(cache.scales) and cache.kept == KeptTokens()
+    most = min(MOST_NODES, 64 // group) if plain and all(getattr(one, "window", None) is None for one in mixers) else 0
+    if asked is not None and asked + 1 > most:
+        raise SpecError(
+            f"engine.drafter.tree_size is {asked}, and this model's attention verifies "
+            + (f"at most {most - 1} guesses at once" if most > k else "guesses that follow one another only"),
+            fix=f"set engine.drafter.tree_size={max(k, most - 1)}, or leave it out",
+        )
+    nodes = min(_NODES, most) if asked is None else asked + 1
+    return Tree.grown(_CHANCES[:k], max(nodes, k + 1), branches=guesser.branches)
 
 
 def _firsts(batch: ForwardBatch) -> np.ndarray:

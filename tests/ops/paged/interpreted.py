@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.ops.paged.triton_launch import Options, Plan, launch_decode, launch_prefill
-from tests.ops.paged.paged_case import Case, distance
+from tests.ops.paged.paged_case import TREE, Case, distance
 
 
 def run(case: Case, *, decode: int = 0, prefill: int = 0, programs: int = 5, swap: bool = False):
@@ -54,6 +54,13 @@ def test_decode_options(options):
 def test_decode_of_a_few_tokens_a_row():
     case = Case([40, 3, 17], [3, 1, 2], page_size=16, groups=3, window=20)
     assert distance(run(case, decode=3), case.expected()) < 1e-6
+
+
+# Page 16, so that a tree lies in two blocks of 16 slots; the row without new tokens only pads.
+@pytest.mark.parametrize("swap", [False, True])
+def test_new_tokens_that_are_a_tree(swap):
+    case = Case([40, 3, 21, 35], [5, 0, 5, 5], page_size=16, groups=3, tree=TREE)
+    assert distance(run(case, decode=5, swap=swap), case.expected()) < 1e-6
 
 
 # int8 without a window is what small values have.

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from hone.ops import quantize_kv
 
+TREE = torch.tensor([0b00001, 0b00011, 0b00101, 0b01011, 0b10101])
+"""A root with two children, each with one: what each attends to among the five, itself included."""
+
 
 class Case:
     """Rows of `seq_lens` tokens, the last `query_lens` of which ask; pages in shuffled order, unused slots full of NaN.
@@ -95,6 +98,9 @@ class Case:
             key = torch.arange(length, device=q.device)[None]
             place = torch.arange(length - count, length, device=q.device)[:, None]
             seen = key <= place
+            if (tree := self.options.get("tree")) is not None and count:
+                own = torch.arange(count, device=q.device)
+                seen[:, length - count :] = (tree[:, None] >> own & 1).bool()
             if window is not None:
                 seen &= (key > place - window) | (key < sink_tokens)
             scores = scores.masked_fill(~seen, float("-inf"))

@@ -13,7 +13,7 @@ from hone.ops.attention import masks
 from hone.ops.attention.reference import attend
 from hone.ops.paged import reference as paged_rows
 from hone.ops.paged.api import attend_latent, attend_paged, attend_planned, plan_sequences, quantize_kv, write_kv
-from tests.ops.paged.paged_case import Case, distance
+from tests.ops.paged.paged_case import TREE, Case, distance
 
 HEAD_DIM = 6
 
@@ -190,6 +190,15 @@ def test_latents_are_keys_whose_beginning_is_the_value(query_lens):
     assert distance(found, case.expected()) < 1e-12
 
 
+def test_new_tokens_that_are_a_tree(monkeypatch):
+    case = Case([40, 3, 21, 6], [5, 0, 5, 5], dtype=torch.float64, page_size=8, tree=TREE)
+    given = case.poisoned()
+    given[1:3] = case.pages
+    for values in (paged_rows._MASK_VALUES, 1):
+        monkeypatch.setattr(paged_rows, "_MASK_VALUES", values)
+        assert distance(attend_paged(*given, **case.options, max_query_len=5), case.expected()) < 1e-12
+
+
 def test_misuse_names_the_argument():
     case = Case([9, 3])
     q, k, v, table, lens, _ = case.poisoned()
@@ -216,6 +225,10 @@ def test_misuse_names_the_argument():
         ({"seq_lens": torch.tensor([9, 0])}, "sequence 1 has 1 new tokens of 0"),
         ({"page_table": table[:, :0]}, "sequence 0"),
         ({"page_table": table[0]}, "different numbers"),
+        ({"tree": TREE, "query_lens": torch.tensor([1, 1])}, "max_query_len is None"),
+        ({"tree": TREE.int(), "query_lens": lens, "max_query_len": 5}, "tree is torch.int32"),
+        ({"tree": torch.ones(40, dtype=torch.int64), "query_lens": lens, "max_query_len": 40}, "more than 64 queries"),
+        ({"tree": TREE, "query_lens": lens, "max_query_len": 5, "window": 3}, "with a window"),
     ):
         given = {"page_table": table, "seq_lens": lens, "scale": 1.0, **options}
         if word is None:

@@ -44,6 +44,7 @@ POINTERS = {
     "query_lens": "*i32",
     "table": "*i32",
     "sinks": "*fp32",
+    "tree": "*i64",
     "k_scales": "*fp32",
     "v_scales": "*fp32",
 }
@@ -81,6 +82,7 @@ def fetched_ahead(record: Compiled) -> bool:
     [
         ("*bf16", 64, {}),
         ("*bf16", 16, {"WINDOWED": True, "SINKS": True}),
+        ("*bf16", 16, {"MANY": True, "TREE": True}),
         ("*i32", 64, {"INTEGER": False}),
         ("*i32", 64, {"INTEGER": True, "MANY": True}),
     ],
@@ -90,7 +92,7 @@ def test_decode(page, page_size, options):
         decode,
         signature(page, part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
         {**shape(128, page_size), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": 64, "STAGES": 3,
-         "MANY": False, "SWAP": False, "INTEGER": False, "EARLY": True, **options},
+         "MANY": False, "SWAP": False, "INTEGER": False, "TREE": False, "EARLY": True, **options},
         divisible=STRIDES,
         num_warps=4,
     )  # fmt: skip
@@ -107,7 +109,7 @@ def test_three_programs_of_many_sequences_fit_a_multiprocessor():
         decode,
         signature("*bf16", part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
         {**shape(128, 64), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": many.block_n,
-         "STAGES": many.stages, "MANY": False, "SWAP": False, "INTEGER": False, "EARLY": True},
+         "STAGES": many.stages, "MANY": False, "SWAP": False, "INTEGER": False, "TREE": False, "EARLY": True},
         divisible=STRIDES,
         num_warps=many.num_warps,
     )  # fmt: skip

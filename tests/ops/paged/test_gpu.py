@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.ops import attend_latent, attend_paged, attend_shared, quantize_kv, write_kv
-from tests.ops.paged.paged_case import Case, distance
+from tests.ops.paged.paged_case import TREE, Case, distance
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +51,13 @@ def test_agrees_with_float64_twice_alike(query_lens, options):
     assert distance(outs[0], made.expected()) < 5e-3
     assert distance(outs[1], made.expected()) < 5e-3
     assert torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("options", [{"page_size": 16}, {"head_dim": 64, "groups": 2, "dtype": torch.float16}])
+def test_new_tokens_that_are_a_tree(options):
+    made = case([700, 3, 67, 4097, 10], [5, 0, 5, 5, 5], tree=TREE.cuda(), **options)
+    found = attend_paged(*made.poisoned(), **made.options, max_query_len=5, backend="triton")
+    assert distance(found, made.expected()) < 5e-3
 
 
 @pytest.mark.parametrize("seq_lens", [[70_000], [1], [5] * 300, [1, 30_000, 17]])

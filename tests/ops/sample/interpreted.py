@@ -72,6 +72,18 @@ def test_sample(options: dict, dtype: torch.dtype) -> None:
     agree(lambda backend: [sample(logits, HEATS, **options, keys=keys, backend=backend)])
 
 
+@pytest.mark.parametrize(("vocab", "several"), [(300, 4), (2050, 3), (16, 16), (4096, 2)])
+def test_several_draws_of_a_row(vocab: int, several: int) -> None:
+    """2050: the second part has two tokens, fewer than are drawn."""
+    logits, keys = torch.randn(6, vocab) * 3, noise_keys(range(6), range(6))
+    agree(lambda backend: [sample(logits, HEATS, keys=keys, several=several, backend=backend)])
+    one = sample(logits, HEATS, keys=keys, backend="triton")
+    assert torch.equal(sample(logits, HEATS, keys=keys, several=several, backend="triton")[:, 0], one)
+    logits[:, 1:] = float("-inf")
+    some = sample(logits, HEATS, keys=keys, several=several, backend="triton")
+    assert (some[:, 0] == 0).all() and ((some >= 0) & (some < vocab)).all()
+
+
 @pytest.mark.parametrize(("vocab", "dtype"), [(1, torch.float32), (300, torch.float16), (9000, torch.float32)])
 def test_bitmask(vocab: int, dtype: torch.dtype) -> None:
     words = -(-vocab // 32)

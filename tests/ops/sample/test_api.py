@@ -79,6 +79,19 @@ def test_a_draw_depends_on_its_own_row_alone() -> None:
     assert together[0] == logits[0].argmax() and together[5] == logits[5].argmax()
 
 
+def test_several_draws_are_without_replacement() -> None:
+    """In pairs of draws the second follows the softmax of what the first left."""
+    logits, count = torch.tensor([[1.0, 0.0, -1.0, 0.5]]), 20_000
+    pairs = sample(logits.expand(count, -1), 1.0, keys=noise_keys(range(count), [0] * count), several=2)
+    p = logits[0].double().softmax(-1)
+    expected = p[:, None] * p[None] / (1 - p[:, None])
+    off = ~torch.eye(4, dtype=torch.bool)
+    seen = torch.bincount(pairs[:, 0] * 4 + pairs[:, 1], minlength=16).view(4, 4)
+    assert not seen.diagonal().any()
+    assert stats.chisquare(seen[off].tolist(), (expected[off] * count).tolist()).pvalue > 1e-3
+    assert sample(logits, 0.0, keys=noise_keys([0], [0]), several=3).tolist() == [[0, 3, 1]]
+
+
 def test_draws_follow_the_filtered_softmax() -> None:
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1)) * 2
     kept = filter_logits(logits, [0.8], [0.0], [6], [1.0])[0]
@@ -144,6 +157,8 @@ def test_wrong_arguments_and_where_it_runs() -> None:
     ):  # fmt: skip
         with pytest.raises(SpecError, match=f"{name} (is|has)"):
             sample(torch.zeros(2, 5), **{"temperature": 1.0, "keys": keys, name: wrong})
+    with pytest.raises(SpecError, match="several is 6, of 5 tokens"):
+        sample(torch.zeros(2, 5), 1.0, keys=keys, several=6)
     tokens, peaks = sample(torch.tensor([[0.0, 2.0], [1.0, float("nan")]]), 0.0, keys=keys, peaks=True)
     assert tokens[0] == 1 and peaks[0] == 2 and peaks[1].isnan()
     h200 = Where("cuda", (9, 0), 132, (3, 6))

@@ -39,6 +39,10 @@ def test_sample(dtype: torch.dtype, vocab: int, options: dict) -> None:
             keys=keys[5:6],
         )
         assert row == ours[5]
+        some = sample(logits, heat, **options, keys=keys, several=4)
+        assert torch.equal(some[:, 0], ours)
+        if not options:
+            assert torch.equal(some, sample(logits, heat, keys=keys, several=4, backend="reference"))
         cpu = sample(logits.cpu(), heat, keys=keys.cpu())
         assert options or (cpu == ours.cpu()).all()
 

@@ -129,7 +129,7 @@ class TestOnGPU:
         one = Engine(model, EngineSpec.read({"block_size": 16, "num_pages": 60, "max_num_seqs": 8}), device="cuda")
         cache = one.runner.cache
         with torch.inference_mode():
-            for store in cache._stores:
+            for store in cache.stores:
                 store.normal_(std=0.5)
             runner = Runner(model, cache, one.runner.sampler, "cuda", max_num_seqs=8)
             pages = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(5)]
