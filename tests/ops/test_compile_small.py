@@ -29,6 +29,7 @@ from hone.ops.sample import triton_tables as tables
 from hone.ops.sample.api import draw_shape, floor_shape
 from hone.ops.sample.bitmask import BLOCK as MASK_BLOCK
 from hone.ops.update import triton_kernels as update
+from hone.serve.speculation import triton_rounds as rounds
 from tests.ops.compiled import NUMBERS, bf16, compile_simple, compile_triton, fp32
 
 
@@ -242,6 +243,54 @@ def test_sample(filtered: bool) -> None:
         options = {"FILTERED": filtered, "SEEDED": True, "S": parts, "SEVERAL": several, "BLOCK": block}
         record = compile_simple(draw.draw, types, options, warps)
         assert record.clean and record.registers * 32 * warps <= 65536
+
+
+@pytest.mark.slow
+def test_rounds_of_speculation() -> None:
+    """A sequence's round of 15 guesses, 3 deep, beside pages of 8 heads of 128."""
+    names = (
+        "starts",
+        "alive",
+        "nodes",
+        "out",
+        "tokens",
+        "chosen",
+        "limits",
+        "packed",
+        "path",
+        "rows",
+        "after",
+        "draft",
+        "guesses",
+        "placed",
+    )
+    types = (
+        dict.fromkeys(names, "*i64")
+        | dict.fromkeys(("table", "ends", "draft_ends"), "*i32")
+        | fp32("peaks")
+        | bf16("store")
+    )
+    types |= dict.fromkeys(("stride", "num_seqs", "num_tokens", "choices"), "i32") | {"layer_stride": "i64"}
+    sizes = {
+        "WIDTH": 16,
+        "DEPTH": 3,
+        "BLOCK": 16,
+        "PAGE_SIZE": 16,
+        "HEADS": 8,
+        "BLOCK_H": 8,
+        "DIM": 128,
+        "BLOCK_D": 128,
+    }
+    for kernel, warps in (
+        (rounds.place_tokens, 1),
+        (rounds.settle_round, 1),
+        (rounds.leave_guesses, 1),
+        (rounds.keep_path, 4),
+    ):
+        taken, constants = (
+            {name: one for name, one in given.items() if name in kernel.arg_names} for given in (types, sizes)
+        )
+        assert compile_simple(kernel, taken, constants, warps).clean
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ class HiddenDrafter(Drafter):
         None,
         ge=1,
         le=62,
-        description="Guesses that a GPU verifies at once: a tree, several choices of a place, of which num_tokens are a chain. By default up "
-        "to 15, fewer with many sequences; num_tokens: the chain alone.",
+        description="Guesses that a GPU verifies at once: a tree, several choices of a place, of which num_tokens are a chain; fewer with "
+        "many sequences. By default the chain alone.",
     )
 
     @model_validator(mode="after")

@@ -41,9 +41,6 @@ _MOST = 32
 ROUND_TOKENS = 64
 """Tokens that a round verifies in about the time of one: up to here the nodes of the trees of all its sequences go."""
 
-_NODES = 16
-"""Nodes of a tree, where the drafter does not say how many."""
-
 _CHANCES = [[0.5 * 0.8**place / (rank + 1) ** 1.5 for rank in range(8)] for place in range(32)]
 """Of each choice of a place to be right, roughly, as heads of minutes of training have them: they decide the shape of a tree alone."""
 
@@ -308,20 +305,19 @@ def tree_of(drafter: Drafter, model: Decoder, cache: KVCache, guesser: HiddenGue
     Raises SpecError where the drafter asks for a tree that cannot be.
     """
     asked, k = getattr(drafter, "tree_size", None), drafter.num_tokens
-    if guesser is None or asked == k:
+    if guesser is None or asked is None or asked == k:
         return Tree.chain(k)
     mixers = [layer.mixer for layer in model.config.layers]
     group = max(getattr(one, "num_heads", 64) // getattr(one, "num_kv_heads", 1) for one in mixers)
     plain = all(set(one) == {"k", "v"} for one in cache.layers) and not any(cache.scales) and cache.kept == KeptTokens()
     most = min(MOST_NODES, 64 // group) if plain and all(getattr(one, "window", None) is None for one in mixers) else 0
-    if asked is not None and asked + 1 > most:
+    if asked + 1 > most:
         raise SpecError(
             f"engine.drafter.tree_size is {asked}, and this model's attention verifies "
             + (f"at most {most - 1} guesses at once" if most > k else "guesses that follow one another only"),
             fix=f"set engine.drafter.tree_size={max(k, most - 1)}, or leave it out",
         )
-    nodes = min(_NODES, most) if asked is None else asked + 1
-    return Tree.grown(_CHANCES[:k], max(nodes, k + 1), branches=guesser.branches)
+    return Tree.grown(_CHANCES[:k], asked + 1, branches=guesser.branches)
 
 
 def _firsts(batch: ForwardBatch) -> np.ndarray:

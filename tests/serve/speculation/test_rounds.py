@@ -27,13 +27,7 @@ from tests.serve.small import (
     request,
     tokens_of,
 )
-from tests.serve.speculation.test_heads import KINDS, OPTIONS, PROMPTS, taught
-
-
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    where = tmp_path_factory.mktemp("heads")
-    return {kind: taught(where / kind, kind, decoder(), 61, **OPTIONS[kind]) for kind in KINDS}
+from tests.serve.speculation.heads import KINDS, OPTIONS, PROMPTS, taught
 
 
 def with_rounds(one: Engine, num_rounds: int) -> Engine:
@@ -52,14 +46,16 @@ def with_rounds(one: Engine, num_rounds: int) -> Engine:
     return one
 
 
-def served(kind: str, folder: Path | None, num_rounds: int, **spec: object) -> Engine:
-    return with_rounds(engine(decoder(), folder, drafter={"kind": kind}, **spec), num_rounds)
+def served(kind: str, folder: Path | None, num_rounds: int, tree_size: int | None = 15, **spec: object) -> Engine:
+    drafter = {"kind": kind, **({"tree_size": tree_size} if folder is not None else {})}
+    return with_rounds(engine(decoder(), folder, drafter=drafter, **spec), num_rounds)
 
 
-@pytest.mark.parametrize("num_rounds", [1, 5])
+@pytest.mark.parametrize(("num_rounds", "tree_size"), [(1, 15), (5, 7), (5, None)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_identical(kind: str, num_rounds: int, heads: dict[str, Path]) -> None:
-    one = served(kind, heads[kind], num_rounds)
+def test_greedy_tokens_are_identical(kind: str, num_rounds: int, tree_size: int | None, heads: dict[str, Path]) -> None:
+    one = served(kind, heads[kind], num_rounds, tree_size)
+    assert one.runner.rounds is not None and len(one.runner.rounds.tree) - 1 == (tree_size or 3)
     poison_freed_pages(one)
     for prompt, completion in zip(PROMPTS, one.generate(PROMPTS, greedy(24))):
         assert completion.tokens == dense_greedy(decoder(), prompt, 24)
@@ -131,6 +127,21 @@ def test_rounds_verify_what_the_host_guesses() -> None:
     one = served("prompt_lookup", None, 1)
     assert one.generate([prompt], greedy(40))[0].tokens == dense_greedy(decoder(), prompt, 40)
     assert one.stats()["verified_sequences"] > 0 and one.runner.rounds is not None and one.runner.rounds._made
+
+
+@pytest.mark.parametrize("num_prompt", range(30, 35))
+def test_guesses_that_all_come_true_never_look_behind_the_table(num_prompt: int) -> None:
+    """A model whose next token depends on the last one alone repeats it, which prompt lookup foretells up to the longest text."""
+    model = decoder()
+    with torch.no_grad():
+        for layer in model.layers:
+            for linear in (layer.mixer.out, layer.feed_forward.down):
+                linear.weight.zero_()
+    circle = dense_greedy(model, [1], 60)
+    one = with_rounds(engine(model, None, drafter={"kind": "prompt_lookup"}, max_model_len=64), 1)
+    found = one.generate([circle[:num_prompt]], greedy(100))[0]
+    assert found.error is None and found.tokens == dense_greedy(model, circle[:num_prompt], 64 - num_prompt)
+    assert one.stats()["accepted_tokens"] > 8
 
 
 def test_text_up_to_the_longest_is_whole(heads: dict[str, Path]) -> None:
@@ -293,13 +304,18 @@ class TestOnGPU:
         return {kind: taught(where / kind, kind, model, 61, **OPTIONS[kind]) for kind in KINDS}
 
     @pytest.mark.parametrize("seqs", [1, 8])
-    @pytest.mark.parametrize("kind", [*KINDS, "prompt_lookup"])
-    def test_the_same_tokens_as_without_a_drafter(self, kind: str, seqs: int, folders: dict[str, Path]) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "tree"),
+        [("prompt_lookup", {}), *((one, {}) for one in KINDS), *((one, {"tree_size": 15}) for one in KINDS)],
+    )
+    def test_the_same_tokens_as_without_a_drafter(
+        self, kind: str, tree: dict[str, int], seqs: int, folders: dict[str, Path]
+    ) -> None:
         model = decoder(head_dim=64, max_seq_len=512).to("cuda", torch.float16)
         fields = {"block_size": 16, "num_pages": 80, "max_num_seqs": seqs, "max_num_batched_tokens": 40}
         for draw in (dict[str, float](temperature=0), {"temperature": 0.8}, {"temperature": 0.8, "top_k": 9}):
             found = []
-            for spec in (fields, {**fields, "drafter": {"kind": kind}}):
+            for spec in (fields, {**fields, "drafter": {"kind": kind, **tree}}):
                 one = Engine(
                     model, EngineSpec.read(spec), draft=folders.get(kind) if spec is not fields else None, device="cuda"
                 )
