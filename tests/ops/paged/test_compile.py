@@ -44,7 +44,6 @@ POINTERS = {
     "query_lens": "*i32",
     "table": "*i32",
     "sinks": "*fp32",
-    "tree": "*i64",
     "k_scales": "*fp32",
     "v_scales": "*fp32",
 }
@@ -90,7 +89,7 @@ def fetched_ahead(record: Compiled) -> bool:
 def test_decode(page, page_size, options):
     record = compile_triton(
         decode,
-        signature(page, part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
+        signature(page, tree="*i64", part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
         {**shape(128, page_size), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": 64, "STAGES": 3,
          "MANY": False, "SWAP": False, "INTEGER": False, "TREE": False, "EARLY": True, **options},
         divisible=STRIDES,
@@ -107,7 +106,7 @@ def test_three_programs_of_many_sequences_fit_a_multiprocessor():
     assert plan_decode(132, 128, 64, 2, 512, 64) == one and plan_decode(132, 128, 64, 4, 512, 4) == one
     record = compile_triton(
         decode,
-        signature("*bf16", part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
+        signature("*bf16", tree="*i64", part="*fp32", part_lse="*fp32", note="*i32", max_tokens="i32"),
         {**shape(128, 64), **FLAGS, "KV": 8, "GROUP": 4, "ROPE_DIM": 0, "BLOCK_M": 16, "BLOCK_N": many.block_n,
          "STAGES": many.stages, "MANY": False, "SWAP": False, "INTEGER": False, "TREE": False, "EARLY": True},
         divisible=STRIDES,
