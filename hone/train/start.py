@@ -135,9 +135,8 @@ def trainer_of(
     tokenizer: Path,
 ) -> Trainer:
     """What runs the steps of `plan` on this rank's part of `model`."""
-    torch.manual_seed(
-        spec.seed
-    )  # dropout draws from torch's own generator, which whatever ran in this process before has moved
+    # Dropout draws from torch's own generator, which whatever ran in this process before has moved.
+    torch.manual_seed(spec.seed)
     ranks = spec.parallelism.ranks(run.mesh, run.device)
     return spec.parallelism.trainer()(
         spec.parallelism.decoder(model, ranks, spec.seq_len, plan.pipeline and plan.pipeline[0]),
