@@ -89,7 +89,8 @@ def checkpoint_bytes(work: Training) -> float:
 
 def state_bytes(work: Training) -> float:
     """Bytes of the optimizer's state of all ranks, without copies."""
-    parts, whole = work.model.num_params / work.part.num_params, work.update.whole_state_bytes
+    every, here = work.trained or work.model, work.trained_here or work.part
+    parts, whole = every.num_params / here.num_params, work.update.whole_state_bytes
     each = (work.update.state_bytes - whole) * parts + whole * max(parts / work.tensor.degree, 1.0)
     return each * (work.divided.num_ranks if work.divided.every else 1)
 

@@ -35,14 +35,20 @@ class PiSSA(LoRA):
             raise ValueError("pissa is saved with twice the ranks: give patterns or use_rslora, not both")
         return self
 
+    def check(self, config: Any) -> None:
+        """As `LoRA.check`; raises SpecError where a weight has fewer directions than the rank: of the whole model, since a
+        tensor-parallel rank has parts of the same directions."""
+        super().check(config)
+        linears = [(index, *one) for index in range(config.num_layers) for one in config.linears(index).items()]
+        for linear, wrapped in ((one[2], config.wrappers(*one)) for one in linears):
+            for piece, rank in ((piece, one.of_piece(piece.name).rank) for one, pieces in wrapped for piece in pieces):
+                if rank > (most := min(piece.out_features, linear.in_features)):
+                    raise SpecError(
+                        f"pissa of rank {rank} takes more directions than the {most} that the weight of '{piece.name}' has",
+                        fix=f"give adapter.rank of at most {most}, or rank_pattern a smaller one for it",
+                    )
+
     def parameters(self, linear: LinearSpec, pieces: tuple[Piece, ...]) -> tuple[ParameterSpec, ...]:
-        for piece in pieces:
-            most, rank = min(piece.out_features, linear.in_features), self.of_piece(piece.name).rank
-            if rank > most:
-                raise SpecError(
-                    f"pissa of rank {rank} takes more directions than the {most} that the weight of '{piece.name}' has",
-                    fix=f"give adapter.rank of at most {most}, or rank_pattern a smaller one for it",
-                )
         trained = super().parameters(linear, pieces)
         first = (
             ParameterSpec(one.name.replace("lora_", "lora_first_"), one.shape, (0.0, 0.0), trained=False)

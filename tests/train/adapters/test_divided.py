@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,22 @@ from safetensors.torch import load_file
 from hone.base.artifact import Artifact
 from hone.base.errors import SpecError
 from hone.base.run import Run
+from hone.cost.activations.segments import keep_all
+from hone.cost.train.figures import state_bytes
 from hone.cost.train.replicas import Divided
 from hone.cost.train.tensor import part_of
+from hone.cost.train.training import Training
 from hone.model import hf
 from hone.model.adapters.lora import LoRA
 from hone.model.adapters.peft import adapted
+from hone.model.adapters.pissa import PiSSA
 from hone.model.decoder import build
 from hone.model.facts import CheckpointFacts
 from hone.model.quantized.nf4_base import nf4_base
 from hone.parallel.cut import Cut
 from hone.train.loop import Trainer
+from hone.train.optimizers.adamw import AdamW
+from hone.train.parallelism import Parallelism
 from hone.train.stage import Train
 from hone.train.tensor_parallel.decoder import _maker, cuts_of
 from hone.train.tensor_parallel.parts import PartDecoder
@@ -51,6 +58,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "neighbours": ("dense", 4, {"data_parallel": {"kind": "zero3", "reshard_after_forward": 2}}),
     "tensor": ("dense", 2, {"tensor_parallel_degree": 2}),
     "tensor, all tokens": ("dense", 2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+    "tensor, pissa": ("dense", 2, {"tensor_parallel_degree": 2}),
     "tensor, qlora": ("nf4", 2, {"tensor_parallel_degree": 2}),
     "tensor and zero3, qlora": ("nf4", 4, {"tensor_parallel_degree": 2, "data_parallel": "zero3"}),
     "weights stay": ("nf4", 2, {"data_parallel": {"kind": "zero3", "reshard_after_forward": "never"}}),
@@ -109,7 +117,7 @@ def test_a_divided_model_trains_the_adapter_of_one_process(
 ) -> None:
     base, count, layout = CASES[case]
     spec: dict[str, Any] = {"activation_checkpointing": kept}
-    if case == "pissa":
+    if "pissa" in case:
         spec["adapter"] = {"kind": "pissa", "rank": 4}
     on_ranks(count, bases, data_folder, base, tmp_path / "ranks", parallelism=layout, **spec)
     same(tmp_path / "ranks", alone(bases, data_folder, base, **spec))
@@ -228,6 +236,23 @@ def test_the_plan_of_tensor_parallel_ranks_counts_parts(bases: Path) -> None:
     found = codes_of(config, given, "float32", part, local)
     ends = given.weights_bytes - coded * (0.5 + (1 + 4 / 256) / 64)
     assert found == pytest.approx(coded / 2 * (0.5 + 4 / 64) + ends / 2, rel=0.1)
+    costs = partial(AdamW().cost, dtype="float32", device="cpu")
+    shared = Parallelism.read({"tensor_parallel_degree": 2}).shared(config, costs, 1, 64)
+    work = Training(
+        model=config.dims(), steps=1, batch_size=2, seq_len=64, dtype="float32", segments=keep_all(2),
+        update=shared.update, tensor=shared.tensor, trained=config.trained_dims(), trained_part=local,
+    )  # fmt: skip
+    # A checkpoint has the factors of all ranks once.
+    assert state_bytes(work) == pytest.approx(8 * config.trained_params)
+
+
+def test_the_rank_of_pissa_may_be_above_the_rows_of_a_part() -> None:
+    """The directions are those of the whole weight, of 64 rows of k; a rank has 32 of them."""
+    plain = SHAPE.model_copy(update=SIZES).config(61, eos=0)
+    config = adapted(plain, PiSSA.read({"kind": "pissa", "rank": 40}))
+    assert "layers.0.mixer.qkv.lora_B_k" in cuts_of(config, 0, 2) and config.local(2).trained_dims() is not None
+    with pytest.raises(SpecError, match="rank 80 takes more directions than the 64"):
+        adapted(plain, PiSSA.read({"kind": "pissa", "rank": 80}))
 
 
 def test_the_plan_divides_the_frozen_layers() -> None:
