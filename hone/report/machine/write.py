@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
@@ -29,11 +30,11 @@ def build(folder: Path | str) -> Path:
 
 def under(found: Found) -> str:
     """The line below the title."""
-    gpus = [gpu["name"] for gpu in found.rows("gpus")]
+    gpus = Counter(gpu["name"] for gpu in found.rows("gpus"))
     nodes = len(found.probe["topology"]["nodes"])
     said = [
         f"{nodes} NUMA nodes" if nodes > 1 else "one NUMA node",
-        *([", ".join(dict.fromkeys(gpus))] if gpus else []),
+        *(f"{count} x {name}" if count > 1 else name for name, count in gpus.items()),
     ]
     when = found.probe["made_at"].replace("T", " ").replace("+00:00", " UTC")
     return f"{', '.join(said)}. Measured {when} in {found.probe.get('seconds', 0):.0f} s{', quick' if found.probe.get('quick') else ''}."
