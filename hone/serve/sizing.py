@@ -145,9 +145,17 @@ def work_bytes(dims: ModelDims, spec: EngineSpec, dtype: str, device: str, *, wi
 
 def widened_bytes(dims: ModelDims, tokens: int, dtype: str) -> float:
     """Bytes of experts' codes that a step of `tokens` widens at a time, on a GPU that does so: gates and ups, two thirds of a layer's experts,
-    or as many of them as are widened together."""
-    each = (one.routed.params * 2 / 3 for one in dims.layers if tokens * one.routed.share > WIDENED_FROM)
-    return min(WIDENED_BYTES, BYTES[dtype] * max(each, default=0.0))
+    or as many of them as are widened together, at least one."""
+    found = 0.0
+    for routed in (
+        one.routed for one in dims.layers if tokens * one.routed.share > WIDENED_FROM and one.routed.products
+    ):
+        every = BYTES[dtype] * routed.params * 2 / 3
+        single = (
+            every * routed.share / (routed.products / 2)
+        )  # of as many products of either kind as a token visits experts
+        found = max(found, min(every, max(WIDENED_BYTES, single)))
+    return found
 
 
 def widens_experts(model: nn.Module, device: torch.device) -> bool:

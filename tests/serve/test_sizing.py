@@ -115,7 +115,7 @@ def test_more_pages_than_memory_fail_at_once():
 
 
 def test_steps_that_widen_experts_have_room_for_it():
-    """Gates and ups of all experts where they are few, 256 MiB where they are more, nothing up to 80 visits an expert or elsewhere."""
+    """Gates and ups of all experts where they are few, 256 MiB where they are more, one of them if it is larger, nothing up to 80 visits an expert or elsewhere."""
     sizes = {
         "hidden_size": 2880,
         "num_layers": 2,
@@ -132,6 +132,7 @@ def test_steps_that_widen_experts_have_room_for_it():
     wide, narrow = dims(2880), dims(64)
     assert [sizing.widened_bytes(wide, tokens, "bfloat16") for tokens in (1, 640, 641)] == [0, 0, 256 << 20]
     assert sizing.widened_bytes(narrow, 8192, "bfloat16") == pytest.approx(2 * 32 * 2 * 64 * 2880)
+    assert sizing.widened_bytes(dims(30_000), 8192, "bfloat16") == pytest.approx(2 * 2 * 30_000 * 2880)  # of one expert
     hopper, spec = machine("cuda", gpu_bytes=80 << 30), EngineSpec(max_num_seqs=8, max_num_batched_tokens=8192)
     plain, more = (sizing.work_bytes(wide, spec, "bfloat16", "cuda", widens=one) for one in (False, True))
     assert more - plain == 256 << 20
