@@ -64,6 +64,7 @@ from hone.train.pipeline.notes import drawing, notes
 from hone.train.precision import Precision, saved_dtype
 from hone.train.quantization_aware.fits import check_rounding, exported_note
 from hone.train.rollouts.fits import NOTE, check_rollouts, known
+from hone.train.routing.layouts import expert_params
 from hone.train.routing.layouts import notes as expert_notes
 from hone.train.schedules.cosine import Cosine
 from hone.train.start import starting_models, trainer_of
@@ -205,7 +206,7 @@ class Train(Prolonged):
             same_vocabulary(config, given["teacher"], data[0], self.parallelism.tensor_parallel_degree)
         divided = self.parallelism.divided(machine.num_ranks)
         self.parallelism.check(config, seq_len=self.seq_len, teacher=teacher)
-        check_stacks(config.active_params < config.num_params, self.parallelism, self.optimizer)
+        check_stacks(expert_params(config) > 0, self.parallelism, self.optimizer)
         check_passes(self, config, machine.num_ranks)
         check_noise(self, config)
         check_views(self, config)

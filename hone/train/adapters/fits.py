@@ -11,6 +11,7 @@ from hone.model.adapters.peft import adapted, alone, wrapped_modules
 from hone.model.config import ModelConfig
 from hone.model.facts import CheckpointFacts
 from hone.train.precision import FP8_RECIPES
+from hone.train.routing.layouts import expert_params
 
 TENSOR_PARALLEL = frozenset({"lora", "pissa"})
 """Adapters whose factors tensor-parallel ranks divide."""
@@ -104,7 +105,7 @@ def _check_tensor_parallel(config: ModelConfig, layout: Any, model: CheckpointFa
         ),
         "a model with experts, whose frozen stacks ranks have no parts of": (
             "set parallelism.tensor_parallel_degree to 1; data_parallel zero3 divides what is frozen",
-            config.active_params < config.num_params,
+            expert_params(config) > 0,
         ),
         f"a model stored as {stored.get('quant_method')}, of which ranks have no parts": (
             "give a model in bfloat16, or one whose weights are in bitsandbytes' 4 bits (hone compress with nf4 or fp4)",

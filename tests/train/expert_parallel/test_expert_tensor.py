@@ -54,13 +54,22 @@ def test_two_ranks_divide_each_expert(
     check(found, tmp_path, 2, alone[1], range(len(CASES)))
 
 
-@pytest.mark.parametrize("data_parallel", ["ddp", "zero1", "zero2", "zero3"])
+LAYOUTS_OF_FOUR = [
+    ("zero3", BOTH, range(len(CASES))),
+    ("ddp", BOTH, (0, 1, 7, 9)),
+    ("ddp", {**BOTH, **PLAIN}, (0, 1, 7, 9)),
+    ("ddp", PLAIN, (0, 3, 7, 9)),
+    ("zero1", BOTH, (0, 1, 7, 9)),
+    ("zero2", {**BOTH, **PLAIN}, (0, 1, 7, 9)),
+]
+
+
+@pytest.mark.parametrize(("data_parallel", "parallelism", "places"), LAYOUTS_OF_FOUR)
 def test_four_ranks_divide_experts_and_each_of_them(
-    data_parallel: str, alone: Any, data_folder: Path, tmp_path: Path
+    data_parallel: str, parallelism: dict[str, Any], places: Any, alone: Any, data_folder: Path, tmp_path: Path
 ) -> None:
-    """Two that have other experts, times two that have other parts of them."""
-    places = range(len(CASES)) if data_parallel == "zero3" else (0, 1, 7, 9)
-    shared = {"data_parallel": data_parallel, "parallelism": BOTH if data_parallel != "zero2" else {**BOTH, **PLAIN}}
+    """Two that have other experts, or other sequences alone, times two that have other parts of each expert."""
+    shared = {"data_parallel": data_parallel, "parallelism": parallelism}
     found = on_ranks(4, trained, str(data_folder), str(tmp_path), [{**CASES[one], **shared} for one in places])
     check(found, tmp_path, 4, alone[2], places)
 
@@ -124,9 +133,12 @@ def test_a_part_of_a_part_is_cut_and_put_back() -> None:
     assert Cut.read([[6], 0, [[1, 3]]]) == Cut((6,), 0, ((1, 3),))
 
 
+@pytest.mark.parametrize("num_experts", [2, 4])
 @pytest.mark.parametrize("optimizer", ["adafactor", "soap"])
-def test_an_optimizer_that_needs_whole_stacks_says_so(optimizer: str, data_folder: Path) -> None:
-    spec = {"model": {**SHAPE.model_dump(), "feed_forward": [MOE]}, "batch_size": 4, "seq_len": 32, "steps": 2}
+def test_an_optimizer_that_needs_whole_stacks_says_so(optimizer: str, num_experts: int, data_folder: Path) -> None:
+    """Where a token visits all experts, too."""
+    moe = {**MOE, "num_experts": num_experts}
+    spec = {"model": {**SHAPE.model_dump(), "feed_forward": [moe]}, "batch_size": 4, "seq_len": 32, "steps": 2}
     one = Train.read({**spec, "optimizer": optimizer, "parallelism": TENSOR})
     machine = describe("cpu").model_copy(update={"num_ranks": 2})
     with pytest.raises(SpecError, match=f"{optimizer} keeps states of whole stacks of experts"):
