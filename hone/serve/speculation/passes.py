@@ -122,11 +122,13 @@ class Verified:
 
     def again(self, cache: KVCache) -> DevicePass:
         """A pass of a drafter over the path's tokens, with a cache of its own under the same page numbers."""
-        state, most = self.state, self.state.path.shape[1]
-        like = (self.context, slice(None)) if state.tree.is_chain else None
+        state, most, chain = self.state, self.state.path.shape[1], self.state.tree.is_chain
+        like = (self.context, slice(None)) if chain else None
+        # Of a chain both have the same numbers; those at a buffer's begin are aligned, as the variants compiled for the model's pass are.
+        ends, lengths = (state.ends[0], self.context._lengths) if chain else (state.ends[1], self.lengths)
         positions, _, pages, offsets = state.placed[:, :, :most].flatten(1)
         places, longest = (positions, pages, offsets), self.context._longest
-        return DevicePass(cache, state.table, places, state.ends[1], self.lengths, most, longest, like)
+        return DevicePass(cache, state.table, places, ends, lengths, most, longest, like)
 
     def onward(self, cache: KVCache, count: int) -> list[DevicePass]:
         """Passes of a drafter over one token each: the last known one, and the guesses that follow but the last."""
