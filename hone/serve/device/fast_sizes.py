@@ -37,10 +37,13 @@ def product_seconds(model: Decoder, sizes: Sequence[int]) -> list[float] | None:
     weights = [one.weight for layer in model.layers[:_LAYERS] for one in layer.modules() if type(one) is Dense]
     if not weights or not all(one.is_cuda for one in weights):
         return None
+    how = {"device": weights[0].device, "dtype": weights[0].dtype}
+    # The generator of a training in this process must not move on.
+    how["generator"] = torch.Generator(how["device"]).manual_seed(0)
     widths = {one.shape[1] for one in weights}
     found = []
     for size in sizes:
-        rows = {width: torch.randn(size, width, device=weights[0].device, dtype=weights[0].dtype) for width in widths}
+        rows = {width: torch.randn(size, width, **how) for width in widths}
         graph = torch.cuda.CUDAGraph()
         for weight in weights:  # sets libraries up before the capture
             linear(rows[weight.shape[1]], weight)
