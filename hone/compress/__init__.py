@@ -97,6 +97,7 @@ class Steps(Table):
     def __init__(self, slot: str, *tables: Table) -> None:
         self.slot = slot
         self.tables = tables
+        self.elsewhere = {name: way for table in tables for name, way in table.elsewhere.items()}
 
     @property
     def rows(self) -> dict[str, str]:  # type: ignore[override]
