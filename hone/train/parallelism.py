@@ -183,14 +183,13 @@ class Parallelism(Spec):
         dims = config.dims()
         degree, sharers = self.tensor_parallel_degree, self.expert_parallel_degree
         local = config.local(degree) if degree > 1 else config
+        # The part of an expert-parallel rank is that of one tensor-parallel rank.
         whole = dims if sharers == 1 else experts.part_of(dims, expert_params(config), sharers)
         update = cost(whole if sharers > 1 else config.trained_dims() or dims)
-        # The part of an expert-parallel rank is that of one tensor-parallel rank.
         part = whole if sharers > 1 else None
         if degree > 1:
-            part = self.part_of(config)
-            if sharers > 1:
-                part = experts.part_of(part, expert_params(local), sharers)
+            own = self.part_of(config)
+            part = own if sharers == 1 else experts.part_of(own, expert_params(local), sharers)
         if degree > 1 and config.adapters:
             update = cost(local.trained_dims() or part)
         elif degree > 1:
@@ -309,8 +308,7 @@ class Parallelism(Spec):
 
         `layers` of each pipeline stage, as planned; None: by operations.
         """
-        grid, config = ranks.grid, model.config
-        rows = None
+        grid, config, rows = ranks.grid, model.config, None
         if grid is not None and grid.ep.size > 1:
             from hone.train.expert_parallel.decoder import ExpertParallelDecoder, check_expert_parallel, exchange_rows
             from hone.train.tensor_parallel.stacks import stacks
