@@ -67,7 +67,6 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra.of("the server", error.name or "fastapi", "serve") from None
-    from hone.model.adapters.peft import opened
     from hone.serve.http.chat_forms import Parsers
 
     Parsers.open(
@@ -81,7 +80,6 @@ def serve(
             fix="give the adapter another name, or the model one (served_model_name)",
         )
     folder = model_folder(folder)
-    opened(folder).config.must_predict_tokens(folder)
     build = build if run.clock is None else partial(build, clock=run.clock)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         alone = spec.processes.api_server_count == spec.processes.data_parallel_size == 1
